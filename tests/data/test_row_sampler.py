@@ -122,28 +122,6 @@ def test_resumed_epoch_is_the_rest(
     assert rest == [batches[rounds:] for batches in whole]
 
 
-@given(
-    last=st.sampled_from(["weight", "pad", "drop"]),
-    fills=st.booleans(),
-    number=st.integers(28, 60),
-    batch_size=CASES["batch_size"],
-    num_ranks=CASES["num_ranks"],
-)
-@settings(max_examples=60, deadline=None)
-def test_every_rank_knows_the_least_rows_of_a_last_batch(
-    last: Last, fills: bool, number: int, batch_size: int, num_ranks: int
-) -> None:
-    fills = fills or last == "pad"
-    shares = read(number, batch_size, num_ranks, last=last, fills=fills)
-    sampler = RowSampler(
-        range(number), batch_size=batch_size, shuffle=True, seed=0, last=last
-    )
-    sampler.fills = fills
-    with rank_of(0, num_ranks):
-        known = sampler.least_in_last_batch
-    assert known == min(len(batches[-1]) for batches in shares)
-
-
 def test_without_fillers_rows_that_do_not_go_round_are_left_out() -> None:
     assert len(real_rows(read(25, 4, 3, fills=False))) == 24
     assert len(real_rows(read(25, 4, 3))) == 25

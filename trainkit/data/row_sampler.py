@@ -58,14 +58,6 @@ class RowSampler(EpochOrder):
         return self.num_rows if is_kept else self.num_rows - left
 
     @property
-    def least_in_last_batch(self) -> int:
-        """How many rows the last batch of an epoch has, on the rank with the fewest."""
-        left = self.end % self.stretch
-        if not left or (self.fills and self.last == "pad"):
-            return self.batch_size
-        return max(left // self.ranks[1], 1)
-
-    @property
     def gives_fillers(self) -> bool:
         left = self.end % self.stretch
         lacks = self.last == "pad" or left < self.ranks[1]

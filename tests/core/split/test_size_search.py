@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.core.split.size_search import SizeSearch, frontier
+from trainkit.core.split.size_search import SizeSearch
 
 WHOLE = 4096
 
@@ -26,7 +26,7 @@ class Machine:
         while (size := min(found.limit, whole)) > self.memory:
             found.failed(size)
         self.sizes.append(size)
-        found.passed([(size, 9)], whole=whole, seconds=self.cost(size), real=1)
+        found.passed(whole=whole, seconds=self.cost(size), real=1)
 
     def run(self, found: SizeSearch, most: int = 40) -> Any:
         """Let it search; the size that it has found."""
@@ -85,17 +85,6 @@ def test_a_first_batch_of_one_short_row_does_not_hold_the_size_down_for_ever() -
     assert machine.run(found) >= WHOLE
 
 
-def test_a_size_is_proven_by_one_micro_batch_that_is_no_smaller_in_anything() -> None:
-    found = SizeSearch()
-    found.begin(100)
-    found.passed([(100, 10), (80, 40)], whole=100, seconds=1, real=1)
-    assert found.has_proven([(100, 10), (80, 40), (70, 30)])
-    assert not found.has_proven([(100, 11)])
-    assert not found.has_proven([(81, 40)])
-    found.failed(90)
-    assert not found.has_proven([(1, 1)])  # memory is not as it was
-
-
 def test_a_size_is_kept_once_it_is_found() -> None:
     found, again, machine = SizeSearch(), SizeSearch(), Machine(up_to(1024))
     machine.window(found)
@@ -104,18 +93,7 @@ def test_a_size_is_kept_once_it_is_found() -> None:
     machine.run(found)
     again.load_state_dict(found.state_dict())
     assert (again.limit, again.is_searching) == (1024, False)
-    assert not again.has_proven([(1, 1)])
     found.failed(512)
     again.load_state_dict(found.state_dict())
     machine.window(again, whole=9 * WHOLE)  # where memory has ended, it ends
     assert (again.limit, again.is_searching) == (256, False)
-
-
-def test_frontier_covers_all_points_and_none_of_it_another() -> None:
-    draw = random.Random(0)
-    points = [(draw.randint(1, 99), draw.randint(1, 30)) for _ in range(60)]
-    kept = frontier(points)
-    assert all(any(s <= a and n <= b for a, b in kept) for s, n in points)
-    for one in kept:
-        others = [each for each in kept if each != one]
-        assert not any(one[0] <= a and one[1] <= b for a, b in others)

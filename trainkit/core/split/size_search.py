@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 SHARE = 8
@@ -14,9 +14,6 @@ many are. The faster counts, as disturbances only slow it."""
 
 FASTER = 1.03
 """A size twice as large must be faster by this factor."""
-
-Point = tuple[int, int]
-"""A micro-batch: its size, and the size of its longest row."""
 
 
 class SizeSearch:
@@ -41,7 +38,6 @@ class SizeSearch:
         self._times: list[float] = []
         self._best: float | None = None  # with half the size
         self._failed_at: int | None = None
-        self._proven: list[Point] = []
 
     def begin(self, whole: int) -> None:
         """Choose the size for the window that is about to be cut.
@@ -52,33 +48,21 @@ class SizeSearch:
         if self.limit is None:
             self.limit = self._start or max(whole // SHARE, 1)
 
-    def has_proven(self, points: Sequence[Point]) -> bool:
-        """Whether micro-batches at least as large, with rows as long, have run."""
-        return all(
-            any(size <= s and longest <= n for s, n in self._proven)
-            for size, longest in points
-        )
-
     def failed(self, size: int) -> None:
         """Note that memory ran out in a micro-batch of this size."""
         assert self.limit is not None
         self._failed_at = min(size, self._failed_at or size)
-        self._proven = []  # what has run may not run any more
         self.limit = max(min(self.limit, size) // 2, 1)
         self.is_searching = False
 
-    def passed(
-        self, points: Sequence[Point], *, whole: int, seconds: float, real: float
-    ) -> None:
+    def passed(self, *, whole: int, seconds: float, real: float) -> None:
         """Note that a window has run.
 
         Args:
-            points: its micro-batches, or the `frontier` of them.
             whole: its size as one micro-batch, on the rank where it is largest.
             seconds: how long it took.
             real: its size without padding.
         """
-        self._proven = frontier([*self._proven, *points])
         grew, self._whole = whole > 2 * self._whole, max(whole, self._whole)
         if grew and self._failed_at is None:  # also: the first batch was a short one
             self.is_searching, self._best, self._times = True, None, []
@@ -100,23 +84,10 @@ class SizeSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """The limits with which a resumed run begins. It may run on another machine, so
-        no times are kept, and no sizes that have run."""
+        no times are kept."""
         limit = None if self.is_searching else self.limit
         return {"limit": limit, "failed_at": self._failed_at, "whole": self._whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.limit, self._failed_at = state["limit"], state["failed_at"]
         self._whole, self.is_searching = state.get("whole", 0), self.limit is None
-
-
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that no other point exceeds in both numbers, the largest first.
-
-    >>> frontier([(8, 2), (6, 2), (4, 4), (8, 1)])
-    [(8, 2), (4, 4)]
-    """
-    kept: list[Point] = []
-    for size, longest in sorted(set(points), reverse=True):
-        if not kept or longest > kept[-1][1]:
-            kept.append((size, longest))
-    return kept
