@@ -167,7 +167,7 @@ class AutoSizes:
                 f"{self.search.limit}."
             )
             return False
-        self.search.passed([], whole=int(whole), seconds=pace, real=1)
+        self.search.passed(whole=int(whole), seconds=pace, real=1)
         if was_searching and not self.search.is_searching:
             rank_zero_info(
                 f"MicroBatching: windows are cut into micro-batches of at most "
