@@ -369,3 +369,15 @@ def test_numbers_of_rows() -> None:
     for of in (float, int, lambda n: n / 2, lambda n: n > 5, lambda n: 0.5 * n):
         with pytest.raises(TrainkitError, match="number of rows"):
             of(rows)
+
+
+def test_a_gradient_penalty_is_refused() -> None:
+    """Its gradient through the net would be taken for a constant, without a word."""
+    torch.manual_seed(0)
+    net = exact_batch_norm(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), size=2
+    )
+    x = torch.randn(6, 3, requires_grad=True)
+    with pytest.raises(TrainkitError, match="create_graph=True asks for"):
+        torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    torch.autograd.grad(net(x).sum(), x)

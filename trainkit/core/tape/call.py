@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trainkit.core._compat import keeps_graph
 from trainkit.core.tape.parts import Chunk
@@ -17,6 +16,7 @@ from trainkit.core.tape.rows import Layout
 from trainkit.core.tape.segments import Meeting, Segment
 from trainkit.core.tape.settings import Surroundings
 from trainkit.core.tape.store import Store
+from trainkit.errors import TrainkitError
 
 
 @dataclass(eq=False)
@@ -179,8 +179,13 @@ class Taped(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore
+        if torch.is_grad_enabled():
+            raise TrainkitError(
+                "exact BatchNorm: the module runs in chunks, so that its gradient has "
+                "no gradient of its own, which create_graph=True asks for. Leave out "
+                "the gradient penalty, or take exact BatchNorm off the module."
+            )
         _ = ctx.saved_tensors
         arguments, shared = ctx.tape.backward(gradients)
         return None, None, *arguments, *shared
