@@ -132,6 +132,39 @@ def test_mixin_module(whole: tuple[Images, pl.Trainer]) -> None:
     assert apart(module, whole[0]) <= 1e-10
 
 
+class Listed(Images):
+    """Its blocks stand in a list, which itself is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        blocks = [
+            nn.Sequential(nn.Conv2d(c, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Tanh())
+            for c in (3, 5)
+        ]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(5, CLASSES)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden.mean((2, 3))), batch[1])
+
+
+def test_blocks_of_a_list_are_cut_one_by_one(capsys: Any) -> None:
+    whole, module = Listed(), Listed()
+    fit(whole)
+    fit(module, *exact(CUTS["split"]))
+    assert apart(module, whole) <= 1e-10
+    assert "blocks.0, blocks.1 in chunks of at most 4 rows" in capsys.readouterr().out
+
+
+def test_a_size_that_no_batch_exceeds_is_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*ran whole")
+        fit(Images(), *exact(MicroBatching(size=64)), epochs=1)
+
+
 class Hooks(pl.Callback):
     """Notes the gradient's size at each hook around a backward pass."""
 

@@ -187,6 +187,12 @@ def test_layers_that_the_step_calls_itself() -> None:
     assert apart(module, plain) <= 1e-10
 
 
+def test_arguments_that_are_shared() -> None:
+    cut = MicroBatching(inside="net", size=4, shared=("x",))
+    with pytest.raises(TrainkitError, match=r"received shared=\['x'\]"):
+        fit(Images(), _unproven(cut), BatchNormGuard("exact"))
+
+
 @pytest.mark.parametrize(
     "cut", [MicroBatching(tokens=8), MicroBatching(size=4, collate=list)]
 )

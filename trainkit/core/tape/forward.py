@@ -81,10 +81,10 @@ class TapedForward:
         if is_recording() or not trains:
             return original(*args, **kwargs)
         rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
-        self.was_called = True
+        self.was_called, self.most_rows = True, max(self.most_rows, rows or 0)
         if rows is None or self._is_one(rows):
             return original(*args, **kwargs)
-        self.most_rows, self.was_cut = max(self.most_rows, rows), True
+        self.was_cut = True
         self._refuse_module()
 
         def is_long(path: str, value: Any) -> bool:

@@ -21,9 +21,6 @@ from trainkit.lit.batch_size.effective import window_size
 from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
 
-KEY = "trainkit_batch_norm"
-"""The entry in a checkpoint."""
-
 
 class BatchNormGuard(OrderedCallback):
     """Deals with BatchNorm, which no division of gradients can make exact.
@@ -236,12 +233,6 @@ class BatchNormGuard(OrderedCallback):
     ) -> None:
         if self._is_training and not trainer.interrupted:
             self._policy.save(trainer, pl_module, checkpoint)
-        checkpoint[KEY] = self._policy.state_dict()
-
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
-        self._policy.load_state_dict(checkpoint.get(KEY, {}))
 
     # ---- afterwards ------------------------------------------------------------------
 

@@ -36,13 +36,6 @@ class Policy:
     def save(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Complete a checkpoint that is being written."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The policy's state for a checkpoint."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the policy's state from a checkpoint."""
-
     def end(self) -> None:
         """Undo, when training is over, what is meant for training only."""
 

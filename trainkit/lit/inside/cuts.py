@@ -101,6 +101,13 @@ class InsideCuts:
                 f"tokens= leaves out padding. Cut by size= alone, or use another "
                 f"policy."
             )
+        if options.shared:
+            raise TrainkitError(
+                f"{path}: with exact BatchNorm every argument as long as the first "
+                f"tensor is cut, received shared={list(options.shared)!r}. Give what "
+                f"all rows need as an attribute or parameter of the module, or leave "
+                f"shared= out if it is not as long as the batch."
+            )
         return TapedForward(module, self._sizes, self._ranks, path)
 
     def check_called(self, batch: Any) -> None:
