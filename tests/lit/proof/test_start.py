@@ -358,6 +358,22 @@ def test_what_cannot_be_told_is_not_called_exact(
         fit(module(), data(), strategy, proof="require")
 
 
+class Decays(Images):
+    """Its loss looks at no row, so each way to weigh rows gives the same gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum(each.square().sum() for each in self.parameters())
+
+
+def test_unequal_parts_that_weigh_alike_are_not_called_exact(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The control: parts of equal sizes."""
+    fit(Decays(zoo.classified), images(), Uniform())
+    assert "of unequal sizes alike, which is right by chance" in said(capsys)
+    fit(Decays(zoo.classified), images(15), Uniform(), proof="require")
+
+
 def test_stream_of_one_length_is_exact_where_padding_is_not_seen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

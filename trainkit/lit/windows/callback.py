@@ -210,8 +210,7 @@ class WindowCallback(WindowOwner):
         ranks = self.accumulators[0].ranks
         if self.inside is not None:
             self.inside.join_statistics(ranks)
-        within = [] if self.inside is None else [e.module for e in self.inside.cuts]
-        self._shared = SharedLayers(pl_module, within, ranks)
+        self._shared = SharedLayers(pl_module, ranks)
         self._shared.install()
 
     @property

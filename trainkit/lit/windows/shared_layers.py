@@ -1,4 +1,4 @@
-"""BatchNorm layers outside of a cut, which share their statistics with other ranks."""
+"""BatchNorm layers that share their statistics with other ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from trainkit.core.tape.forward import TapedForward
 class SharedLayers:
     """Lets layers be normalised by the rows of all ranks, until `remove`.
 
+    Those that a module in chunks calls are left to it.
+
     Args:
         module: what trains.
-        within: the submodules that run in chunks, which do it by themselves.
         ranks: that share statistics; nothing is to be done for one.
     """
 
-    def __init__(
-        self, module: nn.Module, within: list[nn.Module], ranks: Ranks
-    ) -> None:
-        cut = {part for each in within for part in each.modules()}
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._layers = [
             TapedForward(each, Sizes(), ranks, name)
             for name, each in module.named_modules()
-            if isinstance(each, BatchNorm) and each not in cut and ranks.size > 1
+            if isinstance(each, BatchNorm) and ranks.size > 1
         ]
 
     def install(self) -> None:
