@@ -99,9 +99,9 @@ def test_a_backward_pass_in_modes_takes_what_backward_takes() -> None:
 
 def test_version_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
-    before = _compat.versions_of([tensor])
+    before = _compat.version_of(tensor)
     torch._foreach_zero_([tensor])  # pyright: ignore[reportPrivateImportUsage]
-    assert _compat.versions_of([tensor]) > before
+    assert _compat.version_of(tensor) > before
 
 
 def test_transforms_of_torch_func_are_seen() -> None:

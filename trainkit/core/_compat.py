@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -136,9 +137,8 @@ def scheduler_milestones(scheduler: Any) -> list[int]:
     return scheduler._milestones
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been changed in place, as autograd counts it."""
-    return [tensor._version for tensor in tensors]
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor has been changed in place, as autograd counts it."""
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
-from trainkit.core.announced import Told, weights_by_term
+from trainkit.core.announced import Told, on_host, weights_by_term
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.division import Division
 from trainkit.core.gradient_sum import GradientSum, trained
@@ -224,37 +224,34 @@ class Accumulator:
         expected: int,
     ) -> Weight | None:
         """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
-        window = self.window
-        refusals.refuse_backward(window, self.ranks, loss)
+        window, division, told = self.window, self.division, self.told
+        is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+        if window.is_torn or not is_loss or self.ranks.ddp is not None:
+            refusals.refuse_backward(window, self.ranks, loss)
+            # Lightning takes care of it itself, and passes no module.
+            window.is_apart = self._has_module and self.ranks.holds_back_gradients
         self.gradients.begin(window, loss)
-        if self._has_module:  # Lightning takes care of it itself
-            window.is_apart = self.ranks.holds_back_gradients
         joined, self._joined = self._joined, None
+        if joined is None and loss.dtype in HALF:
+            told = None  # it would round w / W: divided when the window closes
+        if not division.is_open:
+            division.open(told, window.reduction, loss.device)
         if joined is not None:  # its terms have factors of their own
-            self._open(self.told, loss)
             window.add(joined.value, joined.weight)
             return None
         if self.told is not None:
             weight = self.told.next_weights()[self.told.leading]
-        weight = checked_weight(weight)
-        # Half precision would round w / W: such a window is divided when it closes.
-        told = None if loss.dtype in HALF else self.told
-        self._open(told, loss)
-        if told is None:
-            self.division.agree(weight, expected, loss.device)
-        factor, applied = self.division.factor(
-            loss, weight, window.reduction, divided_by
-        )
+        else:
+            weight = checked_weight(weight)
+        if told is None and division.reference is None:
+            division.agree(weight, expected, loss.device)
+        factor, applied = division.factor(loss, weight, window.reduction, divided_by)
         # clone: the next step of a CUDA graph writes over this one's loss
         value = loss.detach().clone() if value is None else value
         window.add(value, weight, applied, divided_by)
         if isinstance(factor, Tensor):
             return factor.to(loss.device, loss.dtype)
         return factor
-
-    def _open(self, told: Told | None, loss: Tensor) -> None:
-        if not self.division.is_open:
-            self.division.open(told, self.window.reduction, loss.device)
 
     def passed(self) -> None:
         """Finish a backward pass that `weigh` has prepared."""
@@ -285,12 +282,20 @@ class Accumulator:
             batches: what the strategies weigh, one for each micro-batch.
             weights: the weights themselves for each term, in place of `batches`.
         """
-        refusals.refuse_late_expect(self.window, self.told, self.watch.nonfinite)
         if weights is None:
-            weights = weights_by_term(self.strategies, batches)
+            checked = weights_by_term(self.strategies, batches)
+        else:
+            checked = {term: list(map(on_host, row)) for term, row in weights.items()}
+        self.tell(checked)
+
+    def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
+        """Announce the next window, as `expect` does, by weights that were checked."""
+        if self.is_open or self.told is not None or self.watch.nonfinite == "skip":
+            refusals.refuse_expect(self.window, self.told)
         told = Told(weights, self.ranks, self.device)
-        refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
-        refusals.refuse_join(self.ranks.ddp)
+        if self.ranks.ddp is not None:
+            refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
+            refusals.refuse_join(self.ranks.ddp)
         self.told = told
 
     def rewind(self, window: Window) -> None:
@@ -330,24 +335,32 @@ class Accumulator:
         """
         window, gradients, step = self.window, self.gradients, self.num_windows
         gradients.parameters = parameters_of(optimizer_or_parameters)
-        if not self.division.has_scaler:  # which unscales them, so writes into them
-            gradients.zeroed.check(window)
-        refusals.refuse_frozen(gradients.trained_at_first, gradients.parameters)
-        refusals.refuse_late_start(self._num_running, num_running())
-        refusals.refuse_division(
-            window,
-            self.told,
-            self.ranks,
-            self._averaged,
-            gradients.parameters,
-            is_apart=is_apart,
-        )
+        # A scaler unscales them, so writes into them.
+        gradients.refuse_changes(window, may_be_written=self.division.has_scaler)
+        if self._num_running != num_running():
+            raise refusals.late_start(self._num_running, num_running())
+        told = self.told
+        is_whole = window.num_weighted == window.num_passes and not window.is_torn
+        if told is not None:
+            is_whole = is_whole and told.num_begun == told.num_micro_batches
+        if not is_whole or not window.is_open or self.ranks.size > 1:
+            refusals.refuse_division(
+                window,
+                told,
+                self.ranks,
+                self._averaged,
+                gradients.parameters,
+                is_apart=is_apart,
+            )
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(self.ranks)
         row = window.row(self.device, slots=slots)
-        table = self.ranks.gather_rows(row).wait()
-        totals = table[0] if self.ranks.size == 1 else table.sum(0)
+        if self.ranks.size == 1:
+            table, totals = row[None], row
+        else:
+            table = self.ranks.gather_rows(row).wait()
+            totals = table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))
         scale = self.division.scale(totals, window.reduction, step)
@@ -355,7 +368,7 @@ class Accumulator:
         self.num_windows = step + 1
         found = gradients_of(gradients.parameters)
         self.watch.submit(step, table, gradients=found)
-        gradients.divide(scale, is_apart=is_apart)
+        gradients.divide(found, scale, is_apart=is_apart)
         return WindowStats(table, totals, window.reduction)
 
     def check(self) -> None:
@@ -394,8 +407,8 @@ class Accumulator:
         self.division.restore(state["reference"], state["factor"])
         ranks = self.ranks if state["rank"] is None else Ranks()
         wide = self.gradients.wide
-        self.window.carried = load_window(state, self.module, ranks, wide=wide)
-        self.window.carried_weights = load_weights(state.get("weights"), ranks)
+        row = load_window(state, self.module, ranks, wide=wide)
+        self.window.carry(row, load_weights(state.get("weights"), ranks))
         self.division.is_open = self.is_open
 
     def _are_lost(self) -> bool:

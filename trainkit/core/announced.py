@@ -21,7 +21,8 @@ class Told:
     The ranks exchange their totals while the first micro-batch computes.
 
     Args:
-        weights: for each term, the weights of this rank's micro-batches, in order.
+        weights: for each term, the weights of this rank's micro-batches, in order, as
+            `on_host` leaves them.
         ranks: the ranks that share the window.
         device: where the ranks exchange their totals.
 
@@ -35,13 +36,18 @@ class Told:
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._weights = {t: [_on_host(w) for w in row] for t, row in weights.items()}
-        self.leading = next(iter(self._weights))
-        self.num_micro_batches = len(self._weights[self.leading])
+        self._terms = list(weights)
+        self.leading = self._terms[0]
+        # For each micro-batch what it weighs in each term.
+        self._rows = [
+            dict(zip(weights, row, strict=True))
+            for row in zip(*weights.values(), strict=True)
+        ]
+        self.num_micro_batches = len(self._rows)
         self.num_begun = 0
         self._totals: dict[str, Weight] | None = None
         self._most: int | None = None
-        own = {t: _sum(row, device) for t, row in self._weights.items()}
+        own = {term: _sum(column, device) for term, column in weights.items()}
         if ranks.size == 1:
             self._totals, self._most = own, self.num_micro_batches
             return
@@ -57,14 +63,14 @@ class Told:
                 f"micro-batches on this rank, and another one came. Pass expect() all "
                 f"of the window's micro-batches, or call finish() before the next one."
             )
-        return {term: row[index] for term, row in self._weights.items()}
+        return self._rows[index]
 
     @property
     def totals(self) -> dict[str, Weight]:
         """The window's total weight in each term, over all ranks."""
         if self._totals is None:
             table = self._shared.wait()
-            self._totals = dict(zip(self._weights, table.sum(0).unbind(), strict=False))
+            self._totals = dict(zip(self._terms, table.sum(0).unbind(), strict=False))
         return self._totals
 
     def most_micro_batches(self) -> int:
@@ -94,19 +100,20 @@ def weights_by_term(
             "Pass all that this rank will run. A rank without any runs one of weight 0."
         )
     return {
-        term: [_on_host(strategy.weight(batch)) for batch in listed]
+        term: [on_host(strategy.weight(batch)) for batch in listed]
         for term, strategy in strategies.items()
     }
 
 
-def _on_host(weight: Weight) -> Weight:
-    """A weight as a plain number, if that needs no waiting for a GPU."""
+def on_host(weight: Weight) -> Weight:
+    """A checked weight, as a plain number if that needs no waiting for a GPU."""
     if isinstance(weight, Tensor) and weight.is_cpu and weight.numel() == 1:
         weight = weight.item()
     return checked_weight(weight)
 
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
-    if any(isinstance(weight, Tensor) for weight in weights):
-        return vector(weights, device).sum()
+    for weight in weights:
+        if isinstance(weight, Tensor):
+            return vector(weights, device).sum()
     return math.fsum(cast(Sequence[float], weights))

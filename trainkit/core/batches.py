@@ -33,6 +33,9 @@ def leading_dimension(batch: Any) -> int:
     Raises:
         TrainkitError: there is no such length, or more than one.
     """
+    found = length_of_tensors(batch)
+    if found is not None:
+        return found
     fields = list(leaves(batch, lambda e: isinstance(e, list) and are_samples(e)))
     lists = [each for each in fields if isinstance(each, list)]
     lengths = {e.shape[0] for e in fields if isinstance(e, Tensor) and e.ndim}
@@ -60,6 +63,19 @@ def leading_dimension(batch: Any) -> int:
             f"size='' counts its entries."
         )
     return lengths.pop()
+
+
+def length_of_tensors(batch: Any) -> int | None:
+    """The one length of a dict, a tuple or a pair of tensors, as nearly every batch is;
+    None where there is more to look at, such as longer lists, which may be samples."""
+    kind, lengths = type(batch), set[int]()
+    is_plain = kind is tuple or (kind is list and len(batch) <= 2)
+    for each in batch.values() if kind is dict else batch if is_plain else ():
+        if not isinstance(each, Tensor):
+            return None
+        if each.ndim:
+            lengths.add(each.shape[0])
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _is_transposed(batch: Any) -> bool:

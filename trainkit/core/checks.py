@@ -130,7 +130,8 @@ class Watch:
     def _read_next(self) -> None:
         step, reading, are_finite = self._waiting.popleft()
         rows = reading.values()
-        self._look(step, rows)
+        if not _are_sound(rows):
+            self._look(step, rows)
         if are_finite is not None and not are_finite.values():
             raise TrainkitError(
                 f"optimizer step {step} (counted from 0): a gradient in float16 is "
@@ -140,8 +141,6 @@ class Watch:
             )
 
     def _look(self, step: int, rows: list[list[float]]) -> None:
-        if all(map(_is_sound, rows)) and any(row[WEIGHT] for row in rows):
-            return
         where = f"optimizer step {step} (counted from 0)"
         micro_batches = int(sum(row[COUNT] for row in rows))
         if not micro_batches:
@@ -201,8 +200,14 @@ class Watch:
         )
 
 
-def _is_sound(row: list[float]) -> bool:
-    return isfinite(row[BARE_LOSS]) and 0 <= row[SMALLEST] <= row[LARGEST] < inf
+def _are_sound(rows: list[list[float]]) -> bool:
+    """Whether all is finite, and something weighs something."""
+    weighs = False
+    for row in rows:
+        if not (isfinite(row[BARE_LOSS]) and 0 <= row[SMALLEST] <= row[LARGEST] < inf):
+            return False
+        weighs = weighs or row[WEIGHT] > 0
+    return weighs
 
 
 def _ranks(rows: list[list[float]], wrong: Callable[[list[float]], bool]) -> str:

@@ -71,8 +71,7 @@ class Division:
 
     def _set(self, reference: Tensor | None) -> None:
         self.reference = reference
-        # Of a power of two it is exact.
-        self._inverse = None if reference is None else 1 / reference
+        self._divided_by: int | None = None
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Choose r for the first window, from the ranks' first micro-batches, if that
@@ -103,8 +102,8 @@ class Division:
             reduction: how the losses are reduced: mean, sum or total.
             device: where they are.
         """
-        self.opening, self._told = self._factor_now(device), None
-        self.is_open = True
+        self.opening = self._factor_now(device) if self.has_scaler else None
+        self.is_open, self._told = True, None
         if told is not None:
             multiplier = self._ranks.multiplier
             is_total = reduction == "total"
@@ -128,16 +127,19 @@ class Division:
             divided_by: what the loop has divided the loss by.
         """
         by_mean = reduction == "mean"
-        part = weight * divided_by if by_mean else divided_by
         if self._told is not None:
+            part = weight * divided_by if by_mean else divided_by
             return part / self._told, weight
         assert self.reference is not None
-        assert self._inverse is not None
-        factor, applied = part * self._inverse, weight
+        if self._divided_by != divided_by:
+            # r is a power of two, so that this is exact.
+            self._unit, self._divided_by = divided_by / self.reference, divided_by
+        factor, applied = weight * self._unit if by_mean else self._unit, weight
         if by_mean and loss.dtype in HALF:
             applied = factor.to(loss.dtype) * self.reference / divided_by
-        to_opening = self._to_opening(loss.device)
-        return factor if to_opening is None else factor * to_opening, applied
+        if self.has_scaler or self.opening is not None:
+            factor = factor * self._to_opening(loss.device)
+        return factor, applied
 
     def scale(
         self, totals: Tensor, reduction: LossReduction, num_windows: int
@@ -160,9 +162,9 @@ class Division:
         scale = before.to(totals.device) * self._ranks.multiplier
         if reduction != "total":
             scale = scale / totals[DIVISOR]
-        to_opening = self._to_opening(totals.device)
-        if to_opening is not None:
-            scale = scale / to_opening  # back to the scaler's present factor
+        if self.has_scaler or self.opening is not None:
+            # Back to the scaler's present factor.
+            scale = scale / self._to_opening(totals.device)
         # 0 if the window weighs nothing: 0 / 0 must not reach a gradient.
         return scale.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -174,20 +176,16 @@ class Division:
         unit = scalar(whole, device)
         return unit if self.opening is None else unit / self.opening.to(unit)
 
-    def _to_opening(self, device: torch.device) -> Tensor | None:
+    def _to_opening(self, device: torch.device) -> Tensor:
         """The factor that converts a gradient from the scaler's present factor to the
-        one at the window's opening; None means 1."""
-        now = self._factor_now(device)
-        if now is None and self.opening is None:
-            return None
+        one at the window's opening."""
         opening = 1.0 if self.opening is None else self.opening.to(device)
-        return opening / (torch.ones((), device=device) if now is None else now)
+        return opening / self._factor_now(device)
 
-    def _factor_now(self, device: torch.device) -> Tensor | None:
-        """The scaler's present factor; None means 1."""
-        if not self.has_scaler:
-            return None
-        return self._scaler.scale(torch.ones((), device=device))
+    def _factor_now(self, device: torch.device) -> Tensor:
+        """The scaler's present factor."""
+        one = torch.ones((), device=device)
+        return self._scaler.scale(one) if self.has_scaler else one
 
 
 def _or_infinite(told: Told, multiplier: int) -> Weight:

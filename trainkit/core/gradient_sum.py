@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainkit.core._compat import versions_of
+from trainkit.core._compat import version_of
 from trainkit.core.checks import LateReading
 from trainkit.core.gradients import (
     gradients_of,
@@ -55,7 +55,6 @@ class GradientSum:
         wide: the sums in float32, if `keep_wide` was called.
         zeroed: checks that nobody zeroes the gradients inside the window.
         norms: measures what each pass of the window adds, if somebody asks for it.
-        trained_at_first: which parameters trained when the window began, by their id.
     """
 
     def __init__(self, module: Any, ranks: Ranks) -> None:
@@ -66,7 +65,7 @@ class GradientSum:
         self.zeroed = ZeroedWatch()
         self.norms: Norms | None = None
         self._ranks = ranks
-        self.trained_at_first: dict[int, bool] = {}
+        self._trained_at_first: dict[int, bool] = {}
 
     def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
         """Keep the window's gradient in float32 from now on, and round it once.
@@ -80,11 +79,12 @@ class GradientSum:
 
     def begin(self, window: Window, loss: Tensor) -> None:
         """A backward pass of the window begins at `loss`."""
-        self.zeroed.check(window)
         if not self.parameters:
             self.parameters = leaves_of(loss)
-        if not window.num_weighted:
-            self.trained_at_first = {id(p): p.requires_grad for p in self.parameters}
+        if window.num_passes:
+            self.zeroed.check(window)
+        else:
+            self._trained_at_first = {id(p): p.requires_grad for p in self.parameters}
         if self.norms is not None:
             self.norms.begin()
 
@@ -100,10 +100,37 @@ class GradientSum:
         elif self._ranks.ddp is not None or not self._ranks.backend_sums:
             self.zeroed.hold(self.parameters)
 
-    def divide(self, scale: Tensor | None, *, is_apart: bool) -> None:
+    def refuse_changes(self, window: Window, *, may_be_written: bool) -> None:
+        """Refuse to close a window in which parameters were frozen or unfrozen, or
+        gradients were zeroed.
+
+        Args:
+            window: the open window.
+            may_be_written: whether something else writes into its gradients.
+        """
+        if not may_be_written:
+            self.zeroed.check(window)
+        changed = []
+        for parameter in self.parameters:
+            trains = parameter.requires_grad
+            if self._trained_at_first.get(id(parameter), trains) is not trains:
+                changed.append(parameter)
+        if changed:
+            shape, number = list(changed[0].shape), len(changed)
+            raise TrainkitError(
+                f"requires_grad: it has changed for {number} parameters, the first of "
+                f"shape {shape}, while a window was open, so that a part of its "
+                f"micro-batches has trained them. Freeze and unfreeze between two "
+                f"windows, for example at the start of an epoch."
+            )
+
+    def divide(
+        self, gradients: list[Tensor], scale: Tensor | None, *, is_apart: bool
+    ) -> None:
         """Multiply the sum by `scale`, and make it equal on all ranks.
 
         Args:
+            gradients: those that the parameters have.
             scale: None if each gradient was divided as it came.
             is_apart: whether no backward pass of the window has communicated.
         """
@@ -111,8 +138,9 @@ class GradientSum:
         if self.wide is not None:
             self.wide.hand_over(scale)
             rest = self.wide.others(rest)
+            gradients = gradients_of(rest)
         if scale is not None:
-            scale_(gradients_of(rest), scale)
+            scale_(gradients, scale)
         if self._ranks.size > 1 and (is_apart or not self._ranks.backend_sums):
             sum_over_ranks_(rest, self._ranks, times=1 / self._ranks.multiplier)
 
@@ -138,8 +166,7 @@ class ZeroedWatch:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[int] = []
+        self._held: list[tuple[Tensor, Tensor, int]] = []
         self._were_zero: list[Tensor | int] | None = None
         self._is_written = self._has_said = False
         self._late: deque[tuple[int, LateReading]] = deque()
@@ -150,10 +177,14 @@ class ZeroedWatch:
         Once something has written into gradients, it is also remembered which were
         zero before.
         """
-        self._held = [(p, p.grad) for p in parameters if p.grad is not None]
-        self._versions = versions_of(gradient for _, gradient in self._held)
+        held = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                held.append((parameter, gradient, version_of(gradient)))
+        self._held = held
         if self._is_written:
-            self._were_zero = [_is_zero(gradient) for _, gradient in self._held]
+            self._were_zero = [_is_zero(gradient) for _, gradient, _ in held]
 
     def forget(self) -> None:
         """Forget what was held: the window is gone, or other gradients are back."""
@@ -161,18 +192,15 @@ class ZeroedWatch:
 
     def check(self, window: Window) -> None:
         """Check whether the held gradients are still those that were held."""
-        versions = versions_of(gradient for _, gradient in self._held)
-        written = [
-            index
-            for index, (parameter, gradient) in enumerate(self._held)
-            if parameter.grad is not gradient
-            or versions[index] != self._versions[index]
-        ]
+        written = []
+        for index, (parameter, gradient, version) in enumerate(self._held):
+            if parameter.grad is not gradient or version_of(gradient) != version:
+                written.append(index)
         if written:
             self._is_written = True
             reading = LateReading(self._flags(written, window))
             self._late.append((window.num_weighted, reading))
-        self.forget()
+        self._held, self._were_zero = [], None
         if self._late:
             self.read()
 

@@ -40,12 +40,18 @@ def parameters_of(optimizer_or_parameters: Any) -> list[Tensor]:
             "generator such as model.parameters() is used up after one pass. Pass "
             "the optimizer, or a list."
         )
-    return list({id(p): p for p in found}.values())
+    return list(dict.fromkeys(found))  # a tensor's hash is its id: none is compared
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients of these parameters; of a sharded one, this rank's part."""
-    return [_local(p.grad) for p in parameters if p.grad is not None]
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            is_sharded = isinstance(gradient, DTensor)
+            found.append(gradient.to_local() if is_sharded else gradient)
+    return found
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ from trainkit.core.window import (
     WEIGHT,
     WindowStats,
 )
+
+NUM_WAITING = 64
+"""How many windows wait until they are added up, which costs as much as for one."""
 
 NUM_MEASURED = 8
 """Windows used to measure the batch size when the loader does not announce it."""
@@ -39,23 +42,32 @@ class Account:
     """Whether the samples of every window have been counted."""
 
     @classmethod
-    def open(cls, stats: WindowStats, *, counts_samples: bool = True) -> Account:
-        """The account of one window."""
-        sums, weight = stats.totals[:NUM_COLUMNS], stats.weight
-        return cls(1, sums, weight, weight, stats, stats, counts_samples)
+    def over(cls, windows: Sequence[WindowStats], *, counts_samples: bool) -> Account:
+        """The account of windows, in their order."""
+        new = windows[-1].totals
+        rows = [stats.totals[:NUM_COLUMNS].to(new.device) for stats in windows]
+        totals = torch.stack(rows)
+        smallest, largest = totals[:, WEIGHT].aminmax()
+        return cls(
+            num_windows=len(windows),
+            sums=totals.sum(0),
+            smallest=smallest,
+            largest=largest,
+            first=windows[0],
+            newest=windows[-1],
+            counts_samples=counts_samples,
+        )
 
-    def with_window(self, stats: WindowStats, *, counts_samples: bool) -> Account:
-        """This account and one more window."""
-        new = stats.totals[:NUM_COLUMNS]
-        weight = stats.weight
+    def with_(self, later: Account) -> Account:
+        """This account and a later one together."""
         return Account(
-            num_windows=self.num_windows + 1,
-            sums=self.sums.to(new) + new,
-            smallest=torch.minimum(self.smallest.to(new), weight),
-            largest=torch.maximum(self.largest.to(new), weight),
+            num_windows=self.num_windows + later.num_windows,
+            sums=self.sums.to(later.sums) + later.sums,
+            smallest=torch.minimum(self.smallest.to(later.sums), later.smallest),
+            largest=torch.maximum(self.largest.to(later.sums), later.largest),
             first=self.first,
-            newest=stats,
-            counts_samples=self.counts_samples and counts_samples,
+            newest=later.newest,
+            counts_samples=self.counts_samples and later.counts_samples,
         )
 
     @property
@@ -117,6 +129,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._accounts: dict[int, Account] = {}
+        self._waiting: dict[int, list[tuple[WindowStats, bool]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """The ledger as plain numbers; waits for the device."""
@@ -133,22 +146,28 @@ class Ledger:
             stats: the window.
             counts_samples: whether the samples of its batches were counted.
         """
-        account = self._accounts.get(index)
-        self._accounts[index] = (
-            Account.open(stats, counts_samples=counts_samples)
-            if account is None
-            else account.with_window(stats, counts_samples=counts_samples)
-        )
+        waiting = self._waiting.setdefault(index, [])
+        waiting.append((stats, counts_samples))
+        if len(waiting) >= NUM_WAITING:
+            self.of(index)
 
     def of(self, index: int = 0) -> Account | None:
         """The account of an optimizer; None before its first window has closed."""
+        if waiting := self._waiting.pop(index, None):
+            windows = [stats for stats, _ in waiting]
+            counts_samples = all(counts for _, counts in waiting)
+            added = Account.over(windows, counts_samples=counts_samples)
+            account = self._accounts.get(index)
+            self._accounts[index] = added if account is None else account.with_(added)
         return self._accounts.get(index)
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        return {index: each.state_dict() for index, each in self._accounts.items()}
+        found = {i: self.of(i) for i in (*self._accounts, *self._waiting)}
+        return {i: each.state_dict() for i, each in found.items() if each is not None}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         self._accounts = {i: Account.restored(each) for i, each in state.items()}
+        self._waiting = {}
 
 
 def _saved(stats: WindowStats) -> dict[str, Any]:
@@ -171,10 +190,12 @@ class FirstWindows:
     Attributes:
         loader_size: the batch size that the loader announces, if it does. A measure of
             another loader's windows is not resumed.
+        is_complete: whether enough of them have closed.
     """
 
     def __init__(self) -> None:
         self.loader_size: int | None = None
+        self.is_complete = False
         self._num_windows = 0
         self._sums: Tensor | None = None
         self._num_batches: Tensor | int = 0
@@ -189,10 +210,6 @@ class FirstWindows:
     def __len__(self) -> int:
         return self._num_windows + int(self._resumed.get("windows", 0))
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self) >= NUM_MEASURED
-
     def add(self, stats: WindowStats, *, num_batches: int | None = None) -> None:
         """Measure a window that has closed, if it is one of the first.
 
@@ -204,6 +221,7 @@ class FirstWindows:
         if self.is_complete:
             return
         self._num_windows += 1
+        self.is_complete = len(self) >= NUM_MEASURED
         sums = stats.totals[:NUM_COLUMNS]
         self._sums = sums if self._sums is None else self._sums + sums
         self._num_batches = self._num_batches + (num_batches or stats.num_micro_batches)
@@ -239,3 +257,4 @@ class FirstWindows:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("loader") == self.loader_size:
             self._resumed = state
+            self.is_complete = len(self) >= NUM_MEASURED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -91,7 +91,7 @@ def refuse_other_strategy(
         )
 
 
-def refuse_late_expect(window: Window, told: Told | None, nonfinite: str) -> None:
+def refuse_expect(window: Window, told: Told | None) -> NoReturn:
     if window.is_open or told is not None:
         raise TrainkitError(
             f"expect(): must announce a window before it begins, and the open one has "
@@ -99,11 +99,10 @@ def refuse_late_expect(window: Window, told: Told | None, nonfinite: str) -> Non
             f"Call it once, before the window's first backward(); drop() forgets a "
             f"window."
         )
-    if nonfinite == "skip":
-        raise TrainkitError(
-            "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
-            "total is not known beforehand. Use nonfinite='raise', or do not call it."
-        )
+    raise TrainkitError(
+        "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
+        "total is not known beforehand. Use nonfinite='raise', or do not call it."
+    )
 
 
 def refuse_other_state(
@@ -136,30 +135,12 @@ def refuse_torn(window: Window) -> None:
         )
 
 
-def refuse_late_start(num_at_first: int, num_now: int) -> None:
-    if num_at_first != num_now:
-        raise TrainkitError(
-            f"Accumulator: the number of running ranks was {num_at_first} when it was "
-            f"made, and is {num_now} now. Make it after the ranks have started "
-            f"(init_process_group, fabric.launch)."
-        )
-
-
-def refuse_frozen(trained_at_first: Mapping[int, bool], now: Sequence[Tensor]) -> None:
-    """Refuse parameters that were frozen or unfrozen while a window was open."""
-    changed = [
-        p
-        for p in now
-        if trained_at_first.get(id(p), p.requires_grad) is not p.requires_grad
-    ]
-    if changed:
-        shape, number = list(changed[0].shape), len(changed)
-        raise TrainkitError(
-            f"requires_grad: it has changed for {number} parameters, the first of "
-            f"shape {shape}, while a window was open, so that a part of its "
-            f"micro-batches has trained them. Freeze and unfreeze between two "
-            f"windows, for example at the start of an epoch."
-        )
+def late_start(num_at_first: int, num_now: int) -> TrainkitError:
+    return TrainkitError(
+        f"Accumulator: the number of running ranks was {num_at_first} when it was "
+        f"made, and is {num_now} now. Make it after the ranks have started "
+        f"(init_process_group, fabric.launch)."
+    )
 
 
 def refuse_static_graph(

@@ -161,7 +161,8 @@ def terms_of(
     if isinstance(loss, Mapping):
         refuse_other_terms(loss, strategies)
         return loss
-    refuse_shape(name, loss, leading(strategies).loss_reduction)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        refuse_shape(name, loss, leading(strategies).loss_reduction)
     if len(strategies) > 1:
         raise TrainkitError(
             f"{name}: there are strategies for the terms {sorted(strategies)}, "

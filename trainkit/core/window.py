@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +66,8 @@ class Window:
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
+        is_open: whether it has a micro-batch, its own or a checkpoint's.
+        is_rounded: whether a loss of half precision has rounded a weight.
     """
 
     reduction: LossReduction
@@ -81,10 +82,8 @@ class Window:
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self.entries) or self.carried is not None
+    is_open: bool = False
+    is_rounded: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -117,8 +116,22 @@ class Window:
     ) -> None:
         """Add a micro-batch, as an `Entry` has it."""
         value = loss.reshape(()) if loss.ndim else loss
-        applied = weight if applied is None else applied
+        if applied is None or applied is weight:
+            applied = weight
+        else:
+            self.is_rounded = True
         self.entries.append(Entry(value, divided_by, weight, applied))
+        self.is_open = True
+
+    def carry(self, row: Tensor | None, weights: list[Weight]) -> None:
+        """Continue the window of a checkpoint, if there is one.
+
+        Args:
+            row: the numbers of its micro-batches; None if no window was open.
+            weights: the weight of each, if it is known.
+        """
+        self.carried, self.carried_weights = row, weights
+        self.is_open = row is not None
 
     def skip(self, loss: Tensor) -> None:
         """Leave a micro-batch out: count it with weight 0."""
@@ -145,9 +158,10 @@ class Window:
             device: where the ranks exchange their rows.
             slots: how many single weights to append; NaN fills those not used.
         """
-        own = torch.zeros(NUM_COLUMNS, dtype=totals_dtype(device), device=device)
         if self.entries:
             own = self._own_columns(device)
+        else:
+            own = torch.zeros(NUM_COLUMNS, dtype=totals_dtype(device), device=device)
         if self.carried is not None:
             own = merged(torch.stack([own, self.carried.to(own)]))
         if not slots:
@@ -158,36 +172,20 @@ class Window:
 
     def _own_columns(self, device: torch.device) -> Tensor:
         losses, divided_by, weights, applied = zip(*self.entries, strict=True)
-        values = vector(losses, device)
-        if any(by != 1 for by in divided_by):
+        values, by = vector(losses, device), vector(weights, device)
+        if set(divided_by) != {1}:
             values = values * vector(divided_by, device)
-        total = bare = values.sum()
+        weight = divisor = by.sum()
+        if self.is_rounded:
+            divisor = vector(applied, device).sum()
+        bare = loss = values.sum()
         if self.reduction == "mean":
-            total = weighted_sum(values, weights)
+            # Without the values of weight 0: a mean over nothing is NaN, and NaN * 0
+            # is NaN.
+            loss = values.where(by != 0, by).dot(by)
         counts = [len(weights), self.padding, self.tokens, self.samples]
-        if are_numbers(weights):
-            divisor = math.fsum(applied) if are_numbers(applied) else sum(applied)
-            sums = vector([math.fsum(weights), divisor], device)
-            rest = vector([min(weights), max(weights), *counts], device)
-        else:
-            each = vector(weights, device)
-            sums = torch.stack([each.sum(), vector(applied, device).sum()])
-            rest = torch.cat([torch.stack(each.aminmax()), vector(counts, device)])
-        return torch.cat([sums, torch.stack([total, bare]), rest])
-
-
-def are_numbers(weights: Sequence[Weight]) -> bool:
-    """Whether all weights are plain numbers, known on the host."""
-    return not any(isinstance(weight, Tensor) for weight in weights)
-
-
-def weighted_sum(values: Tensor, weights: Sequence[Weight]) -> Tensor:
-    """sum_i w_i * value_i, without the values of weight 0: a mean over nothing is NaN,
-    and NaN * 0 is NaN."""
-    by = vector(weights, values.device)
-    if not (are_numbers(weights) and all(weights)):
-        values = values.where(by != 0, by)
-    return values.dot(by)
+        sums = torch.stack([weight, divisor, loss, bare, *by.aminmax()])
+        return torch.cat([sums, vector(counts, device)])
 
 
 def merged(rows: Tensor) -> Tensor:
@@ -209,8 +207,9 @@ def quotient(part: Weight, total: Weight) -> Weight:
 
 def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
     """Numbers and 0-d tensors as one float64 vector; does not wait for any of them."""
-    dtype = totals_dtype(device)
-    devices = {n.device if isinstance(n, Tensor) else None for n in numbers}
+    dtype, devices = totals_dtype(device), set[Any]()
+    for number in numbers:
+        devices.add(number.device if isinstance(number, Tensor) else None)
     if len(devices) > 1:
         return torch.stack([scalar(number, device) for number in numbers])
     if numbers and None not in devices:

@@ -108,14 +108,16 @@ class Cutter:
         layout, self._measured = self._measured[1], None
         pairs = zip(layout.fields, layout.trims, strict=True)
         self.shared = [field for field, trims in pairs if trims is None]
-        if not trim and self._options.collate is None:
+        if not trim and layout.rows.groups and self._options.collate is None:
             layout = layout.untrimmed()
         limit = limit or Limit(self._options.size, self._options.tokens)
-        rows = layout.rows
-        return [
-            MicroBatch(layout.of(part), part, rows.padded_of(part), rows.real_of(part))
-            for part in self._parts(batch, rows, limit, at_least)
-        ]
+        rows, cut = layout.rows, []
+        for part in self._parts(batch, rows, limit, at_least):
+            padded = real = len(part)
+            if rows.groups:
+                padded, real = rows.padded_of(part), rows.real_of(part)
+            cut.append(MicroBatch(layout.of(part), part, padded, real))
+        return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:
         """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
@@ -132,7 +134,8 @@ class Cutter:
                 f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
                 f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
             )
-        if rows.are_alike:  # in the order of the rows, so that slices copy nothing
+        if not rows.groups or rows.are_alike:
+            # In the order of the rows, so that slices copy nothing.
             number = rows.num_rows
             most = most_rows(rows.padded_of([0]), limit.size, limit.tokens, number)
             number = max(1, min(number, max(-(-number // most), at_least)))
@@ -153,7 +156,8 @@ class Cutter:
                 parts += [largest[:middle], largest[middle:]]
             parts = [sorted(part) for part in parts]
             parts.sort(key=rows.padded_of, reverse=True)
-        first = rows.padded_of(parts[0])  # only a row by itself is over the budget
-        is_over = limit.tokens is not None and first > limit.tokens
-        self.longest_over_budget = first if is_over else None
+        self.longest_over_budget = None
+        if limit.tokens is not None:
+            first = rows.padded_of(parts[0])  # only a row by itself is over the budget
+            self.longest_over_budget = first if first > limit.tokens else None
         return parts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import are_samples, own_count
+from trainkit.core.batches import are_samples, length_of_tensors, own_count
 from trainkit.core.nested import (
     Build,
     Field,
@@ -66,7 +66,7 @@ class Layout:
 
     def of(self, rows: Sequence[int]) -> Any:
         """A batch of some rows, ascending, without the columns that pad in all."""
-        columns = columns_of(self.rows.spans, rows)
+        columns = columns_of(self.rows.spans, rows) if self.rows.groups else []
         values = []
         for (_, value), trims in zip(self.fields, self.trims, strict=True):
             for dim, group in trims or ():
@@ -118,7 +118,7 @@ class LayoutReader:
             num_rows = len(marks[0].counts) if marks else _rows_of(batch, shared)
         if options.lengths is None:
             marks = [each for each in marks if len(each.counts) == num_rows]
-        rows = Rows(num_rows, groups_of(batch, marks, num_rows))
+        rows = Rows(num_rows, groups_of(batch, marks, num_rows) if marks else ())
         widths = {group.padded_length: place for place, group in enumerate(rows.groups)}
         ragged = {id(lookup(batch, path)): d for path, d in options.ragged.items()}
         fields, build = take_apart(
@@ -126,11 +126,16 @@ class LayoutReader:
         )
         trims: list[Trims | None] = [None] * len(fields)
         for place, field in enumerate(fields):
-            if id(field.value) not in shared:
+            value = field.value
+            if id(value) in shared:
+                continue
+            is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if not is_dense or value.is_nested:
                 _check_divisible(field, batch)
-                if length_of(field.value) == num_rows:
-                    named = ragged.get(id(field.value))
-                    trims[place] = self._trims(field, named, widths, batch)
+            size = value.shape[0] if is_dense and value.ndim else length_of(value)
+            if size == num_rows:
+                of = field, ragged.get(id(value)), widths, batch
+                trims[place] = self._trims(*of) if widths else ()
         layout = Layout(fields, build, trims, rows)
         return layout if options.trim else layout.untrimmed()
 
@@ -176,7 +181,7 @@ class LayoutReader:
         field that once had another width is not trimmed where it has it by chance."""
         shape: Any = getattr(field.value, "shape", ())
         dims = set()
-        for dim in named or () if widths else ():
+        for dim in named or ():
             size = shape[dim] if -len(shape) < dim < len(shape) else None
             if size not in widths:
                 raise TrainkitError(
@@ -188,7 +193,7 @@ class LayoutReader:
                     f"trim=False."
                 )
             dims.add(dim % len(shape))
-        if widths and len(shape) > 1 and named != ():
+        if len(shape) > 1 and named != ():
             dims |= {1} if self._is_always(field.path, shape[1] in widths) else set()
         return [(dim, widths[shape[dim]]) for dim in sorted(dims)]
 
@@ -199,6 +204,8 @@ def _rows_of(batch: Any, shared: Collection[int]) -> int:
     Raises:
         TrainkitError: there is none, or more than one.
     """
+    if not shared and (number := length_of_tensors(batch)) is not None:
+        return number
     found = _lengths(batch, shared)
     if len(found) == 1:
         return found.pop()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainkit.core._compat import versions_of
+from trainkit.core._compat import version_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.tape import names
 from trainkit.core.tape.names import Norm, may_write, name_of, norm_of
@@ -463,4 +463,4 @@ class Recorder(TorchFunctionMode):
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place, where torch counts that."""
-    return 0 if tensor.is_inference() else versions_of([tensor])[0]
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -178,8 +178,10 @@ class WindowOwner(OrderedCallback):
     def slots_of(self, number: int, accumulator: Accumulator | None = None) -> int:
         """How many single weights of each rank a closing window has room for."""
         accumulator = accumulator or self.accumulators[0]
-        wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
-        return number if wanted else 0
+        for wants in self._wants_weights:
+            if wants(accumulator.num_windows):
+                return number
+        return 0
 
     def forget_means(self) -> None:
         """Drop the sums of `log_exact` in the batch, which is run again."""
@@ -324,7 +326,7 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
 def is_taken_out(callback: Any, trainer: Any) -> bool:
     """Whether Lightning has taken a callback out of the Trainer for a while, as its
     finders do with all of them while they search, within a training too."""
-    return not any(each is callback for each in trainer.callbacks)
+    return callback not in trainer.callbacks
 
 
 def is_rehearsal(trainer: Any) -> bool:

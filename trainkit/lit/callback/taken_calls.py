@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.core.accumulator import Accumulator
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
-from trainkit.lit.callback.base import has_finder, is_taken_out
+from trainkit.lit.callback.base import has_finder
 
 
 @contextmanager
@@ -54,7 +54,7 @@ class _Taken:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not is_taken_out(self._owner, self._trainer):
+        if self._owner in self._trainer.callbacks:
             return own(*args, **kwargs)
         _refuse_search_inside_window(self._owner.accumulators.values())
         if not self._has_said:

@@ -57,11 +57,18 @@ class Transfer:
         self._device = trainer.strategy.root_device
         self._batch_to_device = trainer.strategy.batch_to_device
         self._is_plain = transfers_plainly(trainer, pl_module)
+        is_host = self._device.type == "cpu"
+        self._is_there = self._is_plain and is_host and not may_repeat
         self.arrivals = None if self._is_plain else Arrivals(accumulator)
 
     def each(self, current: CutBatch) -> Iterator[Any]:
         """Yield the micro-batches of a loader batch on the device, one after another;
         each is then the one under way."""
+        if self._is_there:
+            for index, part in enumerate(current.parts):
+                current.index, current.on_device[index] = index, part.batch
+                yield part.batch
+            return
         if self.arrivals is not None:
             self.arrivals.begin()
         coming = iter(range(len(current.parts)))

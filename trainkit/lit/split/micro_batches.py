@@ -13,7 +13,7 @@ from torch import Tensor
 from trainkit.core.announced import weights_by_term
 from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
-from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
+from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
@@ -132,6 +132,7 @@ class MicroBatches:
         tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
         self.cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
         self._strategies, self._is_verified = strategies, False
+        self._are_said = says_weights(strategies)
 
     def of(self, batch: Any, *, trim: bool) -> CutBatch:
         """The micro-batches of a loader batch.
@@ -150,9 +151,10 @@ class MicroBatches:
             if number < most:
                 parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
                 number = len(parts)
-        self._say_too_long(limit)
+        if self.cutter.longest_over_budget is not None and limit is None:
+            self._say_too_long(self.cutter.longest_over_budget)
         weights: dict[str, list[Weight]] = {}
-        if are_said := says_weights(self._strategies):
+        if self._are_said:
             weights |= {term: [math.nan] * number for term in self._strategies}
         else:
             of_each = [each.batch for each in parts]
@@ -164,7 +166,7 @@ class MicroBatches:
         parts += parts[-1:] * (most - number)
         for each in weights.values():
             each += [0] * (most - number)
-        return CutBatch(parts, weights, are_said, number, trim)
+        return CutBatch(parts, weights, self._are_said, number, trim)
 
     def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
         """Refuse weights of the parts that do not add up to the loader batch's. A list
@@ -198,9 +200,8 @@ class MicroBatches:
             say(self._trainer, ("split", f"every micro-batch gets all of {names}"))
         self._has_said_shared = True
 
-    def _say_too_long(self, limit: Limit | None) -> None:
-        longest = self.cutter.longest_over_budget
-        if longest is not None and limit is None and not self._has_said_too_long:
+    def _say_too_long(self, longest: int) -> None:
+        if not self._has_said_too_long:
             self._has_said_too_long = True
             warnings.warn(
                 f"MicroBatching: a sample of {longest} tokens alone exceeds the "

@@ -137,8 +137,8 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
 
 def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
     """The device and the floating dtype for what is computed of several values."""
-    first = next((each for each in values if isinstance(each, Tensor)), None)
-    if first is None:
-        return torch.device("cpu"), torch.get_default_dtype()
-    is_floating = first.dtype.is_floating_point
-    return first.device, first.dtype if is_floating else torch.get_default_dtype()
+    default = torch.get_default_dtype()
+    for each in values:
+        if isinstance(each, Tensor):
+            return each.device, each.dtype if each.is_floating_point() else default
+    return torch.device("cpu"), default

@@ -67,7 +67,7 @@ class Passes:
         """Tell the accumulator what comes, so that ranks begin to exchange it."""
         accumulator, size = self._accumulator, self._trainer.accumulate_grad_batches
         if current.is_told:
-            accumulator.expect(weights=current.weights)
+            accumulator.tell(current.weights)
         else:
             refuse_several_terms(accumulator.strategies, size)
             first = current.leading[0]
@@ -139,7 +139,7 @@ class Passes:
 
     def weigh(self, current: CutBatch, loss: Tensor) -> None:
         """Weigh the loss, after a gradient scaler, before its backward pass."""
-        weight = current.leading[current.index]
+        weight = None if current.is_told else current.leading[current.index]
         expected = self._trainer.accumulate_grad_batches * len(current.parts)
         assert current.value is not None
         self._accumulator.weigh(loss, weight, value=current.value, expected=expected)

@@ -99,6 +99,7 @@ class Split:
         of = trainer, pl_module, windows, self._logs
         self._passes = Passes(*of, may_repeat=is_auto)
         self._batch_to_device = trainer.strategy.batch_to_device
+        self._own: list[Tensor] = []
         self._stash: list[tuple[Tensor, Tensor | None]] = []
         self._is_complete = False
         self._patch = ExitStack()
@@ -193,10 +194,10 @@ class Split:
     def keeps_gradients(self, optimizer: Any) -> bool:
         """Whether the window is open: its gradients are then put away, before Lightning
         zeroes them."""
-        if not self._accumulator.is_open:
+        if not self._accumulator.window.is_open:
             return False
-        self._stash = [(p, p.grad) for p in parameters_of(optimizer)]
-        for parameter, _ in self._stash:
+        for parameter in self._own:
+            self._stash.append((parameter, parameter.grad))
             parameter.grad = None
         return True
 
@@ -218,12 +219,12 @@ class Split:
         self._passes.weigh(self.current, loss)
 
     def finish(
-        self, accumulator: Accumulator, parameters: list[Tensor]
+        self, accumulator: Accumulator, owners: Any
     ) -> tuple[WindowStats, int | None]:
-        """Divide the window; returns its numbers, and how many loader batches it had on
-        all ranks."""
+        """Divide the window of an optimizer or of parameters; returns its numbers, and
+        how many loader batches it had on all ranks."""
         slots, is_apart = self._passes.slots(), self._passes.is_apart
-        stats = accumulator.finish(parameters, slots=slots, is_apart=is_apart)
+        stats = accumulator.finish(owners, slots=slots, is_apart=is_apart)
         return stats, self.num_loader_batches * accumulator.ranks.size
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,10 +232,10 @@ class Split:
         trainer, accumulator = self._trainer, self._accumulator
         self._windows.follow(self._module)
         self._drop_unstepped()
-        parameters = self._parameters()
-        if not accumulator.is_open:
+        self._own = parameters_of(trainer.optimizers[0])
+        if not accumulator.window.is_open:
             self.num_loader_batches = 0
-            for parameter in parameters:
+            for parameter in self._own:
                 parameter.grad = None
         is_forward_only = skips_backward(trainer)
         self.num_loader_batches += not is_forward_only
@@ -247,7 +248,7 @@ class Split:
                 if is_forward_only or self.sizes is None:
                     attempt()
                 else:
-                    of = self._module, accumulator, parameters
+                    of = self._module, accumulator, self._holders()
                     self.sizes.run(attempt, *of, self._forget)
             self._is_complete = closes
             return self._end()
@@ -255,17 +256,16 @@ class Split:
             self.current = None
             self._metrics.close()
 
-    def _parameters(self) -> list[Tensor]:
+    def _holders(self) -> list[Tensor]:
         """The tensors that hold the gradients of the window."""
-        own = parameters_of(self._trainer.optimizers[0])
         wide = self._accumulator.gradients.wide
-        return own if wide is None else [*own, *wide.stand_ins]
+        return self._own if wide is None else [*self._own, *wide.stand_ins]
 
     def _drop_unstepped(self) -> None:
         """Drop a complete window whose step the module's `optimizer_step` has left out;
         Lightning zeroes its gradients now."""
         is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
-        if is_complete and self._accumulator.is_open:
+        if is_complete and self._accumulator.window.is_open:
             held = self._accumulator.drop()
             if self._accumulator.ranks.index == 0:
                 say_dropped(held, "its gradients were zeroed before its step")

@@ -241,7 +241,8 @@ class WindowCallback(WindowOwner):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        begin_batch(trainer, pl_module)
+        if trainer.fit_loop.restarting:
+            begin_batch(trainer, pl_module)
         if not self._has_begun:
             self._has_begun = True
             say_unguarded(trainer, pl_module, self)
@@ -265,9 +266,9 @@ class WindowCallback(WindowOwner):
 
     def weigh(self, loss: Tensor) -> None:
         """Weigh a micro-batch's loss before its backward pass in a split window."""
-        assert self.split is not None
         self._batch_is_unfinished = True
-        self.split.weigh(loss)
+        split: Any = self.driver
+        split.weigh(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.automatic_optimization:
@@ -278,23 +279,25 @@ class WindowCallback(WindowOwner):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        index = self.index_of(trainer, optimizer)
+        is_automatic = pl_module.automatic_optimization
+        index = 0 if is_automatic else self.index_of(trainer, optimizer)
         accumulator = self.accumulators[index]
-        if not pl_module.automatic_optimization:
+        if not is_automatic:
             refusals.refuse_open_window(index, accumulator)
             if self.has_strategy and index not in self._divided | self._undivided:
                 self._undivided.add(index)
                 refusals.announce_undivided_step(index)
             self._divided.discard(index)
             return
-        if not accumulator.is_open:
+        if not accumulator.window.is_open:
             # Nothing ran backward: gradients left from an earlier step (the BatchNorm
             # epoch of StochasticWeightAveraging) must not be stepped with again.
             clear_gradients(optimizer)
             return
         if not self._batch_is_unfinished and self.scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
-        refusals.refuse_second_closure(self._num_closed)
+        if self._num_closed > 1:
+            raise refusals.second_closure()
         self.close(trainer, index)
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
@@ -311,18 +314,19 @@ class WindowCallback(WindowOwner):
             self._step_watches[each].expect_step()
             self._divided.add(each)
         self._gradients_are_fresh = False
-        self._num_closed = accumulator.num_micro_batches
-        if self.is_split:  # a closure that runs again runs all of them again
-            self._num_closed = 1
-        parameters = [
-            p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
-        ]
-        stats, num_loader_batches = self.driver.finish(accumulator, parameters)
-        counts_samples = self.must_count_samples or self.is_split
+        # A closure that runs a split window again runs all of it again.
+        split = self.driver.is_split
+        self._num_closed = 1 if split else accumulator.window.num_micro_batches
+        owners = trainer.optimizers[index]
+        if others:
+            listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
+            owners = [parameter for each in listed for parameter in each]
+        stats, num_loader_batches = self.driver.finish(accumulator, owners)
+        counts_samples = self.must_count_samples or split
         for each in (index, *others):
             self.windows[each] = stats
             self.ledger.add(each, stats, counts_samples=counts_samples)
-        if index == 0:
+        if index == 0 and not self.first_windows.is_complete:
             self.first_windows.add(stats, num_batches=num_loader_batches)
         return stats
 
@@ -333,7 +337,8 @@ class WindowCallback(WindowOwner):
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for watch in self._step_watches:
-            watch.count_step()
+            if watch.expects:
+                watch.count_step()
 
     # ---- where a window ends early ---------------------------------------------------
 
@@ -388,7 +393,7 @@ class WindowCallback(WindowOwner):
 
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
-            if accumulator.is_open:
+            if accumulator.window.is_open:
                 self._gradients_are_fresh = False
                 held = accumulator.drop()
                 if accumulator.ranks.index == 0:

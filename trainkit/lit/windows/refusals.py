@@ -96,13 +96,12 @@ def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
             )
 
 
-def refuse_second_closure(num_closed: int) -> None:
-    if num_closed > 1:
-        raise TrainkitError(
-            "optimizer: it ran its closure twice in one step, and the closure repeats "
-            "only the last micro-batch of the window. Set accumulate_grad_batches=1 "
-            "for such an optimizer."
-        )
+def second_closure() -> TrainkitError:
+    return TrainkitError(
+        "optimizer: it ran its closure twice in one step, and the closure repeats only "
+        "the last micro-batch of the window. Set accumulate_grad_batches=1 for such an "
+        "optimizer."
+    )
 
 
 def refuse_manual_optimization(pl_module: Any) -> None:

@@ -19,6 +19,9 @@ class StepWatch:
     skipped step is seen without asking the device. A fused optimizer skips inside its
     step, and an optimizer that is not torch's own has no hooks. For these, a fall of
     the scaler's factor is counted on the device.
+
+    Attributes:
+        expects: whether a window has closed whose step is not counted yet.
     """
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
@@ -29,7 +32,7 @@ class StepWatch:
             (p.device for group in optimizer.param_groups for p in group["params"]),
             torch.device("cpu"),
         )
-        self._expects = False
+        self.expects = False
         self._stepped = False
         self._skipped = 0
         self._factor_before: Tensor | None = None
@@ -57,15 +60,14 @@ class StepWatch:
 
     def expect_step(self) -> None:
         """Note that a window closes, so that its step should follow."""
-        self._expects, self._stepped = True, False
+        self.expects, self._stepped = True, False
         if self._reads_factor:
             self._factor_before = self._factor()
 
     def count_step(self) -> None:
-        """Count the step as taken or skipped, when the batch is over."""
-        if not self._expects:
-            return
-        self._expects = False
+        """Count the step that was expected as taken or skipped, when its batch is
+        over."""
+        self.expects = False
         if self._reads_factor:
             self._read_factor()
         elif self._has_scaler and not self._stepped:
@@ -109,7 +111,7 @@ class StepWatch:
 
     def _refuse_undivided(self, optimizer: Any) -> None:
         assert self._accumulator is not None
-        if self._accumulator.is_open:
+        if self._accumulator.window.is_open:
             raise TrainkitError(
                 f"{type(optimizer).__name__}.step(): its window of "
                 f"{self._accumulator.num_micro_batches} micro-batches has not been "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +60,7 @@ class Streamed:
     def follow(self) -> None:
         """Weigh by the callback's strategies, which may have changed."""
         windows = self._windows
+        self._strategy = windows.strategy
         self._counts_alike = windows.has_strategy and counts_alike(windows.strategies)
 
     # ---- a micro-batch ---------------------------------------------------------------
@@ -68,22 +69,24 @@ class Streamed:
         """Weigh the batch and run `training_step`."""
         windows = self._windows
         windows.follow(self._module)
-        strategy = windows.strategy
-        is_said = isinstance(strategy, Weighed)
-        with windows.said.open() if is_said else nullcontext():
+        strategy = self._strategy
+        if isinstance(strategy, Weighed):
+            with windows.said.open():
+                self._weigh(batch, None)
+                output = self._training_step(batch, *args, **kwargs)
+                self._take_said(batch, output, strategy)
+        else:
             self._weigh(batch, strategy)
             output = self._training_step(batch, *args, **kwargs)
-            if is_said:
-                self._take_said(batch, output, strategy)
         if windows.inside is not None:
             windows.inside.check_called(batch)
         return output
 
-    def _weigh(self, batch: Any, strategy: AccumulationStrategy) -> None:
+    def _weigh(self, batch: Any, strategy: AccumulationStrategy | None) -> None:
+        """Weigh the batch by a strategy, if one can do that beforehand."""
         windows, is_automatic = self._windows, self._module.automatic_optimization
         if is_automatic:
-            is_said = isinstance(strategy, Weighed)
-            windows.weight = None if is_said else strategy.weight(batch)
+            windows.weight = None if strategy is None else strategy.weight(batch)
         if windows.must_count_samples:
             counts = type(strategy) is PerSample and strategy.mask is None
             samples = windows.weight if counts and is_automatic else num_samples(batch)
@@ -112,7 +115,7 @@ class Streamed:
         """Weigh the pass that is about to run; `is_fresh`: gradients were zeroed."""
         accumulator: Accumulator = self._windows.accumulators[0]
         scaler, trainer = self._windows.scaler, self._trainer
-        if not accumulator.is_open and not is_fresh:
+        if not accumulator.window.is_open and not is_fresh:
             # Lightning zeroes gradients by the batch's index and steps by the number of
             # batches. If accumulate_grad_batches changes, or the loader yields None,
             # the two disagree and the old gradients are still there.
@@ -133,13 +136,13 @@ class Streamed:
     # ---- the end of a window ---------------------------------------------------------
 
     def finish(
-        self, accumulator: Accumulator, parameters: list[Tensor]
+        self, accumulator: Accumulator, owners: Any
     ) -> tuple[WindowStats, int | None]:
-        """Divide a window; returns its numbers, and how many loader batches it had on
-        all ranks where these were cut."""
+        """Divide the window of an optimizer or of parameters; returns its numbers, and
+        how many loader batches it had on all ranks where these were cut."""
         most = max(self._trainer.accumulate_grad_batches, self._windows.longest_window)
         slots = self._windows.slots_of(most, accumulator)
-        return accumulator.finish(parameters, slots=slots), None
+        return accumulator.finish(owners, slots=slots), None
 
     def num_torn(self, num_closed: int) -> int:
         """How many micro-batches are in a window whose last one is under way."""
