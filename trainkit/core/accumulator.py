@@ -165,10 +165,13 @@ class Accumulator:
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
             window.skip(loss)
             return
+        if backward is None:
+            self.pass_back(loss, weight)
+            return
         handle = self.weigh(loss, weight)
         window.is_torn = True
         try:
-            (backward or Tensor.backward)(loss)
+            backward(loss)
             window.is_torn = False
             self.passed()
         finally:
@@ -214,6 +217,28 @@ class Accumulator:
             return gradient if factor is None else factor * gradient
 
         return loss.register_hook(weighted)
+
+    def pass_back(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        *,
+        value: Tensor | None = None,
+        divided_by: int = 1,
+        expected: int = 1,
+    ) -> None:
+        """Run `loss.backward()`, weighted; the arguments are those of `weigh`."""
+        gradient = self._enter(loss, weight, value, divided_by, expected)
+        if gradient is not None:
+            if not isinstance(gradient, Tensor):
+                gradient = torch.full_like(loss, gradient)
+            gradient = gradient.expand_as(loss)
+        window = self.window
+        window.num_passes += 1
+        window.is_torn = True
+        loss.backward(gradient)
+        window.is_torn = False
+        self.passed()
 
     def _enter(
         self,

@@ -157,29 +157,36 @@ def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:
     for mark in marks:
         if mark.are_labels and mark.width in masks:
             continue  # columns are known by their number
-        counts = torch.stack([e.counts for e in marks if e.width == mark.width]).any(0)
-        if mark.are_labels:
-            # Before a first label may be a prompt; without one, a row may be full.
-            counts |= ~counts.any(1, keepdim=True)
-            counts[:, 0] = True
-        groups.append(Group(mark.width, spans_of(counts)))
+        alike = [each.counts for each in marks if each.width == mark.width]
+        counts = alike[0] if len(alike) == 1 else torch.stack(alike).any(0)
+        spans = spans_of(counts, are_labels=mark.are_labels)
+        groups.append(Group(mark.width, spans))
     return groups
 
 
-def spans_of(counts: Tensor) -> list[Span]:
+def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
     """The columns of each row, from the first that counts to the last; one column where
     none does.
 
     >>> spans_of(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]))
     [(1, 4), (0, 1)]
+
+    Args:
+        counts: is not 0 where a column counts.
+        are_labels: before a first label may be a prompt, which counts as well; without
+            one, a row may be full.
     """
-    marks = (counts != 0).to(torch.uint8)  # argmax knows no bool
-    read = [marks.argmax(1), marks.flip(1).argmax(1), marks.amax(1).long()]
-    firsts, after, counted = torch.stack(read).tolist()  # a device is read once
-    return [
-        (first, counts.shape[1] - behind) if any_ else (0, 1)
-        for first, behind, any_ in zip(firsts, after, counted, strict=True)
-    ]
+    marks, width = (counts != 0).numpy(force=True), counts.shape[1]
+    if marks.all():
+        return [(0, width)] * len(marks)
+    firsts, after = marks.argmax(1).tolist(), marks[:, ::-1].argmax(1).tolist()
+    spans = []
+    for first, behind, any_ in zip(firsts, after, marks.any(1), strict=True):
+        if any_:
+            spans.append((0 if are_labels else first, width - behind))
+        else:
+            spans.append((0, width if are_labels else 1))
+    return spans
 
 
 def _labels(batch: Any, strategy: AccumulationStrategy) -> Marks | None:

@@ -144,6 +144,8 @@ class WindowOwner(OrderedCallback):
             batch; none where Lightning ends them.
         micro_batching: how the user lets loader batches be cut.
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
+        batch_is_unfinished: whether the batch under way has begun a backward pass.
+        gradients_are_fresh: whether they were zeroed since the last window ended.
     """
 
     accumulators: dict[int, Accumulator]
@@ -164,6 +166,8 @@ class WindowOwner(OrderedCallback):
     wide_gradients: bool = False
     scaler: Any = None
     driver: Any = None
+    batch_is_unfinished: bool
+    gradients_are_fresh: bool
     _step_watches: list[Any]
     _skipped_before: int = 0
     _shown: int | None = None

@@ -10,13 +10,9 @@ from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.said_weight import Weighed
-from trainkit.lit._compat import (
-    has_plain_backward,
-    is_listened_to,
-    scaler_of,
-)
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.plain_backward import is_plain
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
 from trainkit.lit.split.micro_batches import CutBatch, counts_of
@@ -40,7 +36,6 @@ class Passes:
         transfer: brings micro-batches to the device.
         is_apart: whether gradients stay on their ranks in all passes of a window, so
             that ranks may run different numbers of micro-batches, and windows again.
-        backward: runs a backward pass as Lightning does.
     """
 
     def __init__(
@@ -61,7 +56,8 @@ class Passes:
         self.is_apart = may_repeat and self._has_ranks
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         self._training_step = trainer.strategy.training_step
-        self.backward = _backward_of(trainer, pl_module, windows)
+        self._is_plain = is_plain(trainer, pl_module, windows)
+        self._backward = trainer.strategy.backward
 
     def announce(self, current: CutBatch) -> None:
         """Tell the accumulator what comes, so that ranks begin to exchange it."""
@@ -92,7 +88,7 @@ class Passes:
                 block = self._block()
             with undone, block, self.said(current):
                 output = self.step(current, args, kwargs)
-                self.take(current, output, self.backward)
+                self.take(current, output)
             current.on_device.clear()
 
     def step(self, current: CutBatch, args: Any, kwargs: Any) -> Any:
@@ -104,9 +100,7 @@ class Passes:
         """A context in which `training_step` may say what its loss weighs."""
         return self._windows.said.open() if current.are_said else NOTHING
 
-    def take(
-        self, current: CutBatch, output: Any, backward: Callable[..., Any]
-    ) -> None:
+    def take(self, current: CutBatch, output: Any) -> None:
         """Take what the forward pass of the micro-batch has returned, and run its
         backward pass."""
         accumulator, strategies = self._accumulator, self._accumulator.strategies
@@ -135,14 +129,21 @@ class Passes:
             current.value = values[name]
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        backward(loss, self._trainer.optimizers[0])
+        if self._is_plain:
+            self._windows.batch_is_unfinished = True
+            self._pass(current, loss, accumulator.pass_back)
+        else:
+            self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, current: CutBatch, loss: Tensor) -> None:
         """Weigh the loss, after a gradient scaler, before its backward pass."""
+        self._pass(current, loss, self._accumulator.weigh)
+
+    def _pass(self, current: CutBatch, loss: Tensor, weigh: Callable[..., Any]) -> None:
         weight = None if current.is_told else current.leading[current.index]
         expected = self._trainer.accumulate_grad_batches * len(current.parts)
         assert current.value is not None
-        self._accumulator.weigh(loss, weight, value=current.value, expected=expected)
+        weigh(loss, weight, value=current.value, expected=expected)
 
     def slots(self) -> int:
         """How many single weights of each rank a closing window has room for."""
@@ -171,25 +172,3 @@ def _value_of(loss: Tensor) -> Tensor:
     """A loss to report; on a GPU the next step of a CUDA graph overwrites it."""
     value = loss.detach()
     return value.clone() if value.is_cuda else value
-
-
-def _backward_of(trainer: Any, pl_module: Any, windows: Any) -> Callable[..., Any]:
-    """A function that runs a backward pass as Lightning's strategy object does.
-
-    Hooks that nobody has are not called: that would cost as much as a small layer.
-    """
-    hooks = ("on_before_backward", "on_after_backward")
-    if (
-        scaler_of(trainer) is not None
-        or not has_plain_backward(trainer)
-        or is_listened_to(hooks, trainer, pl_module, apart_from=windows)
-    ):
-        return trainer.strategy.backward
-    run = trainer.precision_plugin.backward
-
-    def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-        windows.weigh(loss)
-        run(loss, pl_module, optimizer, **options)
-        windows.on_after_backward(trainer, pl_module)
-
-    return backward

@@ -209,12 +209,8 @@ class Split:
 
     # ---- a window --------------------------------------------------------------------
 
-    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
-        """Weigh the pass that is about to run."""
-        self.weigh(loss)
-
     def weigh(self, loss: Tensor) -> None:
-        """Weigh the loss before its backward pass."""
+        """Weigh the pass that is about to run."""
         assert self.current is not None
         self._passes.weigh(self.current, loss)
 

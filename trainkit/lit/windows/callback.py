@@ -94,8 +94,8 @@ class WindowCallback(WindowOwner):
         self._step_watches: list[StepWatch] = []
         self._wants_weights: list[Callable[[int], bool]] = []
         self.counts_samples = False
-        self._batch_is_unfinished = self._gradients_are_fresh = False
-        self._num_closed = self._batch_idx = 0
+        self.batch_is_unfinished = self.gradients_are_fresh = False
+        self._num_closed = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
@@ -246,7 +246,7 @@ class WindowCallback(WindowOwner):
         if not self._has_begun:
             self._has_begun = True
             say_unguarded(trainer, pl_module, self)
-        self._num_closed, self._batch_idx = 0, batch_idx
+        self._num_closed = 0
         if not self.accumulators:
             return
         if batch_idx == 0:  # GradientAccumulationScheduler has run by now
@@ -256,19 +256,12 @@ class WindowCallback(WindowOwner):
             refusals.refuse_early_end(trainer, self._meeting_point)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self._batch_is_unfinished = True
+        self.batch_is_unfinished = True
         if not pl_module.automatic_optimization:
             return  # accumulate() weighs the loss itself
         if self.driver is None:
             raise refusals.not_in_fit(pl_module)
-        is_fresh = self._gradients_are_fresh
-        self.driver.before_backward(loss, self._batch_idx, is_fresh=is_fresh)
-
-    def weigh(self, loss: Tensor) -> None:
-        """Weigh a micro-batch's loss before its backward pass in a split window."""
-        self._batch_is_unfinished = True
-        split: Any = self.driver
-        split.weigh(loss)
+        self.driver.weigh(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.automatic_optimization:
@@ -294,7 +287,7 @@ class WindowCallback(WindowOwner):
             # epoch of StochasticWeightAveraging) must not be stepped with again.
             clear_gradients(optimizer)
             return
-        if not self._batch_is_unfinished and self.scaler is not None:
+        if not self.batch_is_unfinished and self.scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
         if self._num_closed > 1:
             raise refusals.second_closure()
@@ -313,7 +306,7 @@ class WindowCallback(WindowOwner):
         for each in (index, *others):
             self._step_watches[each].expect_step()
             self._divided.add(each)
-        self._gradients_are_fresh = False
+        self.gradients_are_fresh = False
         # A closure that runs a split window again runs all of it again.
         split = self.driver.is_split
         self._num_closed = 1 if split else accumulator.window.num_micro_batches
@@ -333,7 +326,7 @@ class WindowCallback(WindowOwner):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_is_unfinished = False
+        self.batch_is_unfinished = False
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for watch in self._step_watches:
@@ -347,7 +340,7 @@ class WindowCallback(WindowOwner):
             return
         if not self.driver.keeps_gradients(optimizer):
             self._drop("its gradients were zeroed before its step")
-            self._gradients_are_fresh = True
+            self.gradients_are_fresh = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         refusals.refuse_early_end(trainer, self._meeting_point)
@@ -394,7 +387,7 @@ class WindowCallback(WindowOwner):
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
             if accumulator.window.is_open:
-                self._gradients_are_fresh = False
+                self.gradients_are_fresh = False
                 held = accumulator.drop()
                 if accumulator.ranks.index == 0:
                     say_dropped(held, why)
@@ -405,7 +398,7 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         torn = 0
-        if self._batch_is_unfinished and self.driver is not None:
+        if self.batch_is_unfinished and self.driver is not None:
             # A resumed run repeats the micro-batch that is under way, so its gradient
             # must not be saved, and it cannot be taken out of the sum.
             torn = self.driver.num_torn(self._num_closed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.plain_backward import is_plain
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
@@ -37,14 +38,19 @@ class Streamed:
         self._trainer: Any = trainer
         self._module: Any = module
         self._training_step: Any = trainer.strategy.training_step
+        self._pass_back = windows.accumulators[0].pass_back
         self._unlike, self._patch = Unlike(), ExitStack()
         self.follow()
 
     def start(self) -> None:
         """Take Lightning's calls, until `stop`."""
         of = self._trainer, self._windows
-        calls = taken_calls(*of, training_step=self._run)
-        self._patch.enter_context(calls)
+        mine: dict[str, Any] = {"training_step": self._run}
+        if self._module.automatic_optimization and is_plain(
+            self._trainer, self._module, self._windows
+        ):
+            mine["backward"] = self._backward
+        self._patch.enter_context(taken_calls(*of, **mine))
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
         self._patch.callback(self._say_unlike)
@@ -111,23 +117,33 @@ class Streamed:
         if row is not None and self._trainer.is_global_zero:
             say(self._trainer, row)
 
-    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
-        """Weigh the pass that is about to run; `is_fresh`: gradients were zeroed."""
-        accumulator: Accumulator = self._windows.accumulators[0]
-        scaler, trainer = self._windows.scaler, self._trainer
-        if not accumulator.window.is_open and not is_fresh:
-            # Lightning zeroes gradients by the batch's index and steps by the number of
-            # batches. If accumulate_grad_batches changes, or the loader yields None,
-            # the two disagree and the old gradients are still there.
-            clear_gradients(trainer.optimizers[0])
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass in place of Lightning's `backward`, where that is no
+        more than `loss.backward()`."""
+        self._windows.batch_is_unfinished = True
+        self._pass(loss, self._pass_back)
+        return loss.detach()
+
+    def weigh(self, loss: Tensor) -> None:
+        """Weigh the pass that is about to run."""
+        self._pass(loss, self._windows.accumulators[0].weigh)
+
+    def _pass(self, loss: Tensor, weigh: Callable[..., Any]) -> None:
+        """Let the accumulator weigh a pass."""
+        windows, trainer = self._windows, self._trainer
+        if not windows.accumulators[0].window.is_open:
+            if not windows.gradients_are_fresh:
+                # Lightning zeroes gradients by the batch's index and steps by the
+                # number of batches. If accumulate_grad_batches changes, or the loader
+                # yields None, the two disagree and the old gradients are still there.
+                clear_gradients(trainer.optimizers[0])
         num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
-        value, weight = loss.detach(), self._windows.weight
+        value, scaler = loss.detach(), windows.scaler
         if scaler is not None:
             value = value / scaler.scale(loss.new_ones(()))
-        assert weight is not None
-        accumulator.weigh(
-            loss, weight, divided_by=num_expected, value=value, expected=num_expected
-        )
+        assert windows.weight is not None
+        how = {"divided_by": num_expected, "expected": num_expected, "value": value}
+        weigh(loss, windows.weight, **how)
 
     def keeps_gradients(self, optimizer: Any) -> bool:
         """Whether gradients survive that Lightning zeroes them: they do not."""
