@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -79,32 +79,27 @@ class Passes:
     def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
         """Run all micro-batches of a loader batch, with these further arguments of
         `training_step`."""
-        for _ in self.transfer.each(current):
-            undone = block = NOTHING
-            if current.is_filler:
+        for batch in self.transfer.each(current):
+            undone = block = said = NOTHING
+            is_filler = current.is_filler
+            if is_filler:
                 undone = Kept(self._module, generators=False)
+            if current.are_said:  # training_step may say what its loss weighs
+                said = self._windows.said.open()
             # The ranks' gradients meet in the backward pass of the last micro-batch.
             if self._has_ranks and not self.is_apart and not current.is_last:
                 block = self._block()
-            with undone, block, self.said(current):
-                output = self.step(current, args, kwargs)
-                self.take(current, output)
+            with undone, block, said:
+                output = self._training_step(batch, *args, **kwargs)
+                self._take(current, batch, output, is_filler=is_filler)
             current.on_device.clear()
 
-    def step(self, current: CutBatch, args: Any, kwargs: Any) -> Any:
-        """Run the forward pass of the micro-batch under way."""
-        batch = current.on_device[current.index]
-        return self._training_step(batch, *args, **kwargs)
-
-    def said(self, current: CutBatch) -> AbstractContextManager[Any]:
-        """A context in which `training_step` may say what its loss weighs."""
-        return self._windows.said.open() if current.are_said else NOTHING
-
-    def take(self, current: CutBatch, output: Any) -> None:
-        """Take what the forward pass of the micro-batch has returned, and run its
+    def _take(
+        self, current: CutBatch, batch: Any, output: Any, *, is_filler: bool
+    ) -> None:
+        """Take what the forward pass of a micro-batch has returned, and run its
         backward pass."""
         accumulator, strategies = self._accumulator, self._accumulator.strategies
-        batch, is_filler = current.on_device[current.index], current.is_filler
         if current.are_said and not is_filler:
             ((term, strategy),) = strategies.items()
             assert isinstance(strategy, Weighed)
