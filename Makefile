@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 help:  ## show this list
 	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
 
-$(DEMO): pyproject.toml setup.py constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: a second resolve could take another build of it
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

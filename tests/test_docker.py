@@ -109,10 +109,10 @@ def test_what_is_copied_is_there_and_reaches_the_build() -> None:
 
 
 def test_what_the_wheel_is_built_of_is_copied_into_its_stage() -> None:
-    """Each package's folder, and the files that pyproject.toml names."""
+    """The folders that go into it, and the files that pyproject.toml names."""
     copied = {p for rest in of("COPY", "wheel") for p in rest.split()[:-1]}
-    folders = SETTINGS["tool"]["setuptools"]["package-dir"].values()
-    needed = {str(folder).partition("/")[0] for folder in folders} | {"trainkit"}
+    wheel = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = set(wheel["only-include"])
     project = SETTINGS["project"]
     files = {project["readme"], *project["license-files"]}
     needed |= {f if f in copied else f.partition("/")[0] for f in files}

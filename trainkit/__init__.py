@@ -9,6 +9,8 @@ torch nor lightning: each name below brings in what it needs when it is first us
 # The names are in the stub beside this file.
 # pyright: reportUnsupportedDunderAll=false
 
+import os
+
 import lazy_loader
 
 __version__ = "0.1.0"
@@ -40,6 +42,12 @@ __all__ = [
 """The names that the README uses; the stub beside this file has all of them."""
 
 __getattr__, _, _ = lazy_loader.attach_stub(__name__, __file__)
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_HERE, "conf")):
+    # In a clone, trainkit.conf and trainkit.recipes stand beside the package.
+    __path__.append(os.path.dirname(_HERE))
 
 
 def __dir__() -> list[str]:

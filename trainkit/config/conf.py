@@ -48,7 +48,8 @@ def found_first(folder: str | None) -> Iterator[None]:
     """
     path = None if folder is None else Path(folder).absolute()
     root = "train.yaml"
-    if path is not None and (path / root).is_file():
+    is_own = path is not None and not _is_of_a_clone(path)
+    if path is not None and is_own and (path / root).is_file():
         raise TrainkitError(
             f"{path / root}: must have another name, since trainkit's own {root} is "
             f"read. Put its values into {path / 'experiment' / 'default.yaml'}, or "
@@ -60,6 +61,11 @@ def found_first(folder: str | None) -> Iterator[None]:
         yield
     finally:
         TrainkitSearchPath.first = before
+
+
+def _is_of_a_clone(conf: Path) -> bool:
+    """Whether these are trainkit's groups too, in another clone or git worktree."""
+    return (conf.parent / "trainkit" / "config" / "conf.py").is_file()
 
 
 def conf_dir() -> Path:

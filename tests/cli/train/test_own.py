@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
 from trainkit.cli.words import completed
+from trainkit.config.conf import conf_dir
 
 MODULE = """
 import torch
@@ -216,6 +218,22 @@ def test_a_root_configuration_that_is_not_read_is_refused(
     shown = capsys.readouterr().err
     assert "conf/train.yaml: must have another name" in shown
     assert "Traceback" not in shown
+
+
+def test_another_clone_of_trainkit_is_read_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A git worktree, say, whose groups differ from those that are installed."""
+    shutil.copytree(conf_dir(), tmp_path / "conf", dirs_exist_ok=True)
+    (tmp_path / "trainkit" / "config").mkdir(parents=True)
+    (tmp_path / "trainkit" / "config" / "conf.py").touch()
+    (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("lr: 7\n")
+    root = tmp_path / "conf" / "train.yaml"
+    root.write_text(root.read_text().replace("seed: 0", "seed: 99"))
+    assert main(["train", "optimizer=sgd", "--cfg=job"]) == 0
+    shown = capsys.readouterr().out
+    assert "lr: 7\n" in shown
+    assert "seed: 99" in shown
 
 
 BROKEN = """
