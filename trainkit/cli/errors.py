@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import traceback
@@ -104,8 +103,12 @@ def readable(error: BaseException) -> str:
         lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
     elif isinstance(node, MutableMapping) and key not in node:
         names = [name for name in map(str, node) if not name.startswith("_")]
-        close = difflib.get_close_matches(str(key), names, n=1)
-        lines += [f"Did you mean {close[0]}?"] if close else []
+        from trainkit.config.unread_keys import meant_by  # OmegaConf is loaded by now
+
+        meant = meant_by(str(key), node).strip()
+        if meant or "trainer" in names:  # nothing would read such a key
+            lines = [line for line in lines if not line.startswith("To append")]
+        lines += [meant] if meant else []
         lines.append(f"There are: {', '.join(names) or 'none'}")
     return "\n".join(lines)
 

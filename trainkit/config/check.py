@@ -16,6 +16,7 @@ from trainkit.config.kinds import CALLBACK_GROUPS, check_kinds
 from trainkit.config.limits import check_limits
 from trainkit.config.targets import TARGET, locate, targets_of
 from trainkit.config.translate import OF_HYDRA
+from trainkit.config.unread_keys import refuse_unread
 from trainkit.errors import TrainkitError, did_you_mean
 
 AUTO = "auto"
@@ -32,6 +33,7 @@ def check_all(config: DictConfig) -> None:
             "model: must be given. Choose model=..., one of trainkit's or of your "
             "conf/model, or write model._target_=my_module.MyModule."
         )
+    refuse_unread(config)
     check_kinds(config)
     for name in ("model", "data", "trainer"):
         _refuse_without_class(config[name], name)
