@@ -31,9 +31,6 @@ def test_a_key_that_nothing_reads_is_refused(words: list[str], meant: str) -> No
         [],
         ["+size=3", "trainer.max_steps=${size}"],
         ["+my={size: 3}", "trainer.max_steps=${my.size}"],
-        [
-            "+size=64",
-        ],
     ],
 )
 def test_a_key_that_another_value_uses_is_not(words: list[str]) -> None:
