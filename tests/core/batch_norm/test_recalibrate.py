@@ -22,8 +22,9 @@ from tests.core.batch_norm.nets import (
 from tests.core.conftest import OnRanks
 from trainkit.core.batch_norm.freeze import freeze
 from trainkit.core.batch_norm.layers import every_layer
-from trainkit.core.batch_norm.recalibration import Statistics, recalibrate
-from trainkit.core.ranks import Ranks, find_ranks
+from trainkit.core.batch_norm.recalibration import recalibrate
+from trainkit.core.batch_norm.statistics import joined, statistics_of
+from trainkit.core.ranks import find_ranks
 
 EXACT = 1e-10
 NAIVE = 1e-2
@@ -289,24 +290,16 @@ def test_no_data_at_all_leaves_statistics_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (9, 4, 5), (9, 4, 2, 3), (9, 4, 2, 1, 3)])
-def test_merged_statistics_equal_those_of_the_whole(shape: tuple[int, ...]) -> None:
+def test_joined_statistics_equal_those_of_the_whole(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64) * 3 + 100
-    merged = Statistics.none(4, x.device)
-    for part in x.split([2, 1, 6]):
-        merged = merged.merged(Statistics.of(part))
+    parts = [statistics_of(part) for part in x.split([2, 1, 0, 6])]
+    count, mean, squares = joined(torch.stack(parts)).split([1, 4, 4])
     over = [0, *range(2, x.ndim)]
-    assert merged.count == x.numel() / 4
-    torch.testing.assert_close(merged.mean, x.mean(over))
-    torch.testing.assert_close(merged.deviation / merged.count, x.var(over, False))
-
-
-def test_merging_nothing_with_nothing_is_nothing() -> None:
-    none = Statistics.none(2, torch.device("cpu"))
-    both = none.merged(none)
-    assert both.count == 0
-    assert torch.equal(both.mean, torch.zeros(2, dtype=torch.float64))
-    assert none.over(Ranks()).count == 0
+    assert count == x.numel() / 4
+    torch.testing.assert_close(mean, x.mean(over))
+    torch.testing.assert_close(squares / count, x.var(over, False))
+    assert not joined(torch.stack(parts[2:3] * 2)).any()
 
 
 # ---- several ranks -------------------------------------------------------------------
