@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 
 from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
-from tests.lit.batch_norm.fits import ConvModule, batches
-from tests.lit.batch_norm.test_which_train import StepsByTwo
+from tests.lit.batch_norm.fits import ConvModule, StepsByTwo, batches
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,

@@ -15,12 +15,13 @@ from tests.lit.batch_norm.fits import (
     At,
     ConvModule,
     ConvNet,
+    StepsByTwo,
     Validated,
     batches,
     fit,
     inputs,
 )
-from trainkit import AccumulationMixin, BatchNormGuard, PerSample
+from trainkit import BatchNormGuard
 from trainkit.core.batch_norm.layers import every_layer, is_training
 from trainkit.errors import TrainkitError
 
@@ -140,24 +141,6 @@ def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
     averaging = StochasticWeightAveraging(swa_lrs=0.1)
     with pytest.raises(TrainkitError, match="throws the statistics away"):
         fit("freeze", averaging, max_epochs=3)
-
-
-class StepsByTwo(AccumulationMixin, ConvModule):
-    """Manual optimization with windows of a size of its own."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx, every=2):
-            self.finish_window()
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
