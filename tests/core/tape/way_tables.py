@@ -217,6 +217,9 @@ REFUSED: dict[str, Case] = {
     "gram": refused(
         "see each other", lambda net, x: x * (x.flatten(1) @ x.flatten(1).T).mean()
     ),
+    "into_statistics": refused(
+        "see each other", after(lambda net, x: net.one[1](x.cumsum(0)))
+    ),
     "mean": refused("mean .* one value of all rows", lambda net, x: x - x.mean(0)),
     "norm": refused("one value of all rows", lambda net, x: x / x.norm()),
     "largest": refused("one value of all rows", lambda net, x: x / x.amax()),

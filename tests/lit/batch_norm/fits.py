@@ -96,6 +96,30 @@ class Validated(ConvModule):
         self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
 
 
+class Builds(ConvModule):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = ConvNet()
+
+
+class BuildsInSetup(Builds):
+    configure_model = pl.LightningModule.configure_model  # type: ignore[assignment]
+
+    def setup(self, stage: str) -> None:
+        Builds.configure_model(self)
+
+
+class MixinBuilds(AccumulationMixin, Builds):
+    accumulation = PerSample()
+
+
+class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup):
+    accumulation = PerSample()
+
+
 class StepsByTwo(AccumulationMixin, ConvModule):
     """Manual optimization with windows of a size of its own."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -13,10 +12,20 @@ from torch import nn
 
 from tests.core.batch_norm.nets import ResNet
 from tests.helpers import trainer
-from tests.lit.batch_norm.fits import At, ConvModule, ConvNet, Validated, batches, fit
+from tests.lit.batch_norm.fits import (
+    At,
+    Builds,
+    BuildsInSetup,
+    ConvModule,
+    ConvNet,
+    MixinBuilds,
+    MixinBuildsInSetup,
+    Validated,
+    batches,
+    fit,
+)
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     BatchNormGuard,
     PerSample,
 )
@@ -152,30 +161,6 @@ def test_lazy_layer_is_refused() -> None:
 
 
 # ---- modules that build themselves ---------------------------------------------------
-
-
-class Builds(ConvModule):
-    def __init__(self) -> None:
-        super().__init__(nn.Identity)
-
-    def configure_model(self) -> None:
-        if isinstance(self.net, nn.Identity):
-            self.net = ConvNet()
-
-
-class BuildsInSetup(Builds):
-    configure_model = pl.LightningModule.configure_model  # type: ignore[assignment]
-
-    def setup(self, stage: str) -> None:
-        Builds.configure_model(self)
-
-
-class MixinBuilds(AccumulationMixin, Builds):
-    accumulation = PerSample()
-
-
-class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup):
-    accumulation = PerSample()
 
 
 class BelowMixin(MixinBuilds): ...

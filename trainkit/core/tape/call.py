@@ -14,7 +14,6 @@ from trainkit.core.tape.operations import (
     Chunk,
     Operation,
     Segment,
-    Shared,
     Surroundings,
 )
 from trainkit.core.tape.rows import Layout
@@ -62,9 +61,8 @@ class Tape:
         """Whether a gradient goes through an operation."""
         if not operation.settings[0] or operation.name in ("detach", "data"):
             return False
-        shared = (x.number for x in operation.parts if isinstance(x, Shared))
         return not operation.uses.isdisjoint(self.trains) or any(
-            self.shared[place].requires_grad for place in shared
+            self.shared[place].requires_grad for place in operation.shared
         )
 
     def eps(self) -> float:

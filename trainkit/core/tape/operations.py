@@ -21,17 +21,11 @@ Settings = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A gap for a value that each chunk has."""
+class Gap:
+    """A place for a value that each chunk has, or for a tensor that all share."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A gap for a tensor that all chunks share, such as a parameter."""
-
-    number: int
+    is_shared: bool = False
 
 
 @dataclass
@@ -51,13 +45,12 @@ class Chunk:
     def filled(self, parts: list[Any]) -> Iterator[Any]:
         """The parts of a call, for this chunk."""
         for part in parts:
-            kind = type(part)
-            if kind is Slot:
-                yield self.values[part.number]
-            elif kind is Shared:
-                yield self.shared[part.number]
+            if type(part) is Gap:
+                values = self.shared if part.is_shared else self.values
+                yield values[part.number]
             else:
-                yield part.each[self.is_small] if kind is NumberOfRows else part
+                is_number = type(part) is NumberOfRows
+                yield part.each[self.is_small] if is_number else part
 
 
 def take_apart(value: Any, parts: list[Any]) -> Build:
@@ -150,6 +143,7 @@ class Operation:
         written: the slots of the arguments it writes into, and of what they are then.
         over: the slots that nothing needs after it.
         uses: the slots of its arguments.
+        shared: the places of those that all chunks share.
     """
 
     function: Callable[..., Any]
@@ -164,7 +158,9 @@ class Operation:
     over: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.uses = {each.number for each in self.parts if isinstance(each, Slot)}
+        gaps = [each for each in self.parts if isinstance(each, Gap)]
+        self.uses = {each.number for each in gaps if not each.is_shared}
+        self.shared = [each.number for each in gaps if each.is_shared]
 
     def call(self, chunk: Chunk) -> Any:
         """What the function returns for a chunk."""

@@ -17,10 +17,9 @@ from trainkit.core.tape.call import Tape
 from trainkit.core.tape.functions import Norm, name_of, norm_of, written_by
 from trainkit.core.tape.operations import (
     Chunk,
+    Gap,
     Operation,
     Segment,
-    Shared,
-    Slot,
     take_apart,
     tensors_in,
 )
@@ -82,7 +81,7 @@ class Recorder(TorchFunctionMode):
         first, *others = (x.detach() for x in whole.detach().split(layout.sizes))
         beside = others[-1:]
         if values.is_checked:
-            beside.append(values.turned(first, beside[0], 0))
+            beside.append(values.turned(first, 0))
         slot = self._add(first, beside, 0, whole.requires_grad)
         for number, each in enumerate([first, *others]):
             self._tape.store.put(number, slot, each)
@@ -98,17 +97,17 @@ class Recorder(TorchFunctionMode):
             self._tape.trains.add(slot)
         return slot
 
-    def _gap(self, tensor: Tensor) -> Any:
+    def _gap(self, tensor: Tensor) -> Gap:
         slot, tape = self.values.slot_of(tensor), self._tape
         if slot is not None:
-            return Slot(slot)
+            return Gap(slot)
         place = self._places.get(id(tensor))
         if place is None or not is_in_memory_of(tape.fixed[place], tensor):
             place = self._places[id(tensor)] = len(tape.shared)
             tape.shared.append(tensor)  # and so it keeps its id
             tape.fixed.append(tensor.detach())
             self._versions.append(_version(tensor))
-        return Shared(place)
+        return Gap(place, is_shared=True)
 
     # ---- functions -------------------------------------------------------------------
 
@@ -211,8 +210,8 @@ class Recorder(TorchFunctionMode):
                     # Without the graph of views, which would keep others.
                     results[place] = first = first.detach()
                     others = [each.detach() for each in others]
-                    if operation.states is not None:
-                        others += self.values.drawn(first, others, dim)
+                    if len(others) < len(self.values.beside):  # it draws
+                        others.append(self.values.turned(first, dim))
                     slot = self._add(first, others, dim, trains)
                 operation.outs.append(slot)
         for each in changed:
@@ -287,9 +286,8 @@ class Recorder(TorchFunctionMode):
                 self.refuse(operation.name, f"{why}. Use clone()")
         beside = [each.values.pop(old) for each in self.values.beside]
         dim = self._row_dim(tensor, beside, operation)
-        if operation.states is not None:
-            for each in self.values.drawn(tensor, beside, dim):
-                beside[1].copy_(each)
+        if operation.states is not None and self.values.is_checked:
+            beside[1].copy_(self.values.turned(tensor, dim))
         new = self._add(tensor, beside, dim, trains or old in tape.trains)
         operation.written.append((old, new))
 
@@ -308,6 +306,8 @@ class Recorder(TorchFunctionMode):
             self.refuse("batch_norm", "what it normalises has no rows, or channels")
         if any(self.values.slot_of(each) is not None for each in (*weights, *running)):
             self.refuse("batch_norm", "its weights depend on the batch")
+        if norm.x.shape[self.values.dims[slot]] == self._layout.sizes[0]:
+            self._check_rows(slot)
         places = [None if x is None else self._gap(x).number for x in weights]
         trains = torch.is_grad_enabled() and (
             slot in tape.trains
@@ -321,14 +321,13 @@ class Recorder(TorchFunctionMode):
             found = statistics_over(*self._close_at(slot), ranks)
             meeting = Meeting(slot, places, settings, trains, *found, norm.eps, ranks)
             meeting.take(*weights)
+            for each in running:
+                self._refuse_writing(each)
             if running:
-                for each in running:
-                    self._refuse_writing(each)
                 meeting.move(running, norm.momentum)
             first = meeting.normalised(norm.x)
-            beside = [
-                meeting.normalised(each.values[slot]) for each in self.values.beside
-            ]
+            others = (each.values[slot] for each in self.values.beside)
+            beside = [meeting.normalised(each) for each in others]
         meeting.y = self._add(first, beside, self.values.dims[slot], trains)
         tape.segments.append(Segment(meeting))
         return first
@@ -376,9 +375,7 @@ class Recorder(TorchFunctionMode):
         for each, version in zip(tape.fixed, self._versions, strict=True):
             if _version(each) != version:  # unseen, or it was refused before
                 self._refuse_writing(each)
-        if self.values.is_checked:
-            for slot in tape.outputs:
-                self.values.refuse_mixing(slot, tape.eps(), self.name)
+        self._check_rows(*tape.outputs)
         for number, values in self._close({*tape.outputs}):
             for slot, dim in tape.outputs.items():
                 each = values[slot] if slot in values else tape.store.get(number, slot)
@@ -391,6 +388,11 @@ class Recorder(TorchFunctionMode):
                     whole[slot] = each.new_empty(shape)
                 layout.piece(whole[slot], number, dim).copy_(each)
         return [whole[slot] for slot in tape.outputs]
+
+    def _check_rows(self, *slots: int) -> None:
+        """Refuse values of rows that have seen each other, if the call is checked."""
+        for slot in slots if self.values.is_checked else ():
+            self.values.refuse_mixing(slot, self._tape.eps(), self.name)
 
 
 def _version(tensor: Tensor) -> int:

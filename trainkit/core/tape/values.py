@@ -16,9 +16,9 @@ from trainkit.errors import TrainkitError
 class Values:
     """The values of the first chunk, and of those that run beside it.
 
-    Beside it runs the last chunk. Where a call is checked, so does one more, of rows of
-    both, turned round: its results must be those of its rows in other company and in
-    other places.
+    Beside it runs the last chunk. Where a call is checked, so does one more, of all its
+    own rows but one, turned round: each must have the same results in other company and
+    in another place.
 
     Args:
         layout: the chunks.
@@ -61,25 +61,13 @@ class Values:
         """The values of the first chunk, by their slots."""
         return {slot: tensor for tensor, slot in self._slots.items()}
 
-    def turned(self, first: Tensor, last: Tensor, dim: int | str) -> Tensor:
-        """A value of the chunk that is checked, made of those of the first and last."""
+    def turned(self, first: Tensor, dim: int | str) -> Tensor:
+        """All rows of the first chunk but one, from the last to the second."""
         if isinstance(dim, str):
-            return last
-        many, few = self._layout.sizes[0], self._layout.sizes[-1]
-        ends = range(many)[::-1], range(many, many + few)[::-1]
-        places = [place for pair in zip(*ends, strict=False) for place in pair][:few]
-        each = last.shape[dim] // few
-        parts = [x.unflatten(dim, (-1, each)) for x in (first, last) if each]
-        if not parts:
-            return last
-        index = torch.tensor(places).to(first.device, non_blocking=True)
-        return torch.cat(parts, dim).index_select(dim, index).flatten(dim, dim + 1)
-
-    def drawn(
-        self, first: Tensor, beside: list[Tensor], dim: int | str
-    ) -> list[Tensor]:
-        """What rows that are checked get in place of draws: those of others."""
-        return [self.turned(first, beside[0], dim)] if self.is_checked else []
+            return first
+        many = self._layout.sizes[0]
+        by_rows = first.unflatten(dim, (many, first.shape[dim] // many))
+        return by_rows.narrow(dim, 1, many - 1).flip(dim).flatten(dim, dim + 1)
 
     def refuse_mixing(self, slot: int, eps: float, name: str) -> None:
         """Refuse a value that rows have otherwise in other company and other places.
@@ -92,8 +80,7 @@ class Values:
         dim, first = self.dims[slot], self.held()[slot]
         if not first.is_floating_point() and not first.is_complex():
             return
-        last, found = (each.values[slot] for each in self.beside)
-        wanted = self.turned(first, last, dim)
+        wanted, found = self.turned(first, dim), self.beside[1].values[slot]
         eps, apart = max(eps, torch.finfo(first.dtype).eps), (found - wanted).norm()
         if not apart <= eps**0.5 * wanted.norm():
             raise TrainkitError(

@@ -30,9 +30,9 @@ class Recalibrate(Policy):
     """Computes running statistics anew from the training data.
 
     `training_step` runs on the first `num_batches` micro-batches of each rank's loader,
-    without gradients, in the modes of training. Its logging is muted; metrics, buffers and
-    random generators are put back afterwards. What it appends to lists of its own, or
-    sends to a logger itself, stays. To run less, give `forward`.
+    without gradients, in the modes of training. Its logging is muted; metrics, buffers
+    and random generators are put back afterwards. What it appends to lists of its own,
+    or sends to a logger itself, stays. To run less, give `forward`.
     """
 
     def __init__(
