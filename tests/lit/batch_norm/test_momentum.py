@@ -105,7 +105,7 @@ FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
         0.1,
         {"accumulate": 1, "of": schedule({0: 1, 2: 4, 3: 5}, "step")},
     ),
-    "to and fro": (
+    "back and forth": (
         None,
         0.1,
         {"accumulate": 1, "of": schedule({0: 2, 1: 3, 5: 1}, "step")},
