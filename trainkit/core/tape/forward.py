@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
@@ -163,16 +162,12 @@ class TapedForward:
 
 def _refuse_module(module: nn.Module, name: str) -> None:
     """Refuse modules whose operations cannot be written down, or repeated."""
-    if is_transformed() or torch.is_inference_mode_enabled():
+    if is_transformed():
         raise TrainkitError(
-            f"{name}: exact BatchNorm cannot run in inference mode, or in a transform "
-            f"of torch.func. Use torch.no_grad() and loss.backward()."
+            f"{name}: exact BatchNorm cannot run in a transform of torch.func. Use "
+            f"loss.backward()."
         )
-
     reasons: dict[str, Any] = {
-        "has weights without a shape, so run one batch before": lambda each: any(
-            map(is_lazy, each.parameters(recurse=False))
-        ),
         "has sharded weights, so use DDP": lambda each: isinstance(each, FSDPModule),
         "is scripted, so give the plain one": lambda each: isinstance(
             each, torch.jit.ScriptModule

@@ -7,7 +7,8 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,32 +87,20 @@ def written_by(name: str, args: Any, kwargs: Any) -> Any:
     return kwargs.get("out", ())
 
 
-class Norm(NamedTuple):
-    """The arguments of `functional.batch_norm`, and the group that a layer names."""
-
-    x: Any
-    running_mean: Any
-    running_var: Any
-    weight: Any = None
-    bias: Any = None
-    is_training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
-    group: Any = None
-
-
 _ARGUMENTS = inspect.signature(F.batch_norm)
+_OF_SYNC = "input weight bias running_mean running_var eps momentum group".split()
 
 
-def norm_of(function: Any, name: str, args: Any, kwargs: Any) -> Norm | None:
-    """What a call that normalises by the batch is given; None for other calls."""
+def norm_of(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The arguments of a call that normalises by the batch; None for other calls."""
     if name == "SyncBatchNorm.apply":
-        x, weight, bias, mean, var, eps, momentum, group, *_ = args
-        return Norm(x, mean, var, weight, bias, True, momentum, eps, group)
+        return SimpleNamespace(**dict(zip(_OF_SYNC, args, strict=False)))
     if function is not F.batch_norm:
         return None
-    norm = Norm(*_ARGUMENTS.bind(*args, **kwargs).args)
-    return norm if norm.is_training else None
+    given = _ARGUMENTS.bind(*args, **kwargs)
+    given.apply_defaults()
+    is_training = given.arguments["training"]
+    return SimpleNamespace(group=None, **given.arguments) if is_training else None
 
 
 # ---- watching ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trainkit.core.batch_norm.statistics import statistics_of
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape import functions
 from trainkit.core.tape.call import Tape
-from trainkit.core.tape.functions import Norm, name_of, norm_of, written_by
+from trainkit.core.tape.functions import name_of, norm_of, written_by
 from trainkit.core.tape.operations import (
     Chunk,
     Gap,
@@ -293,9 +293,9 @@ class Recorder(TorchFunctionMode):
 
     # ---- meetings --------------------------------------------------------------------
 
-    def _meet(self, norm: Norm) -> Tensor:
+    def _meet(self, norm: Any) -> Tensor:
         """Normalise a value by the statistics of all rows."""
-        slot, tape = self.values.slot_of(norm.x), self._tape
+        slot, tape = self.values.slot_of(norm.input), self._tape
         running = [x for x in (norm.running_mean, norm.running_var) if x is not None]
         weights = [norm.weight, norm.bias]
         if (
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
             self.refuse("batch_norm", "what it normalises has no rows, or channels")
         if any(self.values.slot_of(each) is not None for each in (*weights, *running)):
             self.refuse("batch_norm", "its weights depend on the batch")
-        if norm.x.shape[self.values.dims[slot]] == self._layout.sizes[0]:
+        if norm.input.shape[self.values.dims[slot]] == self._layout.sizes[0]:
             self._check_rows(slot)
         places = [None if x is None else self._gap(x).number for x in weights]
         trains = torch.is_grad_enabled() and (
@@ -325,7 +325,7 @@ class Recorder(TorchFunctionMode):
                 self._refuse_writing(each)
             if running:
                 meeting.move(running, norm.momentum)
-            first = meeting.normalised(norm.x)
+            first = meeting.normalised(norm.input)
             others = (each.values[slot] for each in self.values.beside)
             beside = [meeting.normalised(each) for each in others]
         meeting.y = self._add(first, beside, self.values.dims[slot], trains)

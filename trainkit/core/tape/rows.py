@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -109,15 +108,6 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(NumberOfRows, f"__{_name}__", _method(getattr(operator, _name)))
 
 
-class Shape(tuple):  # type: ignore[type-arg]
-    """The shape of a value, whose number of rows is one of `NumberOfRows`."""
-
-    __slots__ = ()
-
-    def numel(self) -> int:
-        return math.prod(self)
-
-
 class Layout:
     """The chunks of a batch.
 
@@ -158,7 +148,7 @@ class Layout:
         """
         if isinstance(first, tuple | list):
             found = [self.both(a, b) for a, b in zip(first, last, strict=True)]
-            return None if any(each is None for each in found) else Shape(found)
+            return None if any(each is None for each in found) else tuple(found)
         if first == last:
             return first
         is_number = type(first) is int and type(last) is int
