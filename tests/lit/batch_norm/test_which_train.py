@@ -146,14 +146,10 @@ def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
 def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
     seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    how: Any = {"module": StepsByTwo(), "accumulate": 1, "exact": False}
-    fit("momentum", note, **how)
+    fit("momentum", note, module=StepsByTwo(), accumulate=1, exact=False)
     # From the second batch on: the first has said what a window is.
     assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
     assert seen[6] == pytest.approx(0.1)  # the short last window
-    how["module"] = StepsByTwo()
-    with pytest.warns(UserWarning, match="a window has 2 micro-batches"):
-        fit("warn", **how)
 
 
 def test_layer_is_training_when_it_follows_the_data() -> None:
