@@ -42,30 +42,28 @@ class Chunk:
     shared: list[Tensor]
     is_small: bool = False
 
-    def filled(self, parts: list[Any]) -> Iterator[Any]:
-        """The parts of a call, for this chunk."""
-        for part in parts:
-            if type(part) is Gap:
-                values = self.shared if part.is_shared else self.values
-                yield values[part.number]
-            else:
-                is_number = type(part) is NumberOfRows
-                yield part.each[self.is_small] if is_number else part
+    def fill(self, gap: Gap | NumberOfRows) -> Any:
+        """What this chunk has in a gap."""
+        if isinstance(gap, NumberOfRows):
+            return gap.each[self.is_small]
+        return (self.shared if gap.is_shared else self.values)[gap.number]
 
 
 def take_apart(value: Any, parts: list[Any]) -> Build:
     """Add all that is in a value to `parts`; what builds one like it of as many."""
     if isinstance(value, dict):
-        keys, of_values = list(value), take_apart(list(value.values()), parts)
-        return lambda new: dict(zip(keys, of_values(new), strict=True))
+        of = {key: take_apart(each, parts) for key, each in value.items()}
+        return lambda new: {key: build(new) for key, build in of.items()}
     if isinstance(value, slice):
         of_ends = take_apart([value.start, value.stop, value.step], parts)
         return lambda new: slice(*of_ends(new))
     if isinstance(value, tuple | list):
         kind: Any = type(value)
-        make = getattr(kind, "_make", kind)
+        make, start = getattr(kind, "_make", kind), len(parts)
         builds = [take_apart(each, parts) for each in value]
-        return lambda new: make([build(new) for build in builds])
+        if any(isinstance(each, Tensor | NumberOfRows) for each in parts[start:]):
+            return lambda new: make([build(new) for build in builds])
+        del parts[start:]  # it is one part
     parts.append(value)
     return next
 
@@ -73,6 +71,8 @@ def take_apart(value: Any, parts: list[Any]) -> Build:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in what a function gets or returns, in order."""
     parts: list[Any] = []
+    if isinstance(value, Tensor):
+        return [value]
     take_apart(value, parts)
     return [each for each in parts if isinstance(each, Tensor)]
 
@@ -158,13 +158,18 @@ class Operation:
     over: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        gaps = [each for each in self.parts if isinstance(each, Gap)]
+        places = enumerate(self.parts)
+        self._gaps = [(n, x) for n, x in places if isinstance(x, Gap | NumberOfRows)]
+        gaps = [each for _, each in self._gaps if isinstance(each, Gap)]
         self.uses = {each.number for each in gaps if not each.is_shared}
         self.shared = [each.number for each in gaps if each.is_shared]
 
     def call(self, chunk: Chunk) -> Any:
         """What the function returns for a chunk."""
-        args, kwargs = self.build(chunk.filled(self.parts))
+        parts = list(self.parts)
+        for place, gap in self._gaps:
+            parts[place] = chunk.fill(gap)
+        args, kwargs = self.build(iter(parts))
         return self.function(*args, **kwargs)
 
     def makes(self) -> set[int]:
