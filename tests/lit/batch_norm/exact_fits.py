@@ -13,7 +13,14 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers import trainer
-from trainkit import AccumulationCallback, BatchNormGuard, MicroBatching, PerSample
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    BatchNormGuard,
+    MicroBatching,
+    PerSample,
+    Weighed,
+)
 
 CLASSES = 4
 
@@ -60,6 +67,168 @@ class Images(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Bare(pl.LightningModule):
+    """Its layers stand in the module itself, some are called in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.inner = nn.Linear(5, 5)
+        self.twice = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.stem(x))).mean((2, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("seen", batch[0].sum(), reduce_fx="sum", on_epoch=True)
+        hidden = self(batch[0])
+        more = self.twice(self.inner(hidden))
+        hidden = hidden + self.twice(more.square())
+        return F.cross_entropy(self.head(hidden), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Mixed(AccumulationMixin, Images):
+    accumulation = PerSample()
+    micro_batching = MicroBatching(size=4)
+
+
+class Listed(Images):
+    """Its blocks stand in a list, which itself is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        blocks = [
+            nn.Sequential(nn.Conv2d(c, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Tanh())
+            for c in (3, 5)
+        ]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(5, CLASSES)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden.mean((2, 3))), batch[1])
+
+
+class Counts(Images):
+    """Leaves what its loss divides by, before or after it calls the net."""
+
+    is_early = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.is_early:
+            self.number = int((y > 0).sum())
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        self.number = self.number if self.is_early else int((y > 0).sum())
+        return losses[y > 0].mean()
+
+
+class CountsLate(Counts):
+    is_early = False
+
+
+class Said(AccumulationMixin, Images):
+    """Its loss divides by what only the step knows."""
+
+    accumulation = Weighed()
+    micro_batching = MicroBatching(size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chosen = batch[1] > 0
+        self.weigh(chosen.sum())
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return (losses * chosen).sum() / chosen.sum()
+
+
+class OwnBackward(Images):
+    """Something that trains runs before its net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(3, 3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.before(batch[0])), batch[1])
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+
+class BareBackward(OwnBackward):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+class Stem(Images):
+    """Calls a layer of its own in the step, and has no forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.BatchNorm2d(3).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.stem(batch[0])), batch[1])
+
+
+class ByHand(AccumulationMixin, Images):
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.accumulate(F.cross_entropy(self.net(batch[0]), batch[1]), batch)
+        self.finish_window(optimizer)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+
+
+def without_statistics() -> Images:
+    torch.manual_seed(4)
+    norm = nn.BatchNorm2d(4, track_running_stats=False)
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
+    return Images(nn.Sequential(nn.Conv2d(3, 4, 3), norm, *end))
+
+
+def evaluating() -> Images:
+    module = Images()
+    module.net.eval()
+    return module
+
+
+def partly_frozen() -> Images:
+    """Frozen layers, frozen weights and other norms."""
+    torch.manual_seed(4)
+    norms = nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4)
+    parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), *norms, nn.BatchNorm2d(4)
+    end = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    flat = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = nn.Sequential(*parts, *flat, end, nn.Linear(4, CLASSES))
+    net[4].eval()
+    net[0].requires_grad_(False)
+    return Images(net)
+
+
+class Thawed(pl.Callback):
+    """Lets the layers evaluate until the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for layer in pl_module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train(trainer.current_epoch > 0)
 
 
 def images(number: int = 26) -> TensorDataset:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.core.batch_norm.nets import images, of_big_batch
 from tests.helpers import trainer
-from trainkit import AccumulationCallback, BatchNormGuard, PerSample
+from trainkit import AccumulationCallback, AccumulationMixin, BatchNormGuard, PerSample
 
 ROWS, BATCH, WINDOW = 27, 4, 3
 """Seven micro-batches, the last of three rows: two windows of three and one of one."""
@@ -94,6 +94,48 @@ class Validated(ConvModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+class Builds(ConvModule):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = ConvNet()
+
+
+class BuildsInSetup(Builds):
+    configure_model = pl.LightningModule.configure_model  # type: ignore[assignment]
+
+    def setup(self, stage: str) -> None:
+        Builds.configure_model(self)
+
+
+class MixinBuilds(AccumulationMixin, Builds):
+    accumulation = PerSample()
+
+
+class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup):
+    accumulation = PerSample()
+
+
+class StepsByTwo(AccumulationMixin, ConvModule):
+    """Manual optimization with windows of a size of its own."""
+
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.accumulate(super().training_step(batch, batch_idx), batch)
+        if self.window_ends(batch_idx, every=2):
+            self.finish_window()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class At(pl.Callback):

@@ -7,28 +7,27 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers import run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     BATCH,
-    At,
     ConvModule,
     ConvNet,
+    StepsByTwo,
     batches,
     dataset,
     fit,
 )
 from trainkit import (
+    AccumulationCallback,
     AccumulationMixin,
     AccumulationSchedule,
     BatchNormGuard,
+    MicroBatching,
     PerSample,
 )
-from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
 
 pytestmark = [
@@ -46,26 +45,115 @@ REMEDIES = (
 )  # fmt: skip
 
 
-def said(policy: Any = "warn", **how: Any) -> list[str]:
+def said(policy: Any = "warn", *others: Any, **how: Any) -> list[str]:
     """What is warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(policy, max_epochs=how.pop("max_epochs", 1), **how)
+        fit(policy, *others, max_epochs=how.pop("max_epochs", 1), **how)
     return [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_small_micro_batches_of_a_window_are_told_once(exact: bool) -> None:
+def own_batches(sizes: Any) -> Any:
+    """From a loader that does not say how large they are."""
+    indices = iter(range(27))
+    cut = [[next(indices) for _ in range(size)] for size in sizes]
+    return DataLoader(dataset(), batch_sampler=cut)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(dataset())
+
+
+def with_layers(make: Any) -> ConvModule:
+    def build() -> nn.Module:
+        net: Any = ConvNet()
+        net.bn1, net.bn2, net.bn3 = make(4), make(8), nn.Identity()
+        return net.double()
+
+    return ConvModule(build)
+
+
+def partly() -> ConvModule:
+    module = ConvModule()
+    module.net.bn2.eval()
+    return module
+
+
+SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
+TOLD: dict[str, tuple[str, dict[str, Any]]] = {
+    "of 4": (FEW, {}),
+    "each epoch": (FEW, {"max_epochs": 3}),
+    "without the callback": (FEW, {"exact": False}),
+    "stream": ("of 4 samples", {"data": DataLoader(Stream(), batch_size=4)}),
+    "unknown": ("of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
+    "unknown, cut": (
+        "of 2 samples.*has 2 micro",
+        {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "others": [SPLIT]},
+    ),
+    "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
+    "own windows": (
+        "a window has 2 micro-batches",
+        {"module": StepsByTwo, "accumulate": 1, "exact": False},
+    ),
+    "schedule": (
+        FEW,
+        {"others": [AccumulationSchedule({0: 3, 1: 1})], "accumulate": 1},
+    ),
+}
+SILENT: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"accumulate": 1},
+    "16 samples": {"data": batches(batch_size=16), "accumulate": 2},
+    "unknown, 20 samples": {"data": own_batches([20, 4, 3])},
+    "min_samples": {"guard": {"min_samples": 4}},
+    "no layer": {"module": lambda: with_layers(lambda c: nn.Identity())},
+    "GroupNorm": {"module": lambda: with_layers(lambda c: nn.GroupNorm(2, c))},
+    "InstanceNorm": {
+        "module": lambda: with_layers(
+            lambda c: nn.InstanceNorm2d(c, track_running_stats=True)
+        )
+    },
+    "no statistics": {
+        "module": lambda: with_layers(
+            lambda c: nn.BatchNorm2d(c, track_running_stats=False)
+        )
+    },
+    "evaluating": {"module": lambda: with_layers(lambda c: nn.BatchNorm2d(c).eval())},
+}
+
+
+def options(how: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    how = dict(how)
+    if "module" in how:
+        how["module"] = how["module"]()
+    return how.pop("others", []), how
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_small_micro_batches_of_a_window_are_told_once(name: str) -> None:
     """PL#17446, runai#14, GradientAccumulator#6: nobody says it at run time."""
-    (text,) = said(exact=exact, max_epochs=3)
-    assert re.match(FEW, text)
-    for remedy in REMEDIES:
-        assert remedy in text
+    match, how = TOLD[name]
+    if name == "unknown, cut":
+        how = {**how, "exact": False}
+    others, options_ = options(how)
+    (text,) = said("warn", *others, **options_)
+    assert re.search(match, text)
+    assert all(remedy in text for remedy in REMEDIES)
+    others, options_ = options(how)
+    with pytest.raises(TrainkitError, match=match):
+        fit("error", *others, **options_)
 
 
-def test_nothing_is_said_without_the_guard() -> None:
-    """The negative control."""
-    assert said(None) == []
+@pytest.mark.parametrize("policy", ["warn", "error"])
+@pytest.mark.parametrize("name", SILENT)
+def test_others_are_not(name: str, policy: Any) -> None:
+    _, how = options(SILENT[name])
+    assert said(BatchNormGuard(policy, **how.pop("guard", {})), **how) == []
+
+
+@pytest.mark.parametrize("policy", [None, "ignore", "momentum", "recalibrate"])
+def test_nothing_is_said_without_the_guard_or_by_other_policies(policy: Any) -> None:
+    assert said(policy) == []
 
 
 def test_it_is_told_before_the_first_step_and_in_each_fit() -> None:
@@ -80,69 +168,6 @@ def test_it_is_told_before_the_first_step_and_in_each_fit() -> None:
             pytest.raises(KeyError, match="too late"),
         ):
             fit(guard, module=Fails())
-
-
-def test_error_refuses_what_warn_tells() -> None:
-    with pytest.raises(TrainkitError, match=FEW):
-        fit("error")
-
-
-@pytest.mark.parametrize("policy", ["warn", "error"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"accumulate": 1},
-        {"data": batches(batch_size=16), "accumulate": 2},
-        {"policy": {"min_samples": 4}},
-        {"policy": {"min_samples": 1}},
-    ],
-)
-def test_large_micro_batches_and_single_ones_are_not(policy: Any, how: Any) -> None:
-    guard = BatchNormGuard(policy, **how.get("policy", {}))
-    assert said(guard, **{k: v for k, v in how.items() if k != "policy"}) == []
-
-
-def with_layers(make: Any) -> ConvModule:
-    def build() -> nn.Module:
-        net: Any = ConvNet()
-        net.bn1, net.bn2 = make(4), make(8)
-        net.bn3 = nn.Identity()
-        return net.double()
-
-    return ConvModule(build)
-
-
-def in_evaluation(channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels).eval()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda c: nn.Identity(),
-        lambda c: nn.GroupNorm(2, c),
-        lambda c: nn.InstanceNorm2d(c, track_running_stats=True),
-        lambda c: nn.BatchNorm2d(c, track_running_stats=False),
-        in_evaluation,
-    ],
-)
-def test_layers_without_a_batch_of_their_own_are_not(make: Any) -> None:
-    assert said("error", module=with_layers(make)) == []
-
-
-def test_only_layers_that_train_are_named() -> None:
-    module = ConvModule()
-    module.net.bn2.eval()
-    (text,) = said(module=module)
-    assert "net.bn1, net.bn3 normalise" in text
-
-
-@pytest.mark.parametrize("policy", ["ignore", "momentum", "recalibrate"])
-def test_other_policies_do_not_complain(policy: Any) -> None:
-    assert said(policy) == []
-
-
-# ---- how many samples ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, True), (2, True), (4, False)])
@@ -160,99 +185,6 @@ def test_synchronised_layers_count_all_their_ranks(
     assert "net.bn2, net.bn3 normalise" in text
     samples = {1: "of 4 samples", 2: "of 4, 8 samples", 4: "of 4 samples"}
     assert samples[ranks] in text
-
-
-def own_batches(sizes: Any) -> Any:
-    indices = iter(range(27))
-    cut = [[next(indices) for _ in range(size)] for size in sizes]
-    return DataLoader(dataset(), batch_sampler=cut)
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(dataset())
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_unknown_batch_is_judged_by_the_first_that_a_layer_sees(exact: bool) -> None:
-    (text,) = said(data=own_batches([5, 4, 4, 7, 7]), exact=exact)
-    assert "of 5 samples" in text
-    assert said(data=own_batches([20, 4, 3]), exact=exact) == []
-    match = "of 5 samples"
-    with pytest.raises(TrainkitError, match=match):
-        fit("error", data=own_batches([5, 4, 4, 7, 7]), exact=exact)
-
-
-def test_stream_says_its_batch() -> None:
-    (text,) = said(data=DataLoader(Stream(), batch_size=4))
-    assert "of 4 samples" in text
-
-
-class Cuts(ConvModule):
-    """Runs its net on parts of the loader's batch, as split windows do."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parts = zip(batch[0].split(4), batch[1].split(4), strict=True)
-        return torch.stack([F.cross_entropy(self.net(x), y) for x, y in parts]).mean()
-
-
-@pytest.mark.parametrize(("accumulate", "micro_batches"), [(1, 5), (2, 10)])
-def test_effective_batch_made_by_cutting_is_told(
-    accumulate: int, micro_batches: int
-) -> None:
-    loader = batches(rows=40, batch_size=20)
-    (text,) = said(module=Cuts(), data=loader, accumulate=accumulate)
-    assert "of 4 samples" in text
-    assert f"a window has {micro_batches} micro-batches" in text
-    with pytest.raises(TrainkitError, match="of 4 samples"):
-        fit("error", module=Cuts(), data=loader, accumulate=accumulate)
-    assert said(module=ConvModule(), data=loader, accumulate=accumulate) == []
-
-
-def test_schedule_that_accumulates_later_is_judged_by_its_first_window() -> None:
-    schedule = AccumulationSchedule({0: 3, 1: 1})
-    with pytest.warns(UserWarning, match=FEW):
-        fit("warn", schedule, accumulate=1)
-
-
-class Keywords(ConvModule):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        net = self.net
-        x = net.bn1(input=net.conv1(batch[0]))
-        x = net.bn2(input=net.conv2(x))
-        x = net.bn3(net.flat(x.flatten(1)))
-        return F.cross_entropy(net.head(x), batch[1])
-
-
-def test_layers_called_by_keyword_are_looked_at_as_well() -> None:
-    (text,) = said(module=Keywords(), data=own_batches([5, 4, 4, 7, 7]))
-    assert "of 5 samples" in text
-
-
-def test_layers_are_looked_at_only_until_the_first_batch_is_over() -> None:
-    seen: list[int] = []
-
-    def count(trainer: Any, module: Any) -> None:
-        layers = every_layer(module).values()
-        seen.append(sum(len(layer._forward_pre_hooks) for layer in layers))
-
-    fit("warn", At("on_train_batch_start", count), data=batches(48, 16))
-    assert seen[0] == 3
-    assert set(seen[1:]) == {0}
-
-
-def test_nothing_stays_on_the_layers_after_an_exception() -> None:
-    class Fails(ConvModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise KeyError("a user's mistake")
-
-    module = Fails()
-    with pytest.raises(KeyError, match="a user's mistake"):
-        fit("warn", accumulate=1, module=module)
-    assert not any(x._forward_pre_hooks for x in every_layer(module).values())
-
-
-# ---- ranks ---------------------------------------------------------------------------
 
 
 class Mixed(AccumulationMixin, ConvModule):

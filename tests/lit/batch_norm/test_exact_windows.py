@@ -1,4 +1,4 @@
-"""Windows with exact BatchNorm fail, resume and count as all split windows do."""
+"""Exact BatchNorm: memory that runs out, resume, and what is refused, by name."""
 
 from __future__ import annotations
 
@@ -9,26 +9,52 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
 
 from tests.helpers import trainer
-from tests.lit.batch_norm.exact_fits import Images, apart, exact, fit, images
+from tests.lit.batch_norm.exact_fits import (
+    CLASSES,
+    ByHand,
+    Images,
+    Stem,
+    Thawed,
+    apart,
+    evaluating,
+    exact,
+    fit,
+    images,
+    loader,
+    without_statistics,
+)
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
+    AccumulationSchedule,
     BatchNormGuard,
     ExactResume,
     MicroBatching,
     PerSample,
     ResumableLoader,
-    Weighed,
-    WindowMonitor,
 )
 from trainkit.core.tape.forward import TapedForward
+from trainkit.errors import TrainkitError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
+    pytest.mark.filterwarnings("ignore:.*open window .* was dropped"),
+]
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
+
+
+def unproven(cut: MicroBatching) -> list[pl.Callback]:
+    """The proof at the start would meet a refusal first, and its passes would count."""
+    ours = AccumulationCallback(PerSample(), micro_batching=cut, proof="off")
+    return [ours, BatchNormGuard("exact")]
+
+
+# ---- memory and resume ---------------------------------------------------------------
 
 
 def run_short(
@@ -46,11 +72,9 @@ def run_short(
         return run(self, *args)
 
     monkeypatch.setattr(TapedForward, "_run", short)
-    cut, module = MicroBatching(**options), Images()
-    # Without the proof, whose passes would be counted too.
-    callback = AccumulationCallback(PerSample(), micro_batching=cut, proof="off")
-    fit(module, callback, BatchNormGuard("exact"), epochs=2)
-    return module, callback, failed
+    module, callbacks = Images(), unproven(MicroBatching(**options))
+    fit(module, *callbacks, epochs=2)
+    return module, callbacks[0], failed
 
 
 @pytest.mark.parametrize("inside", [None, "net"])
@@ -65,58 +89,11 @@ def test_finer_chunks_once_memory_has_run_out(
     assert apart(module, whole) <= 1e-10
 
 
-@pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
 def test_memory_that_runs_out_with_a_size_of_the_users_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run_short(monkeypatch, 3, size=4)
-
-
-class Average(WeightAveraging):
-    def __init__(self) -> None:
-        super().__init__(
-            use_buffers=True,
-            avg_fn=lambda average, value, number: (
-                average + (value - average) / 2 if value.is_floating_point() else value
-            ),
-        )
-
-    def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:
-        return step_idx is not None
-
-
-@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
-def test_averages_of_weights(cut: MicroBatching) -> None:
-    trained = []
-    for callbacks in ([], exact(cut)):
-        trained.append(Images())
-        fit(trained[-1], *callbacks, Average())
-    assert apart(*trained) <= 1e-10
-
-
-@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
-def test_statistics_epoch_of_weight_averaging(cut: MicroBatching) -> None:
-    """The last epoch takes no step: its statistics are those of loader batches."""
-    trained = []
-    for callbacks in (
-        [],
-        [AccumulationCallback(PerSample())],
-        exact(cut),
-        [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
-    ):
-        module = Images()
-        module.net.last_norm.momentum = 0.2  # type: ignore[union-attr]
-        fit(module, StochasticWeightAveraging(0.05, swa_epoch_start=2), *callbacks)
-        trained.append(module)
-    plain, whole, module, naive = trained  # plain Lightning steps at the epoch's end
-    assert apart(module, whole) <= 1e-10
-    buffers = [dict(each.net.named_buffers()) for each in (plain, module, naive)]
-    for name, value in buffers[0].items():
-        assert torch.allclose(buffers[1][name].double(), value.double(), atol=1e-10)
-    assert int(module.net.norm.num_batches_tracked) == 3  # type: ignore[union-attr, arg-type]
-    name = "norm.running_var"
-    assert float((buffers[2][name] - buffers[0][name]).abs().max()) > 1e-4
 
 
 class NoMetrics(Images):
@@ -134,14 +111,14 @@ def test_resumed_training_is_the_same_to_the_bit(
         module = NoMetrics()
         torch.manual_seed(7)
         resume = ExactResume(dirpath=folder, every_n_train_steps=1)
-        loader = ResumableLoader(images(), batch_size=10, shuffle=True)
+        data = ResumableLoader(images(), batch_size=10, shuffle=True)
         run = trainer(
             callbacks=[*exact(cut), resume],
             max_epochs=-1,
             max_steps=steps,
             enable_checkpointing=True,
         )
-        run.fit(module, loader, ckpt_path=ckpt_path)
+        run.fit(module, data, ckpt_path=ckpt_path)
         return module
 
     straight = train(tmp_path / "whole", 7)
@@ -151,53 +128,123 @@ def test_resumed_training_is_the_same_to_the_bit(
     assert apart(resumed, straight) == 0
 
 
-class Said(AccumulationMixin, Images):
-    """Its loss divides by what only the step knows."""
-
-    accumulation = Weighed()
-    micro_batching = SPLIT
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        chosen = y > 0
-        self.weigh(chosen.sum())
-        logits = self.net(x)
-        losses = F.cross_entropy(logits, y, reduction="none")
-        loss = (losses * chosen).sum() / chosen.sum()
-        self.log("loss", loss)
-        return loss
+# ---- refusals ------------------------------------------------------------------------
 
 
-class Plain(Images):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        return losses[batch[1] > 0].mean()
+class Larger(pl.Callback):
+    """Makes windows of several batches, without saying so before."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
 
 
-def test_weights_that_the_step_says() -> None:
-    plain, module = Plain(), Said()
-    fit(plain)
-    fit(module, BatchNormGuard("exact"))
-    assert apart(module, plain) <= 1e-10
+class Wanders(nn.Module):
+    """How often it calls its layer depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm2d(3), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x)):
+            x = self.norm(x)
+        return self.head(x.mean((2, 3)))
 
 
-def test_outputs_of_a_window_are_put_together() -> None:
-    class Look(pl.Callback):
-        def __init__(self) -> None:
-            self.logits: list[Tensor] = []
-
-        def on_train_batch_end(self, *of: Any, **named: Any) -> None:
-            self.logits.append(of[2]["logits"].detach().clone())
-
-    plain, looks = Look(), Look()
-    fit(Images(), plain, epochs=1)
-    fit(Images(), *exact(SPLIT), looks, epochs=1)
-    for one, other in zip(plain.logits, looks.logits, strict=True):
-        assert torch.allclose(one, other, atol=1e-10)
+def one_value() -> Images:
+    """Has one value for a channel in a batch of one row."""
+    flat = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return Images(nn.Sequential(*flat, nn.BatchNorm1d(3), nn.Linear(3, CLASSES)))
 
 
-def test_window_numbers() -> None:
-    monitor = WindowMonitor(every_n_steps=1)
-    fitted = fit(Images(), *exact(SPLIT), monitor, epochs=1)
-    assert float(fitted.callback_metrics["window/micro_batches"]) == 1
-    assert float(fitted.callback_metrics["window/weight"]) == 6
+ONE_BATCH = (
+    r"a window must be one loader batch.*MicroBatching\(size=4\), which is "
+    r"MicroBatching\(inside='net', size=4\) here"
+)
+ROWS = r"20 in place of 10 rows \(batch_size\), set accumulate_grad_batches=1"
+TWO = "made by 2 loader batches"
+REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
+    "window": (ONE_BATCH, Images, exact(None), {"window": 2}),  # type: ignore[arg-type]
+    "window, split": (ROWS, Images, exact(SPLIT), {"window": 2}),
+    "window, inside": (ONE_BATCH, Images, exact(INSIDE), {"window": 2}),
+    "without the callback": (TWO, Images, [BatchNormGuard("exact")], {"window": 2}),
+    "late": (TWO, evaluating, [Thawed(), *exact(SPLIT)], {"window": 2}),
+    "no statistics": (TWO, without_statistics, exact(SPLIT), {"window": 2}),
+    "grows": (ONE_BATCH, Images, [*exact(SPLIT), Larger()], {}),
+    "by hand": ("by manual optimization", ByHand, [BatchNormGuard("exact")], {}),
+    "in the step": (
+        "Stem calls stem in its own step.*Here net can be named",
+        Stem,
+        exact(SPLIT),
+        {},
+    ),
+    "shared": (
+        r"received shared=\['x'\]",
+        Images,
+        unproven(MicroBatching(inside="net", size=4, shared=("x",))),
+        {},
+    ),
+    "tokens": ("by rows alone, received", Images, exact(MicroBatching(tokens=8)), {}),
+    "collate": (
+        "by rows alone, received",
+        Images,
+        exact(MicroBatching(size=4, collate=list)),
+        {},
+    ),
+    "tokens, inside": (
+        "tokens= leaves out padding",
+        Images,
+        unproven(MicroBatching(inside="net", tokens=8)),
+        {},
+    ),
+    "by the data": (
+        "must not use __len__ on values of the batch",
+        lambda: Images(Wanders()),
+        unproven(SPLIT),
+        {},
+    ),
+    "one value": (
+        "more than 1 value per channel",
+        one_value,
+        exact(SPLIT),
+        {"batches": loader(batch_size=1, number=3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused(name: str) -> None:
+    said, make, callbacks, options = REFUSED[name]
+    with pytest.raises(ValueError, match=said):
+        fit(make(), *callbacks, **options)
+
+
+class Begun(pl.Callback):
+    """Notes whether a batch has begun."""
+
+    has = False
+
+    def on_train_batch_start(self, *of: Any, **named: Any) -> None:
+        self.has = True
+
+
+@pytest.mark.parametrize("cut", [None, SPLIT, INSIDE])
+@pytest.mark.parametrize("kind", [AccumulationSchedule, GradientAccumulationScheduler])
+def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -> None:
+    begun, said = Begun(), f"before the first .*{kind.__name__} will make windows of 2"
+    with pytest.raises(TrainkitError, match=said) as caught:
+        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), begun)  # type: ignore[arg-type]
+    assert not begun.has
+    assert "accumulate_grad_batches" not in str(caught.value)
+
+
+def test_modules_without_batch_norm_are_not_refused() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 6 * 6, CLASSES))
+    fit(Images(net), *exact(None), window=2)  # type: ignore[arg-type]
+
+
+def test_memory_has_no_effect_any_more() -> None:
+    with pytest.warns(UserWarning, match="memory= has no effect any more"):
+        BatchNormGuard("exact", memory="flat")
+    with pytest.raises(TrainkitError, match="it belongs to the policy 'exact'"):
+        BatchNormGuard("warn", memory="flat")

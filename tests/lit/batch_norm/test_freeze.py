@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,13 +12,14 @@ from tests.helpers import trainer
 from tests.lit.batch_norm.fits import (
     WINDOW,
     At,
+    Builds,
     ConvModule,
+    MixinBuilds,
     Validated,
     batches,
     fit,
 )
-from trainkit import AccumulationMixin, BatchNormGuard, PerSample
-from trainkit.core.batch_norm.freeze import is_frozen
+from trainkit import BatchNormGuard
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
 
@@ -27,6 +27,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
     pytest.mark.filterwarnings("ignore:Found 1 module"),
 ]
+
+
+def is_frozen(layer: Any) -> bool:
+    return "train" in vars(layer)
+
 
 HOOKS = [
     "on_train_start",
@@ -141,45 +146,6 @@ def test_layers_train_again_after_an_exception() -> None:
         fit(guard, At("on_train_batch_end", fail), module=module)
     assert not is_frozen(module.net.bn1)
     assert module.net.bn1.weight.requires_grad
-
-
-def test_layer_that_the_user_has_put_in_evaluation_stays_there() -> None:
-    module = pretrained()
-    module.net.bn1.eval()
-    fit("freeze", module=module)
-    assert not module.net.bn1.training
-    assert module.net.bn2.training
-
-
-def test_copy_made_while_training_is_a_net_of_its_own() -> None:
-    copies: list[Any] = []
-
-    def take(trainer: Any, module: Any) -> None:
-        if not copies:
-            copies.append(copy.deepcopy(module.net))
-
-    module = fit("freeze", At("on_train_batch_end", take), module=pretrained())
-    twin = copies[0]
-    twin.train()
-    assert is_frozen(twin.bn1)
-    assert not twin.bn1.training
-    assert module.net.bn1.training
-
-
-class Builds(ConvModule):
-    """Makes its net in `configure_model`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made, self.net = self.net, torch.nn.Identity()
-        del self.made
-
-    def configure_model(self) -> None:
-        self.net = ConvModule().net
-
-
-class MixinBuilds(AccumulationMixin, Builds):
-    accumulation = PerSample()
 
 
 def test_weights_made_in_configure_model_are_frozen_with_the_mixin() -> None:

@@ -58,26 +58,79 @@ def zeroed(net: Any = ConvNet) -> Still:
     return module
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "momentum"),
-    [
-        *zip([1, 2, 3, 5, 7], [0.1, 0.5, 0.01, 1.0, 0.9], strict=True),
-        (3, 0.9),
-        (3, 1.0),
-        (1, 0.9),
-    ],
-)
-def test_decay_after_k_steps_equals_the_big_batchs(
-    accumulate: int, momentum: float
-) -> None:
-    """Seven batches an epoch: most sizes leave a short last window, a step as well."""
-    module = zeroed()
+class Manual(AccumulationMixin, Still):
+    """Steps by itself."""
+
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.accumulate(loss, batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def synchronised() -> Any:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+
+
+def schedule(sizes: dict[int, int], unit: Any) -> list[Any]:
+    return [AccumulationSchedule(sizes, unit=unit)]
+
+
+FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
+    # Steps (None: as many as were taken), momentum, and how it is trained. An epoch has
+    # seven batches: most sizes leave a short last window, a step as well.
+    "1": (14, 0.1, {"accumulate": 1}),
+    "2": (8, 0.5, {"accumulate": 2}),
+    "3": (6, 0.01, {}),
+    "5": (4, 1.0, {"accumulate": 5}),
+    "7": (2, 0.9, {"accumulate": 7}),
+    "3, large": (6, 0.9, {}),
+    "3, all": (6, 1.0, {}),
+    "1, large": (14, 0.9, {"accumulate": 1}),
+    "without a callback": (6, 0.1, {"exact": False}),
+    "synchronised": (6, 0.1, {"module": lambda: zeroed(synchronised)}),
+    "by hand": (6, 0.1, {"module": Manual, "exact": False}),
+    "by epochs": (7, 0.1, {"accumulate": 1, "of": schedule({0: 3, 1: 2}, "epoch")}),
+    "by steps": (  # 1 1 4 1, then 5 2
+        6,
+        0.1,
+        {"accumulate": 1, "of": schedule({0: 1, 2: 4, 3: 5}, "step")},
+    ),
+    "back and forth": (
+        None,
+        0.1,
+        {"accumulate": 1, "of": schedule({0: 2, 1: 3, 5: 1}, "step")},
+    ),
+    **{
+        f"{n} of the epoch": (2 * -(-n // 3), 0.1, {"limit_train_batches": n})
+        for n in (1, 2, 4, 5)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FORGETS)
+def test_decay_equals_the_big_batchs(name: str) -> None:
+    steps, momentum, how = FORGETS[name]
+    taken: list[int] = []
+    count = At("on_train_end", lambda t, m: taken.append(t.global_step))
+    module = how.get("module", zeroed)()
     for layer in (module.net.bn1, module.net.bn2, module.net.bn3):
         layer.momentum = momentum
-    fit("momentum", module=module, accumulate=accumulate)
-    steps = 2 * -(-7 // accumulate)
-    wanted = (1 - momentum) ** steps
-    assert module.left() == pytest.approx([wanted] * 3, abs=1e-12)
+    options = {k: v for k, v in how.items() if k not in ("module", "of")}
+    fit("momentum", *how.get("of", []), count, module=module, **options)
+    assert taken == [steps or taken[0]]
+    wanted = (1 - momentum) ** taken[0]
+    limit = 1e-5 if name == "by hand" else 1e-12
+    assert module.left() == pytest.approx([wanted] * 3, abs=limit)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -85,31 +138,6 @@ def test_decay_without_the_guard_is_that_of_every_micro_batch(exact: bool) -> No
     """The negative control: giotto-deep#75, DeepLearningExamples#625."""
     module = fit(module=zeroed(), exact=exact)
     assert module.left() == pytest.approx([0.9**14] * 3, abs=1e-12)
-
-
-def test_decay_without_an_accumulation_callback_equals_the_big_batchs() -> None:
-    module = fit("momentum", module=zeroed(), exact=False)
-    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "unit", "steps"),
-    [
-        ({0: 3, 1: 2}, "epoch", 3 + 4),
-        ({0: 1, 2: 4, 3: 5}, "step", 4 + 2),  # 1 1 4 1, then 5 2
-        ({0: 2, 1: 3, 5: 1}, "step", None),
-    ],
-)
-def test_decay_over_a_schedule_equals_the_big_batchs(
-    sizes: Any, unit: Any, steps: int | None
-) -> None:
-    taken = []
-    count = At("on_train_end", lambda t, m: taken.append(t.global_step))
-    module = zeroed()
-    schedule = AccumulationSchedule(sizes, unit=unit)
-    fit("momentum", schedule, count, module=module, accumulate=1)
-    assert steps is None or taken == [steps]
-    assert module.left() == pytest.approx([0.9 ** taken[0]] * 3, abs=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +184,6 @@ class FromWhereItWas:
         return {}
 
     def load_state_dict(self, state: Any) -> None: ...
-
-
-def test_synchronised_layers_on_one_rank_decay_as_the_big_batch() -> None:
-    module = fit("momentum", module=zeroed(synchronised))
-    assert isinstance(module.net.bn1, nn.SyncBatchNorm)
-    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
-
-
-def synchronised() -> Any:
-    return nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
 
 
 def test_layers_of_the_plain_mean_are_left_alone() -> None:
@@ -217,15 +235,6 @@ def test_momentum_that_the_user_has_changed_stays_theirs() -> None:
     assert momenta(module.net) == {"bn1": 0.25, "bn2": 0.1, "bn3": 0.1}
 
 
-def test_frozen_layer_is_left_alone() -> None:
-    module = ConvModule()
-    module.net.bn1.eval()
-    seen: list[Any] = []
-    look = At("on_train_batch_end", lambda t, m: seen.append(momenta(m.net)))
-    fit("momentum", look, module=module)
-    assert {each["bn1"] for each in seen} == {0.1}
-
-
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 def test_stochastic_weight_averaging_keeps_its_plain_mean() -> None:
     """Its last epoch computes the plain mean of all batches, with momentum=None."""
@@ -251,50 +260,16 @@ def test_stochastic_weight_averaging_keeps_its_plain_mean() -> None:
     )
 
 
-class Manual(AccumulationMixin, Still):
-    """Steps by itself."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.accumulate(loss, batch)
-        if self.window_ends(batch_idx):
-            self.finish_window()
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_decay_under_manual_optimization_equals_the_big_batchs() -> None:
-    module = fit("momentum", module=Manual(), exact=False)
-    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-5)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 4, 5])
-def test_decay_with_a_limited_epoch_equals_the_big_batchs(limit: int) -> None:
-    module = fit("momentum", module=zeroed(), limit_train_batches=limit)
-    steps = 2 * -(-limit // 3)
-    assert module.left() == pytest.approx([0.9**steps] * 3, abs=1e-12)
-
-
-def test_table_names_the_momenta(capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("momenta_", "text"),
+    [
+        ((0.5, 0.1, 0.1), "3 layers momentum 0.1 -> 1 - 0.9^(1/N), 0.5 -> 1 - 0.5^(1/"),
+        ((None, None, None), "momentum=None, the plain mean of all"),
+    ],
+)
+def test_table_names_the_momenta(momenta_: Any, text: str, capsys: Any) -> None:
     module = ConvModule()
-    module.net.bn1.momentum = 0.5
+    for name, each in zip(("bn1", "bn2", "bn3"), momenta_, strict=True):
+        getattr(module.net, name).momentum = each
     fit("momentum", module=module)
-    assert (
-        "BatchNorm: 3 layers momentum 0.1 -> 1 - 0.9^(1/N), 0.5 -> 1 - 0.5^(1/N)"
-        in capsys.readouterr().out
-    )
-
-
-def test_table_says_that_plain_means_are_left(capsys: Any) -> None:
-    module = ConvModule()
-    for layer in (module.net.bn1, module.net.bn2, module.net.bn3):
-        layer.momentum = None
-    fit("momentum", module=module)
-    assert "momentum=None, the plain mean of all" in capsys.readouterr().out
+    assert text in capsys.readouterr().out

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 
 from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
-from tests.lit.batch_norm.fits import ConvModule, batches
-from tests.lit.batch_norm.test_which_train import StepsByTwo
+from tests.lit.batch_norm.fits import At, ConvModule, StepsByTwo, batches
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -107,28 +106,16 @@ STATES: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
     "frozen by finetuning": (lambda: nn.BatchNorm1d(5), [Frozen()], True),
     "synchronised": (lambda: nn.SyncBatchNorm(5), [], True),
     "evaluating": (lambda: evaluating(nn.BatchNorm1d(5)), [], False),
+    # Before the first batch of each epoch, as nets with pretrained encoders do.
+    "evaluating later": (
+        lambda: nn.BatchNorm1d(5),
+        [At("on_train_epoch_start", lambda trainer, module: module.net.eval())],
+        False,
+    ),
     "frozen": (kept, [], False),
     "group": (lambda: nn.GroupNorm(1, 5), [], False),
     "none": (nn.Identity, [], False),
 }
-
-
-class EvaluatedLater(ConvModule):
-    """Lets its layers evaluate before the first batch of each epoch, as segmentation
-    nets with pretrained encoders do."""
-
-    def on_train_epoch_start(self) -> None:
-        for layer in self.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.eval()
-
-
-@pytest.mark.parametrize("kind", [ConvModule, EvaluatedLater])
-def test_layers_that_do_not_train_by_the_first_batch_are_not_named(
-    kind: Any, capsys: Any
-) -> None:
-    fit(module=kind())
-    assert bool(rows(capsys)) == (kind is ConvModule)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -154,18 +141,15 @@ def test_layer_is_named_where_the_step_is_not_the_big_batchs(
     )
 
 
-def test_lazy_layer_is_named(capsys: Any) -> None:
+def test_several_layers_are_named_and_lazy_ones(capsys: Any) -> None:
     module = ConvModule()
     module.net.bn3 = nn.LazyBatchNorm1d(dtype=torch.double)
-    names = normalising_by_batch(module)
-    assert names == ["net.bn1", "net.bn2", "net.bn3"]
+    assert normalising_by_batch(module) == ["net.bn1", "net.bn2", "net.bn3"]
     # Lightning wants lazy layers to have seen a batch.
     module.net(next(iter(batches()))[0])
     fit(module=module)
-    assert (
-        "3 layers in training mode (net.bn1, net.bn2 and 1 more) norm"
-        in rows(capsys)[0]
-    )
+    said = "3 layers in training mode (net.bn1, net.bn2 and 1 more) norm"
+    assert said in rows(capsys)[0]
 
 
 # ---- which windows -------------------------------------------------------------------

@@ -15,12 +15,13 @@ from tests.lit.batch_norm.fits import (
     At,
     ConvModule,
     ConvNet,
+    StepsByTwo,
     Validated,
     batches,
     fit,
     inputs,
 )
-from trainkit import AccumulationMixin, BatchNormGuard, PerSample
+from trainkit import BatchNormGuard
 from trainkit.core.batch_norm.layers import every_layer, is_training
 from trainkit.errors import TrainkitError
 
@@ -142,35 +143,13 @@ def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
         fit("freeze", averaging, max_epochs=3)
 
 
-class StepsByTwo(AccumulationMixin, ConvModule):
-    """Manual optimization with windows of a size of its own."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx, every=2):
-            self.finish_window()
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
     seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    how: Any = {"module": StepsByTwo(), "accumulate": 1, "exact": False}
-    fit("momentum", note, **how)
+    fit("momentum", note, module=StepsByTwo(), accumulate=1, exact=False)
     # From the second batch on: the first has said what a window is.
     assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
     assert seen[6] == pytest.approx(0.1)  # the short last window
-    how["module"] = StepsByTwo()
-    with pytest.warns(UserWarning, match="a window has 2 micro-batches"):
-        fit("warn", **how)
 
 
 def test_layer_is_training_when_it_follows_the_data() -> None:

@@ -19,11 +19,6 @@ def thaw(layer: BatchNorm) -> None:
     layer.train()
 
 
-def is_frozen(layer: BatchNorm) -> bool:
-    """Whether `freeze` keeps a layer in evaluation mode."""
-    return "train" in vars(layer)
-
-
 def _stay_frozen(layer: BatchNorm, mode: bool = True) -> BatchNorm:
     layer.training = False
     return layer

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -18,77 +17,9 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import BatchNorm, Layers
+from trainkit.core.batch_norm.statistics import joined, statistics_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.window import totals_dtype
-
-
-@dataclass
-class Statistics:
-    """The statistics of a layer's inputs, for each channel.
-
-    Attributes:
-        count: how many values each channel has had.
-        mean: the mean of these values.
-        deviation: the sum of their squared deviations from the mean.
-    """
-
-    count: Tensor
-    mean: Tensor
-    deviation: Tensor
-
-    @classmethod
-    def none(cls, channels: int, device: torch.device) -> Statistics:
-        zeros = torch.zeros(channels, dtype=totals_dtype(device), device=device)
-        return cls(zeros[0].clone(), zeros, zeros.clone())
-
-    @classmethod
-    def of(cls, x: Tensor) -> Statistics:
-        """Statistics of one micro-batch, which may be empty."""
-        if x.numel() == 0:
-            return cls.none(x.shape[1], x.device)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        over = [0, *range(2, x.ndim)]
-        var, mean = torch.var_mean(x, over, correction=0)
-        dtype = totals_dtype(x.device)
-        count = torch.full((), x.numel() // x.shape[1], dtype=dtype, device=x.device)
-        return cls(count, mean.to(dtype), var.to(dtype) * count)
-
-    def merged(self, other: Statistics) -> Statistics:
-        """Statistics of both together (Chan et al. 1979, the parallel variance)."""
-        count = self.count + other.count
-        share = other.count / count.clamp(min=1)
-        distance = other.mean - self.mean
-        mean = self.mean + distance * share
-        between = distance.square() * self.count * share
-        return Statistics(count, mean, self.deviation + other.deviation + between)
-
-    def over(self, ranks: Ranks) -> Statistics:
-        """Statistics of all ranks together, equal on each rank to the last bit."""
-        row = torch.cat([self.count.view(1), self.mean, self.deviation])
-        table = ranks.gather_rows(row).wait()
-        channels = self.mean.numel()
-        parts = [
-            Statistics(row[0], row[1 : channels + 1], row[channels + 1 :])
-            for row in table
-        ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total.merged(part)
-        return total
-
-    def put(self, layer: BatchNorm, *, unbiased: bool) -> None:
-        """Write them into a layer's running statistics.
-
-        Args:
-            layer: the layer to change.
-            unbiased: True writes the variance over count - 1, which torch keeps; False
-                the variance over count, by which torch normalises in training.
-        """
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        count = (self.count - 1 if unbiased else self.count).clamp(min=1)
-        layer.running_mean.copy_(self.mean)
-        layer.running_var.copy_(self.deviation / count)
 
 
 @torch.no_grad()
@@ -136,41 +67,39 @@ def recalibrate(
 
 
 def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> int:
-    order = _agreed_order(layers, batches, forward, ranks)
-    found: dict[str, Statistics] = {}
-    for name in order:
-        found[name] = _empty(layers[name])
+    found: dict[str, Tensor] = {}
+    for name in _agreed_order(layers, batches, forward, ranks):
+        found[name] = _none(layers[name])
 
         def collect(layer: Any, x: Tensor, name: str = name) -> None:
-            found[name] = found[name].merged(Statistics.of(x))
+            found[name] = _added(found[name], statistics_of(x))
 
         with _hooked([layers[name]], collect):
             for batch in batches():
                 forward(batch)
-        found[name] = found[name].over(ranks)
-        found[name].put(layers[name], unbiased=False)
+        found[name] = _over(ranks, found[name])
+        _put(layers[name], found[name], unbiased=False)
     for name, statistics in found.items():
-        statistics.put(layers[name], unbiased=True)
-    return len(order)
+        _put(layers[name], statistics, unbiased=True)
+    return len(found)
 
 
 def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> None:
     names = {id(layer): name for name, layer in layers.items()}
-    found = {name: _empty(layer) for name, layer in layers.items()}
+    found = {name: _none(layer) for name, layer in layers.items()}
 
     def collect(layer: Any, x: Tensor) -> None:
-        own = Statistics.of(x)
-        name = names[id(layer)]
-        found[name] = found[name].merged(own)
-        own.put(layer, unbiased=False)  # so that it normalises by this micro-batch
+        own, name = statistics_of(x), names[id(layer)]
+        found[name] = _added(found[name], own)
+        _put(layer, own, unbiased=False)  # so that it normalises by this micro-batch
 
     with _hooked(layers.values(), collect):
         for batch in batches():
             forward(batch)
     for name, statistics in found.items():
-        total = statistics.over(ranks)
-        if total.count > 0:  # a layer that was never called keeps its statistics
-            total.put(layers[name], unbiased=True)
+        total = _over(ranks, statistics)
+        if total[0] > 0:  # a layer that was never called keeps its statistics
+            _put(layers[name], total, unbiased=True)
 
 
 def _agreed_order(
@@ -238,8 +167,35 @@ def _in_evaluation(layers: Layers) -> Iterator[None]:
             layer.training = modes[name]
 
 
-def _empty(layer: BatchNorm) -> Statistics:
-    return Statistics.none(layer.num_features, _buffers(layer)[0].device)
+def _none(layer: BatchNorm) -> Tensor:
+    """The statistics of no rows, wide enough to add up many."""
+    device = _buffers(layer)[0].device
+    num = 1 + 2 * layer.num_features
+    return torch.zeros(num, dtype=totals_dtype(device), device=device)
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    return joined(torch.stack([one, other.to(one.dtype)]))
+
+
+def _over(ranks: Ranks, own: Tensor) -> Tensor:
+    """Statistics of all ranks together, equal on each rank to the last bit."""
+    return joined(ranks.gather_rows(own).wait())
+
+
+def _put(layer: BatchNorm, statistics: Tensor, *, unbiased: bool) -> None:
+    """Write statistics into a layer's running ones.
+
+    Args:
+        layer: the layer to change.
+        statistics: of its inputs.
+        unbiased: True writes the variance over count - 1, which torch keeps; False
+            the variance over count, by which torch normalises in training.
+    """
+    count, (mean, squares) = statistics[0], statistics[1:].view(2, -1)
+    running_mean, running_var = _buffers(layer)
+    running_mean.copy_(mean)
+    running_var.copy_(squares / (count - 1 if unbiased else count).clamp(min=1))
 
 
 def _buffers(layer: BatchNorm) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -13,28 +11,6 @@ from trainkit.errors import TrainkitError
 
 LEAST_CHANNELS_IN_A_GROUP = 4
 """With fewer channels and no pixels, normalising leaves little more than signs."""
-
-
-def replace_layers(
-    module: nn.Module, make: Callable[[BatchNorm], nn.Module]
-) -> dict[str, nn.Module]:
-    """Replace every layer that trains by `make(layer)`.
-
-    A layer at several paths is replaced by one new layer at all of them.
-
-    Returns:
-        The new layers, by their first path.
-    """
-    concerned = {id(layer): name for name, layer in layers_to_train(module).items()}
-    made: dict[int, nn.Module] = {}
-    for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if id(layer) in concerned and isinstance(layer, BatchNorm):
-            if id(layer) not in made:
-                _refuse_lazy(path, layer)
-                _refuse_own_forward(path, layer)
-                made[id(layer)] = make(layer).train(layer.training)
-            module.set_submodule(path, made[id(layer)])
-    return {concerned[i]: layer for i, layer in made.items()}
 
 
 def num_groups(num_channels: int, *, at_most: int = 32) -> int:
@@ -55,30 +31,39 @@ def num_groups(num_channels: int, *, at_most: int = 32) -> int:
 
 
 def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module]:
-    """Replace BatchNorm by GroupNorm, which normalises each sample by itself.
+    """Replace each BatchNorm that trains by GroupNorm, which normalises each sample by
+    itself.
+
+    A layer at several paths is replaced by one new layer at all of them.
 
     Args:
         module: the module to change in place.
         groups: the most groups of a layer; see `num_groups`.
+
+    Returns:
+        The new layers, by their first path.
     """
-
-    def make(layer: BatchNorm) -> nn.Module:
-        channels = layer.num_features
-        new = nn.GroupNorm(
-            num_groups(channels, at_most=groups),
-            channels,
-            eps=layer.eps,
-            affine=layer.affine,
-        )
-        return _carried_over(layer, new)
-
-    return replace_layers(module, make)
+    concerned = {id(layer): name for name, layer in layers_to_train(module).items()}
+    made: dict[int, nn.Module] = {}
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if id(layer) in concerned and isinstance(layer, BatchNorm):
+            if id(layer) not in made:
+                _refuse_lazy(path, layer)
+                _refuse_own_forward(path, layer)
+                made[id(layer)] = _group_norm(layer, groups)
+            module.set_submodule(path, made[id(layer)])
+    return {concerned[i]: layer for i, layer in made.items()}
 
 
-def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
+def _group_norm(layer: BatchNorm, groups: int) -> nn.Module:
+    number, channels = (
+        num_groups(layer.num_features, at_most=groups),
+        layer.num_features,
+    )
+    new = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
     # The parameters themselves, not copies: an optimizer that holds one keeps it.
     new.weight, new.bias = layer.weight, layer.bias
-    return new
+    return new.train(layer.training)
 
 
 def _refuse_own_forward(path: str, layer: BatchNorm) -> None:

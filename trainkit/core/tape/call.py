@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.core._compat import keeps_graph
-from trainkit.core.tape.parts import Chunk
+from trainkit.core.tape.operations import (
+    Chunk,
+    Operation,
+    Segment,
+    Surroundings,
+)
 from trainkit.core.tape.rows import Layout
-from trainkit.core.tape.segments import Meeting, Segment
-from trainkit.core.tape.settings import Surroundings
+from trainkit.core.tape.statistics import Meeting
 from trainkit.core.tape.store import Store
 from trainkit.errors import TrainkitError
 
@@ -24,48 +27,50 @@ class Tape:
     """What a forward has done, for each chunk to do again.
 
     Attributes:
-        segments: in order.
         layout: the chunks.
         store: the values that cross meetings.
-        shared: the tensors that all chunks share, with their graphs.
-        fixed: the same without graphs.
-        trains: the slots of values to which gradients go.
         surroundings: of the operations.
-        arguments: the slots of those that were cut.
+        segments: in order.
+        shared: the tensors that all chunks share, with their graphs.
+        fixed: the same without graphs, with the data that they had then.
+        trains: the slots of values to which gradients go.
+        num_arguments: how many were cut; theirs are the first slots.
         outputs: slots and row dimensions of what the call returns.
     """
 
-    segments: list[Segment]
     layout: Layout
     store: Store
-    shared: list[Tensor]
-    fixed: list[Tensor]
-    trains: set[int]
     surroundings: Surroundings
-    arguments: list[int]
-    outputs: list[tuple[int, int]]
+    segments: list[Segment] = field(default_factory=lambda: [Segment()])
+    shared: list[Tensor] = field(default_factory=list)
+    fixed: list[Tensor] = field(default_factory=list)
+    trains: set[int] = field(default_factory=set)
+    num_arguments: int = 0
+    outputs: dict[int, int] = field(default_factory=dict)
 
     def tidy(self) -> None:
         """Keep no more than the backward pass needs."""
-        wanted = {slot for slot, _ in self.outputs}
+        wanted = {*self.outputs}
         for segment in reversed(self.segments):
             segment.prune(wanted)
             wanted |= segment.needed
         needed = set().union(*(each.needed for each in self.segments))
         self.store.drop(self.store.slots() - needed)
 
-    def piece(self, tensor: Tensor, number: int, dim: int) -> Tensor:
-        """The rows of a chunk."""
-        layout = self.layout
-        if not layout.last:
-            return tensor
-        each = tensor.shape[dim] // layout.rows
-        start, rows = layout.starts[number], layout.sizes[number]
-        return tensor.narrow(dim, start * each, rows * each)
+    def trains_through(self, operation: Operation) -> bool:
+        """Whether a gradient goes through an operation."""
+        if not operation.settings[0] or operation.name in ("detach", "data"):
+            return False
+        return not operation.uses.isdisjoint(self.trains) or any(
+            self.shared[place].requires_grad for place in operation.shared
+        )
 
-    def is_small(self, number: int) -> bool:
-        """Whether a chunk has one row less than the first."""
-        return self.layout.sizes[number] < self.layout.sizes[0]
+    def eps(self) -> float:
+        """How exact the least exact type is in which operations compute."""
+        operations = [each for segment in self.segments for each in segment.operations]
+        types = {like[0][1] for each in operations for like in each.likes}
+        has_eps = (each for each in types if each.is_floating_point or each.is_complex)
+        return max((torch.finfo(each).eps for each in has_eps), default=0.0)
 
     # ---- backward --------------------------------------------------------------------
 
@@ -75,10 +80,12 @@ class Tape:
         """The gradients of the arguments, and of the tensors that chunks share."""
         numbers = range(len(self.layout.sizes))
         chunks = Store(len(numbers), self.store.transport)
-        for (slot, dim), gradient in zip(self.outputs, gradients, strict=True):
+        pairs = zip(self.outputs.items(), gradients, strict=True)
+        for (slot, dim), gradient in pairs:
             if gradient is not None and slot in self.trains:
                 for number in numbers:
-                    chunks.add(number, slot, self.piece(gradient, number, dim))
+                    piece = self.layout.piece(gradient, number, dim)
+                    chunks.add(number, slot, piece)
         shadows = [each.detach() for each in self.fixed]
         for shadow, each in zip(shadows, self.shared, strict=True):
             shadow.requires_grad_(each.requires_grad)
@@ -88,9 +95,9 @@ class Tape:
                 for segment in reversed(self.segments):
                     self._backward(segment, chunks, shadows)
         finally:
-            self.surroundings.set_random(states)
+            states.put_back()
         found: list[Tensor | None] = []
-        for slot in self.arguments:
+        for slot in range(self.num_arguments):
             has = [number for number in numbers if chunks.has(number, slot)]
             pieces = [chunks.pop(number, slot) for number in has]
             found.append(torch.cat(pieces) if pieces else None)
@@ -103,8 +110,8 @@ class Tape:
     ) -> None:
         """Run a segment again for each chunk, and back."""
         meeting, made, needed = segment.meeting, segment.made, segment.needed
-        fixed = [] if meeting is None else meeting.fixed
-        leaves = [each.detach().requires_grad_() for each in fixed]
+        weights = [] if meeting is None else meeting.weights
+        leaves = [each.detach().requires_grad_() for each in weights]
         for number in range(len(self.layout.sizes)):
             ends = [slot for slot in made if gradients.has(number, slot)]
             if not ends:
@@ -115,11 +122,9 @@ class Tape:
                 if slot in self.trains:
                     begins[slot] = each.requires_grad_()
                 values[slot] = each
-            chunk = Chunk(values, shadows, is_small=self.is_small(number))
+            chunk = Chunk(values, shadows, is_small=self.layout.is_small(number))
             with torch.enable_grad():
-                segment.run(
-                    number, chunk, self.surroundings, leaves=leaves, draws="again"
-                )
+                segment.run(number, chunk, self.surroundings, leaves=leaves)
             given = [gradients.pop(number, slot) for slot in ends]
             pairs = [
                 (values[slot], gradient)
@@ -143,21 +148,17 @@ class Tape:
         shadows: list[Tensor],
     ) -> None:
         """Add to the gradients before a BatchNorm what its statistics owe."""
-        normal = meeting.normal
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-        for place, gradient in zip((meeting.weight, meeting.bias), found, strict=True):
+        for place, gradient in zip(meeting.places, found, strict=True):
             if place is not None and shadows[place].requires_grad:
                 shadow, own = shadows[place], gradient.to(shadows[place].dtype)
                 shadow.grad = own.clone() if shadow.grad is None else shadow.grad + own
-        sums = normal.ranks.sum_(torch.stack(found))
+        sums = meeting.ranks.sum_(torch.stack(found))
         if meeting.x not in self.trains:
             return
-        weight, bias = normal.correction(leaves[0].detach(), sums)
         for number in range(len(self.layout.sizes)):
             x = self.store.get(number, meeting.x)
-            lacking = F.batch_norm(
-                x, normal.mean, normal.var, weight, bias, False, 0.0, normal.eps
-            )
+            lacking = meeting.correction(x, sums)
             if gradients.has(number, meeting.x):
                 lacking += gradients.pop(number, meeting.x)
             gradients.put(number, meeting.x, lacking)
@@ -170,11 +171,10 @@ class Taped(torch.autograd.Function):
     def forward(ctx: Any, tape: Tape, outputs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.tape = tape
         # torch refuses tensors that have been changed since.
-        ctx.save_for_backward(*inputs[: len(tape.arguments)], *tape.fixed)
+        ctx.save_for_backward(*inputs[: tape.num_arguments], *tape.fixed)
         pairs = zip(outputs, tape.outputs, strict=True)
-        ctx.mark_non_differentiable(
-            *(each for each, (slot, _) in pairs if slot not in tape.trains)
-        )
+        fixed = [each for each, slot in pairs if slot not in tape.trains]
+        ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 

@@ -10,8 +10,8 @@ from torch import nn
 from trainkit.core.in_place_of import InPlaceOf
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.plan.options import check_whole_number
+from trainkit.core.ranks import find_ranks
 from trainkit.core.tape.forward import TapedForward
-from trainkit.core.tape.statistics import ranks_of
 from trainkit.errors import TrainkitError
 
 
@@ -24,7 +24,8 @@ class ExactBatchNorm(InPlaceOf):
 
     def __init__(self, module: nn.Module, size: int, process_group: Any) -> None:
         super().__init__(module)
-        self._forward = TapedForward(module, Sizes(size), ranks_of(process_group))
+        ranks = find_ranks(None, "none", process_group)
+        self._forward = TapedForward(module, Sizes(size), ranks)
         self._forward.install()
 
     def remove(self) -> None:

@@ -6,27 +6,23 @@ import gc
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Around, nothing_around
 from trainkit.core.inside.draws import States
-from trainkit.core.nested import take_apart, tensors
+from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
 from trainkit.core.tape.call import Tape, Taped
-from trainkit.core.tape.left import left_in
+from trainkit.core.tape.functions import is_recording, recording
+from trainkit.core.tape.operations import Surroundings
 from trainkit.core.tape.recorder import Recorder
 from trainkit.core.tape.rows import Layout, NumberOfRows
-from trainkit.core.tape.settings import Surroundings
 from trainkit.core.tape.store import Store, transport_to
-from trainkit.core.tape.turned import refuse_mixing
-from trainkit.core.tape.watching import is_recording, recording
 from trainkit.errors import TrainkitError
 
 
@@ -80,36 +76,17 @@ class TapedForward:
         trains = self.module.training or torch.is_grad_enabled()
         if is_recording() or not trains:
             return original(*args, **kwargs)
-        rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
-        self.was_called, self.most_rows = True, max(self.most_rows, rows or 0)
-        if rows is None or self._is_one(rows):
+        rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), 0)
+        self.was_called, self.most_rows = True, max(self.most_rows, rows)
+        if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
             return original(*args, **kwargs)
         self.was_cut = True
-        self._refuse_module()
-
-        def is_long(path: str, value: Any) -> bool:
-            return isinstance(value, list) and len(value) == rows > 1
-
-        fields, build = take_apart((args, kwargs), is_long)
-        values = [each.value for each in fields]
-        for each in values:
-            is_array = hasattr(each, "shape") and not isinstance(each, Tensor)
-            if is_long("", each) or (is_array and [*each.shape[:1]] == [rows]):
-                raise TrainkitError(
-                    f"{self.name}: an argument is a {type(each).__name__} as long as "
-                    f"the batch ({rows} rows), and its forward runs once, on the first "
-                    f"chunk. Give a tensor."
-                )
-
-        def run(given: list[Any]) -> Any:
-            positional, named = build(iter(given))
-            return original(*positional, **named)
-
+        _refuse_module(self.module, self.name)
         self._num_calls += 1
-        begun = States({x.device for x in tensors(values)}, of_host=True)
+        begun = States({x.device for x in tensors((args, kwargs))}, of_host=True)
         while True:
             try:
-                return self._run(run, values, rows)
+                return self._run(original, (args, kwargs), rows)
             except Exception as error:
                 is_alone = self.ranks.size == 1 and is_out_of_memory(error)
                 if not (is_alone and self.sizes.halve(rows)):
@@ -117,78 +94,46 @@ class TapedForward:
                 release(error)
                 begun.put_back()
 
-    def _is_one(self, rows: int) -> bool:
-        """Whether a call needs no cut: it is one chunk, of one rank."""
-        limit = self.sizes.limit
-        return limit is not None and rows <= limit and self.ranks.size == 1
-
-    def _run(self, run: Any, values: list[Any], rows: int) -> Any:
+    def _run(self, original: Any, arguments: Any, rows: int) -> Any:
         layout = Layout(rows, self.sizes.limit or rows)
-        cut = [
-            place
-            for place, each in enumerate(values)
-            if isinstance(each, Tensor) and each.ndim and len(each) == rows
-        ]
-        device = values[cut[0]].device
-        surroundings = Surroundings(device)
+        device = next(x for x in tensors(arguments) if x.ndim).device
         store = Store(len(layout.sizes), transport_to(device))
-        recorder = Recorder(self.name, layout, store, surroundings, self.ranks)
-        given = list(values)
-        for place in cut:
-            chunks = list(values[place].detach().split(layout.sizes))
-            trains = values[place].requires_grad
-            given[place] = recorder.add_argument(chunks, trains=trains)
-        is_checked = _is_power_of_two(self._num_calls)
+        tape = Tape(layout, store, Surroundings(device))
+        is_checked = not self._num_calls & (self._num_calls - 1)
+        recorder = Recorder(self.name, tape, self.ranks, is_checked=is_checked)
+        args, kwargs = with_tensors(arguments, recorder.given)
+        cut = recorder.cut
         with self.around(None, None), recording(recorder, is_checked=is_checked):
-            found = run(given)
-        del given
+            found = original(*args, **kwargs)
+        layout.is_over = True
+        del args, kwargs
         fields, build = take_apart(found)
         leaves = [each.value for each in fields]
         del found, fields
-        left = left_in(self.module, recorder.slot_of)
-        slots = [recorder.slot_of(each) for each in leaves]
-        wanted = [*slots, *(each.slot for each in left)]
-        self._refuse_held(recorder, {slot for slot in wanted if slot is not None})
-        made: dict[int, Any] = {}
-        for number, slot in enumerate(wanted):
-            if slot is not None and slot >= len(cut):
-                name = left[number - len(slots)].name if number >= len(slots) else ""
-                made[slot] = self._row_dim(recorder, slot, name)
-        tape = Tape(
-            recorder.segments,
-            layout,
-            store,
-            recorder.shared,
-            recorder.fixed,
-            recorder.trains,
-            surroundings,
-            list(range(len(cut))),
-            list(made.items()),
-        )
-        outputs = _joined(tape, recorder)
+        slots = [recorder.values.slot_of(each) for each in leaves]
+        self._refuse_held(recorder, {each for each in slots if each is not None})
+        tape.outputs = {
+            slot: self._row_dim(recorder, slot)
+            for slot in slots
+            if slot is not None and slot >= len(cut)
+        }
+        outputs = recorder.outputs()
         del recorder
         tape.tidy()
-        if layout.last and is_checked:
-            refuse_mixing(tape, [values[place].detach() for place in cut], self.name)
-        if not tape.trains.isdisjoint(made):
-            inputs = [*(values[place] for place in cut), *tape.shared]
+        if not tape.trains.isdisjoint(tape.outputs):
             with torch.enable_grad():  # the forward may have set it
-                outputs = list(Taped.apply(tape, outputs, *inputs))  # type: ignore[call-overload]
-        results = dict(zip(made, outputs, strict=True))
-        results |= {slot: values[place] for slot, place in enumerate(cut)}
-        for each in left:
-            each.holder[each.key] = results[each.slot]
+                outputs = list(Taped.apply(tape, outputs, *cut, *tape.shared))  # type: ignore[call-overload]
+        results = dict(enumerate(cut)) | dict(zip(tape.outputs, outputs, strict=True))
         pairs = zip(slots, leaves, strict=True)
         whole = [each if slot is None else results[slot] for slot, each in pairs]
         return build(x.whole if type(x) is NumberOfRows else x for x in whole)
 
-    def _row_dim(self, recorder: Recorder, slot: int, name: str) -> int:
-        dim = recorder.row_dims[slot]
-        if dim is None:
-            where = f"leaves in {name}" if name else "returns"
-            shape = list(recorder.held()[slot].shape)
+    def _row_dim(self, recorder: Recorder, slot: int) -> int:
+        dim = recorder.values.dims[slot]
+        if isinstance(dim, str):
+            shape = list(recorder.values.held()[slot].shape)
             raise TrainkitError(
-                f"exact BatchNorm: {self.name} runs in chunks of rows, and it {where} "
+                f"exact BatchNorm: {self.name} runs in chunks of rows, and it returns "
                 f"a tensor of shape {shape}, which is one for all rows of a chunk. "
                 f"Return a value for each row, and take the mean or sum outside."
             )
@@ -196,70 +141,46 @@ class TapedForward:
 
     def _refuse_held(self, recorder: Recorder, known: set[int]) -> None:
         """Refuse values that something keeps, which are those of one chunk."""
-        if recorder.held().keys() <= known:
+        if recorder.values.held().keys() <= known:
             return
         gc.collect()
-        held = recorder.held()
-        if others := [list(held[slot].shape) for slot in held.keys() - known]:
+        held = recorder.values.held()
+        for slot in held.keys() - known:
+            where = [
+                f"{path}.{name}".lstrip(".")
+                for path, each in self.module.named_modules()
+                for name, value in (vars(each) | each._buffers).items()
+                if value is held[slot]
+            ]
             raise TrainkitError(
-                f"exact BatchNorm: {self.name} runs in chunks of rows, and something "
-                f"outside of its attributes keeps a tensor of shape {others[0]} of its "
-                f"forward, which is one chunk's. Return it as an output, or keep it in "
-                f"an attribute of the module."
+                f"exact BatchNorm: {self.name} runs in chunks of rows, and "
+                f"{listed(where) or 'something outside'} keeps a tensor of shape "
+                f"{list(held[slot].shape)} of its forward, which is one chunk's. "
+                f"Return it as an output."
             )
 
-    def _refuse_module(self) -> None:
-        """Refuse modules whose operations cannot be written down, or repeated."""
-        module, name = self.module, self.name
-        if is_transformed() or torch.is_inference_mode_enabled():
-            raise TrainkitError(
-                f"{name}: exact BatchNorm cannot run in inference mode, or in a "
-                f"transform of torch.func. Use torch.no_grad() and loss.backward()."
-            )
-        if lazy := [p for p, each in module.named_parameters() if is_lazy(each)]:
-            raise TrainkitError(
-                f"{name}: {listed(lazy)} has no shape yet. Run one batch before exact "
-                f"BatchNorm."
-            )
-        sharded = any(isinstance(each, FSDPModule) for each in module.modules())
-        if sharded or any(isinstance(each, DTensor) for each in module.parameters()):
-            raise TrainkitError(
-                f"{name}: exact BatchNorm cannot run where weights are sharded. Use "
-                f"DDP, or another policy."
-            )
-        reasons = {
-            "is scripted": lambda each: isinstance(each, torch.jit.ScriptModule),
-            "is compiled": lambda each: hasattr(each, "_orig_mod"),
-            "has backward hooks": lambda each: (
-                each is not module
-                and bool(each._backward_hooks or each._backward_pre_hooks)
-            ),
-        }
+
+def _refuse_module(module: nn.Module, name: str) -> None:
+    """Refuse modules whose operations cannot be written down, or repeated."""
+    if is_transformed():
+        raise TrainkitError(
+            f"{name}: exact BatchNorm cannot run in a transform of torch.func. Use "
+            f"loss.backward()."
+        )
+    reasons: dict[str, Any] = {
+        "has sharded weights, so use DDP": lambda each: isinstance(each, FSDPModule),
+        "is scripted, so give the plain one": lambda each: isinstance(
+            each, torch.jit.ScriptModule
+        ),
+        "is compiled, so give the plain one": lambda each: hasattr(each, "_orig_mod"),
+        "has backward hooks, which would see one chunk": lambda each: (
+            each is not module and (each._backward_hooks or each._backward_pre_hooks)
+        ),
+    }
+    for path, each in module.named_modules():
         for why, is_so in reasons.items():
-            if paths := [p for p, each in module.named_modules() if is_so(each)]:
+            if is_so(each):
                 raise TrainkitError(
-                    f"{name}: exact BatchNorm runs its operations in chunks, and "
-                    f"{listed(paths)} {why}, which hides them. Give the plain module."
+                    f"{name}: exact BatchNorm writes down what a forward does, and "
+                    f"{path or 'it'} {why}."
                 )
-
-
-def _joined(tape: Tape, recorder: Recorder) -> list[Tensor]:
-    """What a call returns, of all chunks."""
-    whole: dict[int, Tensor] = {}
-    dims = dict(tape.outputs)
-    for number, values in recorder.close(set(dims)):
-        for slot, dim in dims.items():
-            each = values[slot] if slot in values else tape.store.get(number, slot)
-            if not tape.layout.last:
-                whole[slot] = each.clone()
-                continue
-            if slot not in whole:
-                shape = list(each.shape)
-                shape[dim] = shape[dim] * tape.layout.rows // tape.layout.sizes[0]
-                whole[slot] = each.new_empty(shape)
-            tape.piece(whole[slot], number, dim).copy_(each)
-    return list(whole.values())
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

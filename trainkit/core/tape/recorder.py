@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -12,40 +10,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainkit.core._compat import version_of
-from trainkit.core.ranks import Ranks
-from trainkit.core.tape import names
-from trainkit.core.tape.names import Norm, may_write, name_of, norm_of
-from trainkit.core.tape.parts import (
+from trainkit.core.batch_norm.statistics import statistics_of
+from trainkit.core.ranks import Ranks, find_ranks
+from trainkit.core.tape import functions
+from trainkit.core.tape.call import Tape
+from trainkit.core.tape.functions import name_of, norm_of, written_by
+from trainkit.core.tape.operations import (
     Chunk,
-    Shared,
-    Slot,
-    fill,
-    gaps_in,
-    leaves_in,
-    rebuilt,
+    Gap,
+    Operation,
+    Segment,
+    take_apart,
     tensors_in,
-    with_gaps,
 )
-from trainkit.core.tape.rows import Layout, NumberOfRows
-from trainkit.core.tape.segments import Meeting, Operation, Segment
-from trainkit.core.tape.settings import Surroundings, are_same
-from trainkit.core.tape.statistics import Normal, partial
-from trainkit.core.tape.store import Store, is_in_memory_of
+from trainkit.core.tape.rows import NumberOfRows
+from trainkit.core.tape.statistics import Meeting, statistics_over
+from trainkit.core.tape.store import is_in_memory_of
+from trainkit.core.tape.values import Values
 from trainkit.errors import TrainkitError
-
-
-def _within(method: Any) -> Any:
-    """Marks a method whose own operations are no part of the forward."""
-
-    @functools.wraps(method)
-    def run(self: Recorder, *args: Any) -> Any:
-        before, self._is_within = self._is_within, True
-        try:
-            return method(self, *args)
-        finally:
-            self._is_within = before
-
-    return run
 
 
 class Recorder(TorchFunctionMode):
@@ -57,41 +39,27 @@ class Recorder(TorchFunctionMode):
 
     Args:
         name: of the module that runs.
-        layout: the chunks.
-        store: keeps the values that cross a meeting.
-        surroundings: of the operations.
+        tape: on which it is written.
         ranks: that share the statistics.
+        is_checked: whether rows must be seen not to see each other.
 
     Attributes:
-        segments: so far.
-        shared: the tensors that all chunks share, and that operations use.
-        fixed: the same without their graphs, with the data that they had then.
-        trains: the slots of the values to which gradients go.
-        row_dims: the dimension that has the rows, for each slot; None for none.
+        values: that Python holds.
+        cut: the arguments that have rows.
+        is_within: whether a function runs whose own calls are no part of the forward.
     """
 
     def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        store: Store,
-        surroundings: Surroundings,
-        ranks: Ranks,
+        self, name: str, tape: Tape, ranks: Ranks, *, is_checked: bool
     ) -> None:
         super().__init__()
-        self.name, self._layout, self._store = name, layout, store
-        self._surroundings, self._ranks = surroundings, ranks
-        self.segments: list[Segment] = [Segment()]
-        self.shared: list[Tensor] = []
-        self.fixed: list[Tensor] = []
-        self.trains: set[int] = set()
-        self.row_dims: dict[int, int | None] = {}
+        self.name, self._tape, self._ranks = name, tape, ranks
+        self._layout, self._surroundings = tape.layout, tape.surroundings
+        self.values = Values(tape.layout, tape.fixed, is_checked=is_checked)
+        self.cut: list[Tensor] = []
         self._versions: list[int] = []
         self._places: dict[int, int] = {}
-        self._values: dict[int, tuple[Any, int]] = {}  # weak references, slots
-        self._last = Chunk({}, self.fixed, is_small=layout.last > 0)
-        self._mixed: dict[int, str] = {}
-        self._num_slots, self._num_arguments, self._is_within = 0, 0, False
+        self.is_within = False
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse a function."""
@@ -104,60 +72,42 @@ class Recorder(TorchFunctionMode):
 
     # ---- values ----------------------------------------------------------------------
 
-    def add_argument(self, chunks: list[Tensor], *, trains: bool) -> Tensor:
-        """Take the chunks of an argument; return what the forward gets for it."""
-        first = chunks[0].detach()
-        slot = self._new(first, chunks[-1].detach(), 0, trains)
-        for number, each in enumerate(chunks):
-            self._store.put(number, slot, each)
-        self._num_arguments = slot + 1
+    def given(self, whole: Tensor) -> Tensor:
+        """What the forward gets for an argument: the first chunk, if it has rows."""
+        layout, values = self._layout, self.values
+        if not whole.ndim or len(whole) != layout.rows:
+            return whole
+        self.cut.append(whole)
+        first, *others = (x.detach() for x in whole.detach().split(layout.sizes))
+        beside = others[-1:]
+        if values.is_checked:
+            beside.append(values.turned(first, 0))
+        slot = self._add(first, beside, 0, whole.requires_grad)
+        for number, each in enumerate([first, *others]):
+            self._tape.store.put(number, slot, each)
+        self._tape.num_arguments = slot + 1
         return first
 
-    def _new(self, first: Tensor, last: Tensor, dim: int | None, trains: bool) -> int:
-        """A slot for a value, which its tensor stands for while Python holds it."""
-        slot, place = self._num_slots, id(first)
-        self._num_slots += 1
-        values, lasts = self._values, self._last.values
-
-        def over(reference: Any) -> None:
-            known, its_slot = values.get(place, (None, slot))
-            if known is reference:
-                del values[place]
-                lasts.pop(its_slot, None)
-
-        values[place] = weakref.ref(first, over), slot
-        if self._layout.last:
-            lasts[slot] = last
-        self.row_dims[slot] = dim
+    def _add(
+        self, first: Tensor, beside: list[Tensor], dim: int | str, trains: bool
+    ) -> int:
+        """A new slot for a value."""
+        slot = self.values.add(first, beside, dim)
         if trains and (first.is_floating_point() or first.is_complex()):
-            self.trains.add(slot)
+            self._tape.trains.add(slot)
         return slot
 
-    def slot_of(self, tensor: Any) -> int | None:
-        """The slot that a tensor stands for, if it is one of the batch's."""
-        reference, slot = self._values.get(id(tensor), (None, None))
-        return slot if reference is not None and reference() is tensor else None
-
-    def held(self) -> dict[int, Tensor]:
-        """The values that Python holds, by their slots."""
-        pairs = [(slot, reference()) for reference, slot in [*self._values.values()]]
-        return {slot: tensor for slot, tensor in pairs if tensor is not None}
-
-    def _gap(self, tensor: Tensor) -> Any:
-        slot = self.slot_of(tensor)
+    def _gap(self, tensor: Tensor) -> Gap:
+        slot, tape = self.values.slot_of(tensor), self._tape
         if slot is not None:
-            return Slot(slot)
+            return Gap(slot)
         place = self._places.get(id(tensor))
-        if (
-            place is None
-            or self.shared[place] is not tensor
-            or not is_in_memory_of(self.fixed[place], tensor)
-        ):
-            place = self._places[id(tensor)] = len(self.shared)
-            self.shared.append(tensor)
-            self.fixed.append(tensor.detach())
+        if place is None or not is_in_memory_of(tape.fixed[place], tensor):
+            place = self._places[id(tensor)] = len(tape.shared)
+            tape.shared.append(tensor)  # and so it keeps its id
+            tape.fixed.append(tensor.detach())
             self._versions.append(_version(tensor))
-        return Shared(place)
+        return Gap(place, is_shared=True)
 
     # ---- functions -------------------------------------------------------------------
 
@@ -166,299 +116,283 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         norm = norm_of(func, name, args, kwargs)
-        if self._is_within:  # a torch.autograd.Function of the user's own
+        if self.is_within:  # a torch.autograd.Function of the user's own
             if norm is not None:
                 self.refuse(name, "no chunk sees the others in an autograd.Function")
             return func(*args, **kwargs)
-        depends, has_rows = self._look(args, kwargs)
+        parts: list[Any] = []
+        build = take_apart((args, kwargs), parts)
+        depends = any(self.values.slot_of(each) is not None for each in parts)
+        has_rows = any(isinstance(each, NumberOfRows) for each in parts)
         if not depends and not has_rows:
-            return self._run_shared(func, name, args, kwargs)
-        if norm is not None:
-            return self.meet(norm, self._ranks)
-        if name in names.ASKED:
-            return self._asked(func, name, args, kwargs)
-        if name in ("requires_grad", "is_leaf", "grad_fn", "__hash__"):
-            return self._known(func, name, args[0])
-        self._refuse_function(name, args, kwargs, has_rows=has_rows)
-        if name in names.LIKE and not has_rows:
-            if name.startswith("new_") or self.slot_of(args[0]) is None:
-                return _within(Recorder._run_shared)(self, func, name, args, kwargs)
-        return self.record(func, name, args, kwargs)
+            for each in tensors_in(written_by(name, args, kwargs)):
+                self._refuse_writing(each)
+            return func(*args, **kwargs)
+        self.is_within = True
+        try:
+            if norm is not None:
+                return self._meet(norm)
+            if name == "requires_grad":
+                return self.values.slot_of(args[0]) in self._tape.trains
+            is_asked = name in functions.ASKED
+            why = functions.why_not(func, name, parts, has_rows=has_rows)
+            if why and not is_asked:
+                self.refuse(name, why)
+            if name in functions.LIKE and not has_rows:
+                if name.startswith("new_") or self.values.slot_of(args[0]) is None:
+                    return func(*args, **kwargs)
+            gaps = [self._gap(x) if isinstance(x, Tensor) else x for x in parts]
+            again = Operation(func, name, gaps, build, self._surroundings.now())
+            found = self._asked if is_asked else self._record
+            return found(again, args, kwargs)
+        finally:
+            self.is_within = False
 
-    def sees(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call within the forward depends on the batch."""
-        return not self._is_within and self._look(args, kwargs)[0]
-
-    def _look(self, args: Any, kwargs: Any) -> tuple[bool, bool]:
-        """Whether arguments hold values of the batch, and numbers of rows."""
-        each = [*leaves_in(args), *leaves_in(kwargs)]
-        depends = any(self.slot_of(x) is not None for x in each)
-        return depends, any(isinstance(x, NumberOfRows) for x in each)
-
-    def _refuse_function(
-        self, name: str, args: Any, kwargs: Any, *, has_rows: bool
-    ) -> None:
-        if name in names.REFUSED:
-            self.refuse(name, names.REFUSED[name])
-        if has_rows and name not in names.SIZED:
-            self.refuse(name, "it gets the number of rows, which is a chunk's")
-        if names.is_other_norm(name, args, kwargs):
-            self.refuse(
-                name,
-                "only batch_norm sees all chunks; an InstanceNorm needs "
-                "track_running_stats=False",
-            )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            self.refuse(f"{name}(generator=)", "each chunk would continue its draws")
-
-    def _run_shared(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run what depends on no row, once."""
-        if may_write(name, args, kwargs):
-            for each in tensors_in([*args, *kwargs.values()]):
-                self._freeze(each)
-        return func(*args, **kwargs)
-
-    def _freeze(self, tensor: Tensor) -> None:
-        """Let operations that were written down use a tensor as it is now, since it
-        will be written into."""
-        for place, each in enumerate(self.fixed):
-            if not is_in_memory_of(each, tensor):
-                continue
-            if self.shared[place].requires_grad:
-                self.refuse("an in-place operation", "it changes a weight in use")
-            self._places.pop(id(self.shared[place]), None)
-            self.fixed[place] = each.clone()
-            self._versions[place] = 0
-
-    def _known(self, func: Any, name: str, tensor: Tensor) -> Any:
-        """What is known of a value whose graph is not there yet."""
-        trains = self.slot_of(tensor) in self.trains
-        answers = {"requires_grad": trains, "is_leaf": not trains, "grad_fn": None}
-        return answers[name] if name in answers else func(tensor)
-
-    @_within
-    def _asked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What Python may know of a value."""
-        first = func(*args, **kwargs)
-        if not self._layout.last:
-            return first
-        args, kwargs = fill(with_gaps((args, kwargs), self._gap), self._last)
-        last = func(*args, **kwargs)
-        found = self._layout.both(first, last)
-        if found is None and first != last:
-            self.refuse(name, f"it is {first} for one chunk and {last} for another")
-        return found
+    def _refuse_writing(self, tensor: Tensor) -> None:
+        """Refuse to write into what was written down to be used as it is."""
+        if any(is_in_memory_of(each, tensor) for each in self._tape.fixed):
+            shape = list(tensor.shape)
+            why = f"it changes a tensor of shape {shape} that was used before"
+            self.refuse("an in-place operation", why)
 
     def refuse_unseen(self, name: str, args: Any) -> None:
         """Refuse an operator that reads a value, and that is no call of a function."""
-        if not self._is_within:
-            self._refuse_reading(name, args)
+        if self.is_within:
+            return
+        self.is_within = True
+        try:
+            held = self.values.held().values()
+            for each in tensors_in(args):
+                if any(is_in_memory_of(each, value) for value in held):
+                    self.refuse(name, "a script, a transform or an extension calls it")
+        finally:
+            self.is_within = False
 
-    @_within
-    def _refuse_reading(self, name: str, args: Any) -> None:
-        held = self.held().values()
-        for each in tensors_in(args):
-            if any(is_in_memory_of(each, value) for value in held):
-                self.refuse(name, "a script, a transform or an extension calls it")
+    def _asked(self, asked: Operation, args: Any, kwargs: Any) -> Any:
+        """What Python may know of a value."""
+        first = asked.function(*args, **kwargs)
+        if not self._layout.last:
+            return first
+        last = asked.call(self.values.beside[0])
+        found = self._layout.both(first, last)
+        if found is None and first != last:
+            now = f"it is {first} for one chunk and {last} for another"
+            self.refuse(asked.name, now)
+        return found
 
     # ---- operations ------------------------------------------------------------------
 
-    @_within
-    def record(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _record(self, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Run an operation for the first chunk and the last, and write it down."""
-        given = tensors_in([*args, *kwargs.values()])
-        writes = may_write(name, args, kwargs)
-        if writes:
-            for each in tensors_in(kwargs.get("out", args[:1])):
-                self._keep_apart(each, name)
-        gaps = with_gaps((args, kwargs), self._gap)
-        before, settings = [*map(_version, given)], self._surroundings.now()
-        found, other, states = self._run_twice(func, args, kwargs, gaps)
-        tensors, others = tensors_in(found), tensors_in(other)
-        changed = [
-            each
-            for each, version in zip(given, before, strict=True)
-            if _version(each) != version
-        ]
+        name, given = operation.name, tensors_in((args, kwargs))
+        written = tensors_in(written_by(name, args, kwargs))
+        for each in written:
+            self._keep_apart(each, name)
+        before = [*map(_version, given)]
+        found, beside = self._run_at_once(operation, args, kwargs)
+        after = zip(given, before, strict=True)
+        changed = [each for each, version in after if _version(each) != version]
+        results: list[Any] = []
+        build = take_apart(found, results)
+        tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors and not changed:
-            self.refuse(name, "it returns no tensor")
-        if len(tensors) != len(others):
+            self.refuse(name, functions.NO_TENSOR)
+        if any(len(each) != len(tensors) for each in beside):
             self.refuse(name, "it returns more tensors for some chunks than for others")
-        operation = Operation(
-            func, name, gaps.parts[0], gaps.parts[1], settings, states
-        )
-        trains = settings[0] and name not in ("detach", "data") and self._goes_on(gaps)
-        results = []
-        for first, last in zip(tensors, others, strict=True):
-            like = (first.shape, first.dtype), (last.shape, last.dtype)
-            operation.likes.append(like)
-            is_new = not any(first is each for each in given)
-            dim = self._row_dim(first, last, operation)
-            if is_new:  # without the graph of views, which would keep others
-                first, last = first.detach(), last.detach()
-            slot = self._new(first, last, dim, trains) if is_new else None
-            if slot is not None and dim is None:
-                self._mixed[slot] = name
-            operation.outs.append(slot)
-            results.append(first)
+        trains, likes = self._tape.trains_through(operation), operation.likes
+        for place, first in enumerate(results):
+            if isinstance(first, Tensor):
+                others = [each[len(likes)] for each in beside]
+                last = others[0] if others else first
+                dim, slot = self._row_dim(first, others, operation), None
+                likes.append(((first.shape, first.dtype), (last.shape, last.dtype)))
+                if not any(first is each for each in given):
+                    # Without the graph of views, which would keep others.
+                    results[place] = first = first.detach()
+                    others = [each.detach() for each in others]
+                    if len(others) < len(self.values.beside):  # it draws
+                        others.append(self.values.turned(first, dim))
+                    slot = self._add(first, others, dim, trains)
+                operation.outs.append(slot)
         for each in changed:
-            self._change(each, operation, trains=trains, is_expected=writes)
-        self.segments[-1].operations.append(operation)
-        return rebuilt(found, iter(results))
+            if not any(is_in_memory_of(each, x) for x in written):
+                self.refuse(name, "it changes a tensor in place that others need")
+            self._change(each, operation, trains=trains)
+        self._tape.segments[-1].operations.append(operation)
+        return build(iter(results))
 
-    def _run_twice(self, func: Any, args: Any, kwargs: Any, gaps: Any) -> Any:
-        """What a function returns for the first chunk and for the last, and the random
-        states before each, if it draws."""
-        last, surroundings = self._layout.last, self._surroundings
+    def _run_at_once(self, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """What it returns for the first chunk, and the tensors that it returns for
+        those beside it. If it draws, the random states before are kept, and no rows
+        that are checked draw."""
+        surroundings, beside = self._surroundings, self.values.beside
         with torch.no_grad(), surroundings.kept():
             before = surroundings.random()
-            found = func(*args, **kwargs)
+            found = operation.function(*args, **kwargs)
             after = surroundings.random()
-            states = None if are_same(before, after) else {0: before, last: after}
-            if not last:
-                return found, found, states
-            args, kwargs = fill(gaps, self._last)
-            return found, func(*args, **kwargs), states
+            if not before.are(after):
+                operation.states = {0: before, self._layout.last: after}
+                beside = beside[:1]
+            return found, [tensors_in(operation.call(each)) for each in beside]
 
-    def _goes_on(self, gaps: Any) -> bool:
-        """Whether a gradient goes through an operation."""
-        return any(
-            (isinstance(gap, Slot) and gap.number in self.trains)
-            or (isinstance(gap, Shared) and self.shared[gap.number].requires_grad)
-            for gap in gaps_in(gaps)
-        )
-
-    def _row_dim(self, first: Tensor, last: Tensor, operation: Operation) -> int | None:
-        """The dimension of a result that has the rows; None if none has."""
-        if not self._layout.last:
+    def _row_dim(
+        self, first: Tensor, beside: list[Tensor], operation: Operation
+    ) -> int | str:
+        """The dimension of a result that has the rows; the function's name if none
+        has."""
+        if not beside:
             return 0
-        dims = self._layout.row_dims(first.shape, last.shape)
-        if dims is None or len(dims) > 1:
+        shapes = [each.shape for each in beside]
+        dims = self._layout.row_dims(first.shape, shapes[0])
+        if dims is None or len(dims) > 1 or shapes[0] != shapes[-1]:
             few, many = self._layout.sizes[-1], self._layout.sizes[0]
             self.refuse(
                 operation.name,
-                f"it returns {list(first.shape)} for {many} rows and "
-                f"{list(last.shape)} for {few}, so rows see each other, or "
-                f"their places count",
+                f"it returns {list(first.shape)} for {many} rows, {list(shapes[-1])} "
+                f"for {few} rows, so rows see each other, or their places count",
             )
-        mixed = [self._mixed[slot] for slot in operation.uses if slot in self._mixed]
-        if mixed and dims:
-            self.refuse(
-                mixed[0],
-                f"it makes one value of all rows of a chunk, which {operation.name} "
-                f"gives to each row",
-            )
-        return dims[0] if dims else None
+        of, own = self.values.dims, operation.name
+        for maker in (of[slot] for slot in operation.uses if dims):
+            if isinstance(maker, str):
+                why = f"it makes one value of all rows, which {own} gives to each row"
+                self.refuse(maker, why)
+        return dims[0] if dims else own
 
     # ---- writing in place ------------------------------------------------------------
 
     def _keep_apart(self, tensor: Tensor, name: str) -> None:
         """Copy what is kept of earlier segments in a tensor's memory, before it is
         written into."""
-        slot, store = self.slot_of(tensor), self._store
-        if slot is None:
+        store, last = self._tape.store, self._layout.last
+        if self.values.slot_of(tensor) is None:
             self.refuse(name, "it writes values of a chunk into a tensor of all chunks")
         for each in store.in_memory_of(tensor):
-            if each < self._num_arguments:
+            if each < self._tape.num_arguments:
                 self.refuse(name, "it writes into an argument, which others may need")
-            self.segments[-1].copied.add(each)
+            self._tape.segments[-1].copied.add(each)
             if not store.transport.copies:
-                for number in {0, self._layout.last}:
+                for number in {0, last}:
                     store.put(number, each, store.get(number, each).clone())
 
-    def _change(
-        self, tensor: Tensor, operation: Operation, *, trains: bool, is_expected: bool
-    ) -> None:
+    def _change(self, tensor: Tensor, operation: Operation, *, trains: bool) -> None:
         """Note that a value is another one from here on."""
-        old, store, name = self.slot_of(tensor), self._store, operation.name
-        if old is None or not is_expected:
-            self.refuse(name, "it changes a tensor in place that other chunks need")
-        for slot, other in self.held().items():
+        old, store, tape = self.values.slot_of(tensor), self._tape.store, self._tape
+        if old is None:
+            self.refuse(operation.name, "it changes a tensor that all chunks share")
+        for slot, other in self.values.held().items():
             is_view = other is not tensor and is_in_memory_of(other, tensor)
             if is_view and (store.has(0, old) or store.has(0, slot)):
-                self.refuse(
-                    name,
-                    "it writes into a value that has a view from before a BatchNorm. "
-                    "Use clone()",
-                )
-        last = self._last.values.pop(old, tensor)
-        dim = self._row_dim(tensor, last, operation)
-        new = self._new(tensor, last, dim, trains or old in self.trains)
-        if dim is None:
-            self._mixed[new] = name
+                why = "what it writes into has a view from before a BatchNorm"
+                self.refuse(operation.name, f"{why}. Use clone()")
+        beside = [each.values.pop(old) for each in self.values.beside]
+        dim = self._row_dim(tensor, beside, operation)
+        if operation.states is not None and self.values.is_checked:
+            beside[1].copy_(self.values.turned(tensor, dim))
+        new = self._add(tensor, beside, dim, trains or old in tape.trains)
         operation.written.append((old, new))
 
     # ---- meetings --------------------------------------------------------------------
 
-    @_within
-    def meet(self, norm: Norm, ranks: Ranks) -> Tensor:
+    def _meet(self, norm: Any) -> Tensor:
         """Normalise a value by the statistics of all rows."""
-        slot, last = self.slot_of(norm.x), self._layout.last
-        if slot is None or slot in self._mixed or self.row_dims[slot] == 1:
+        slot, tape = self.values.slot_of(norm.input), self._tape
+        running = [x for x in (norm.running_mean, norm.running_var) if x is not None]
+        weights = [norm.weight, norm.bias]
+        if (
+            slot is None
+            or isinstance(self.values.dims[slot], str)
+            or self.values.dims[slot] == 1
+        ):
             self.refuse("batch_norm", "what it normalises has no rows, or channels")
-        weights, running = norm[3:5], norm[1:3]
-        if any(self.slot_of(each) is not None for each in (*weights, *running)):
+        if any(self.values.slot_of(each) is not None for each in (*weights, *running)):
             self.refuse("batch_norm", "its weights depend on the batch")
-        weight, bias = (None if x is None else self._gap(x).number for x in weights)
+        if norm.input.shape[self.values.dims[slot]] == self._layout.sizes[0]:
+            self._check_rows(slot)
+        places = [None if x is None else self._gap(x).number for x in weights]
         trains = torch.is_grad_enabled() and (
-            slot in self.trains
-            or any(each is not None and each.requires_grad for each in weights)
+            slot in tape.trains
+            or any(x is not None and x.requires_grad for x in weights)
         )
         settings = self._surroundings.now()
+        ranks = (
+            self._ranks if norm.group is None else find_ranks(None, "none", norm.group)
+        )
         with torch.no_grad(), self._surroundings.kept():
-            parts, entries = self._close_at(slot)
-            normal = Normal.of(parts, entries, norm.eps, ranks)
-            if norm.running_mean is not None:
-                for each in running:
-                    self._freeze(each)
-                normal.move(running, norm.momentum)
-            fixed = normal.weights(*weights)
-            first = normal(norm.x, fixed)
-            other = normal(self._store.get(last, slot), fixed) if last else first
-        new = self._new(first, other, self.row_dims[slot], trains)
-        meeting = Meeting(slot, new, weight, bias, normal, settings, trains, fixed)
-        self.segments.append(Segment(meeting))
+            found = statistics_over(*self._close_at(slot), ranks)
+            meeting = Meeting(slot, places, settings, trains, *found, norm.eps, ranks)
+            meeting.take(*weights)
+            for each in running:
+                self._refuse_writing(each)
+            if running:
+                meeting.move(running, norm.momentum)
+            first = meeting.normalised(norm.input)
+            others = (each.values[slot] for each in self.values.beside)
+            beside = [meeting.normalised(each) for each in others]
+        meeting.y = self._add(first, beside, self.values.dims[slot], trains)
+        tape.segments.append(Segment(meeting))
         return first
 
     def _close_at(self, x: int) -> tuple[list[Tensor], int]:
         """End a segment at what a BatchNorm gets: what its statistics are made of."""
-        store, parts, entries = self._store, [], 0
-        wanted = {*self.held(), x}
-        for number, values in self.close(wanted):
+        store, parts, entries = self._tape.store, [], 0
+        wanted = {*self.values.held(), x}
+        for number, values in self._close(wanted):
             for slot in wanted:
                 if not store.has(number, slot):
                     store.put(number, slot, values[slot])
             given = values[x] if x in values else store.get(number, x)
             entries += given.numel() // max(given.shape[1], 1)
-            parts.append(partial(given))
+            parts.append(statistics_of(given))
         return parts, entries
 
-    def close(self, wanted: set[int]) -> Iterator[tuple[int, dict[int, Tensor]]]:
+    def _close(self, wanted: set[int]) -> Iterator[tuple[int, dict[int, Tensor]]]:
         """End a segment; the values of each chunk in turn, which it made.
 
         Args:
             wanted: the slots that are needed of it.
         """
-        for each, version in zip(self.fixed, self._versions, strict=True):
-            if _version(each) != version:
-                shape = list(each.shape)
-                self.refuse(
-                    "an in-place operation",
-                    f"it changes a tensor of shape {shape} that was used before",
-                )
-        segment, sizes = self.segments[-1], self._layout.sizes
+        tape, sizes = self._tape, self._layout.sizes
+        segment = tape.segments[-1]
         segment.prune(wanted)
-        for number, rows in enumerate(sizes):
+        for number in range(len(sizes)):
             if number == 0:
-                values = self.held()
+                values = self.values.held()
             elif number == self._layout.last:
-                values = self._last.values
+                values = self.values.beside[0].values
             else:
-                values = {s: self._store.get(number, s) for s in segment.needed}
-                chunk = Chunk(values, self.fixed, is_small=rows < sizes[0])
+                values = {s: tape.store.get(number, s) for s in segment.needed}
+                is_small = self._layout.is_small(number)
+                chunk = Chunk(values, tape.fixed, is_small=is_small)
                 segment.run(number, chunk, self._surroundings)
             yield number, values
             del values
+
+    # ---- the end ---------------------------------------------------------------------
+
+    def outputs(self) -> list[Tensor]:
+        """What the call returns, of all chunks."""
+        tape, layout, whole = self._tape, self._layout, {}
+        for each, version in zip(tape.fixed, self._versions, strict=True):
+            if _version(each) != version:  # unseen, or it was refused before
+                self._refuse_writing(each)
+        self._check_rows(*tape.outputs)
+        for number, values in self._close({*tape.outputs}):
+            for slot, dim in tape.outputs.items():
+                each = values[slot] if slot in values else tape.store.get(number, slot)
+                if not layout.last:
+                    whole[slot] = each.clone()
+                    continue
+                if slot not in whole:
+                    shape = list(each.shape)
+                    shape[dim] = shape[dim] * layout.rows // layout.sizes[0]
+                    whole[slot] = each.new_empty(shape)
+                layout.piece(whole[slot], number, dim).copy_(each)
+        return [whole[slot] for slot in tape.outputs]
+
+    def _check_rows(self, *slots: int) -> None:
+        """Refuse values of rows that have seen each other, if the call is checked."""
+        for slot in slots if self.values.is_checked else ():
+            self.values.refuse_mixing(slot, self._tape.eps(), self.name)
 
 
 def _version(tensor: Tensor) -> int:

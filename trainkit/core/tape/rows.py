@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -39,22 +38,28 @@ class NumberOfRows:
 
     Python may add, multiply and divide it by whole numbers, give it to functions of
     torch that make tensors, and compare it where all chunks and the batch answer alike.
-    It is no `int`, which could get lost in a product with a float.
+    It is no `int`, which could get lost in a product with a float. Where an attribute
+    keeps it longer than the call, it is that of the batch.
 
     Attributes:
         each: the number in the first chunk, in the last, and in the whole batch.
+        layout: the chunks.
     """
 
-    def __init__(self, *each: int) -> None:
-        self.each = each
+    def __init__(self, *each: int, layout: Any = None) -> None:
+        self.each, self.layout = each, layout
 
     @property
     def whole(self) -> int:
         return self.each[2]
 
+    @property
+    def _is_over(self) -> bool:
+        return self.layout is not None and self.layout.is_over
+
     def __index__(self) -> int:
         """For torch, which asks before it shows the recorder a call."""
-        return self.each[0]
+        return self.whole if self._is_over else self.each[0]
 
     def __repr__(self) -> str:
         return repr(self.whole)
@@ -67,10 +72,13 @@ class NumberOfRows:
             f"exact BatchNorm: the forward computes with the number of rows "
             f"({self.each[0]} in a chunk, {self.whole} in the batch) where trainkit "
             f"cannot follow. Give it to view, reshape, expand, zeros or the like, or "
-            f"compute with it outside of the module."
+            f"compute with it outside of the module, as an int()."
         )
 
-    __float__ = __int__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
+    def __int__(self) -> int:
+        return self.whole if self._is_over else self._refuse()
+
+    __float__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
 
     def _with(self, other: Any, of: Callable[[int, int], Any]) -> Any:
         """A number, or a yes or no, that is found for each."""
@@ -79,9 +87,10 @@ class NumberOfRows:
             return self._refuse() if is_number else NotImplemented
         others = other.each if isinstance(other, NumberOfRows) else [other] * 3
         found = [of(a, b) for a, b in zip(self.each, others, strict=True)]
-        if len(set(found)) == 1:
-            return found[0]
-        return self._refuse() if isinstance(found[0], bool) else NumberOfRows(*found)
+        if self._is_over or len(set(found)) == 1:
+            return found[2]
+        is_number = not isinstance(found[0], bool)
+        return NumberOfRows(*found, layout=self.layout) if is_number else self._refuse()
 
 
 def _method(of: Callable[[int, int], Any], *, turned: bool = False) -> Any:
@@ -99,15 +108,6 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(NumberOfRows, f"__{_name}__", _method(getattr(operator, _name)))
 
 
-class Shape(tuple):  # type: ignore[type-arg]
-    """The shape of a value, whose number of rows is one of `NumberOfRows`."""
-
-    __slots__ = ()
-
-    def numel(self) -> int:
-        return math.prod(self)
-
-
 class Layout:
     """The chunks of a batch.
 
@@ -115,7 +115,10 @@ class Layout:
         rows: of the batch.
         sizes: the rows of each chunk, the largest first.
         starts: the first row of each.
+        is_over: whether the forward has run.
     """
+
+    is_over = False
 
     def __init__(self, rows: int, size: int) -> None:
         self.rows, self.sizes = rows, chunk_sizes(rows, size)
@@ -126,6 +129,18 @@ class Layout:
         """The number of the last chunk."""
         return len(self.sizes) - 1
 
+    def is_small(self, number: int) -> bool:
+        """Whether a chunk has one row less than the first."""
+        return self.sizes[number] < self.sizes[0]
+
+    def piece(self, tensor: Tensor, number: int, dim: int) -> Tensor:
+        """The rows of a chunk."""
+        if not self.last:
+            return tensor
+        each = tensor.shape[dim] // self.rows
+        start, rows = self.starts[number], self.sizes[number]
+        return tensor.narrow(dim, start * each, rows * each)
+
     def both(self, first: Any, last: Any) -> Any:
         """What Python gets for a number, or numbers, that two chunks have.
 
@@ -133,13 +148,14 @@ class Layout:
         """
         if isinstance(first, tuple | list):
             found = [self.both(a, b) for a, b in zip(first, last, strict=True)]
-            return None if None in map(_is_none, found) else Shape(found)
+            return None if any(each is None for each in found) else tuple(found)
         if first == last:
             return first
         is_number = type(first) is int and type(last) is int
         if not is_number or first * self.sizes[-1] != last * self.sizes[0]:
             return None
-        return NumberOfRows(first, last, first * self.rows // self.sizes[0])
+        whole = first * self.rows // self.sizes[0]
+        return NumberOfRows(first, last, whole, layout=self)
 
     def row_dims(self, first: Any, last: Any) -> list[int] | None:
         """The dimensions along which two shapes differ, as their rows do."""
@@ -148,7 +164,3 @@ class Layout:
         differing = [d for d, (a, b) in enumerate(zip(first, last)) if a != b]  # noqa: B905
         fits = all(self.both(first[d], last[d]) is not None for d in differing)
         return differing if fits else None
-
-
-def _is_none(value: Any) -> Any:
-    return value if value is None else True

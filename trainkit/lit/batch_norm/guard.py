@@ -211,7 +211,8 @@ class BatchNormGuard(OrderedCallback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._policy.end_batch(trainer, self._training_layers(), self._num_parts)
+        layers = self._training_layers()
+        self._policy.end_batch(trainer, layers, batch, self._num_parts)
         # Callbacks are not called when a checkpoint of weights alone is written.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
             if window_ends(trainer, batch_idx, window_size(trainer)):

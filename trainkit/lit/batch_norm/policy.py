@@ -26,7 +26,7 @@ class Policy:
         """Prepare for a window, in which these layers train."""
 
     def end_batch(
-        self, trainer: Any, layers: dict[str, BatchNorm], num_parts: int
+        self, trainer: Any, layers: dict[str, BatchNorm], batch: Any, num_parts: int
     ) -> None:
         """A loader batch, which was cut into so many micro-batches, has ended."""
 

@@ -16,7 +16,7 @@ from trainkit.lit._compat import saves_weights_by_time, step_arguments
 from trainkit.lit.aside import muted
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
-    loader_of_samples,
+    from_beginning,
     on_device,
     refuse_unreadable,
 )
@@ -29,10 +29,10 @@ SEED = 20050709
 class Recalibrate(Policy):
     """Computes running statistics anew from the training data.
 
-    `training_step` runs on up to `num_batches` micro-batches of each rank, without
-    gradients, in the modes of training. Its logging is muted; metrics, buffers and
-    random generators are put back afterwards. What it appends to lists of its own, or
-    sends to a logger itself, stays. To run less, give `forward`.
+    `training_step` runs on the first `num_batches` micro-batches of each rank's loader,
+    without gradients, in the modes of training. Its logging is muted; metrics, buffers
+    and random generators are put back afterwards. What it appends to lists of its own,
+    or sends to a logger itself, stays. To run less, give `forward`.
     """
 
     def __init__(
@@ -88,11 +88,10 @@ class Recalibrate(Policy):
         if not self._layers or now == self._done_at:
             return
         self._done_at = now
-        loader = loader_of_samples(trainer, self._num_batches, seed=SEED)
 
         def batches() -> Iterator[Any]:
             seed_all(SEED)
-            for index, batch in enumerate(loader()):
+            for index, batch in enumerate(from_beginning(trainer)):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
@@ -21,42 +14,6 @@ from trainkit.lit._compat import (
     combined_loader,
     forget_iterator,
 )
-
-_WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)
-"""Samplers that take each row of a data set once."""
-
-
-def loader_of_samples(
-    trainer: Any, num_batches: int, *, seed: int
-) -> Callable[[], Iterable[Any]]:
-    """A function that starts an iteration over training data.
-
-    Rows of a data set are drawn in random order, `num_batches` micro-batches for each
-    rank at most, and no row twice. A loader that does not simply take each row of a
-    data set once is iterated from its beginning.
-    """
-    loader = trainer.train_dataloader
-    if not _takes_whole_dataset(loader):
-        return lambda: _from_beginning(trainer)
-    # Without a distributed sampler the whole data set belongs to this rank.
-    replicas = getattr(loader.sampler, "num_replicas", 1)
-    rank = getattr(loader.sampler, "rank", 0)
-    num_rows = len(loader.dataset)
-    wanted = num_batches * loader.batch_size * replicas
-    # Shuffled even if all rows are taken: data may be sorted, and one pass normalises
-    # each micro-batch by itself.
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(num_rows, generator=generator)[:wanted].tolist()
-    return lambda: DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=rows[rank::replicas],
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
 
 
 def on_device(trainer: Any, module: Any, batch: Any) -> Any:
@@ -66,22 +23,13 @@ def on_device(trainer: Any, module: Any, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def _takes_whole_dataset(loader: Any) -> bool:
-    return (
-        type(loader) is DataLoader
-        and loader.batch_size is not None
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in _WHOLE
-    )
-
-
 def refuse_unreadable(trainer: Any) -> None:
     """Refuse loaders that can be read only once."""
     for loader in combined_loader(trainer).flattened:
         _fresh(loader)
 
 
-def _from_beginning(trainer: Any) -> Iterator[Any]:
+def from_beginning(trainer: Any) -> Iterator[Any]:
     """The batches of all loaders from the beginning, combined as in training."""
     combined = copy.copy(combined_loader(trainer))
     combined.flattened = [_fresh(loader) for loader in combined.flattened]

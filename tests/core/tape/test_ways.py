@@ -1,0 +1,116 @@
+"""What a forward may do is right or refused by name, also when it changes later."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.tape import ways
+from tests.core.tape.cases import images
+from tests.core.tape.common import EXACT, gradients, off_by, state, summed
+from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
+from tests.core.tape.ways import FOREIGN, Case
+from trainkit import exact_batch_norm
+from trainkit.errors import TrainkitError
+
+X = images(9)
+
+
+def seed(net: Any, number: int = 7) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+    if hasattr(net, "generator"):
+        net.generator = torch.Generator().manual_seed(number)
+
+
+def steps(case: Case, size: int | None, *, is_apart: bool = False) -> list[Any]:
+    """The gradients and buffers of two steps, between which the net changes.
+
+    Args:
+        case: of a net.
+        size: of the chunks; None for the big batch.
+        is_apart: whether each chunk is normalised by itself.
+    """
+    own, found = case.make(), []
+    net = own if size is None or is_apart else exact_batch_norm(own, size=size)
+    ways.GLOBAL.update(scale=1.0, is_on=False)
+    for number in range(2):
+        if number:
+            case.change(own)
+        own.zero_grad()
+        FOREIGN.grad = None
+        x = X.to(own.fc.weight.dtype)
+        for part in x.split(size or 9) if is_apart else [x]:
+            seed(own)
+            summed([net(part)]).backward()
+        foreign = torch.zeros(()) if FOREIGN.grad is None else FOREIGN.grad
+        found.append([*gradients(own), foreign, *state(own)])
+    return found
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_both_steps_are_the_big_batch_and_those_of_chunks_apart_are_not(
+    name: str,
+) -> None:
+    case = RIGHT[name]
+    wanted = steps(case, None)
+    for one, other in zip(steps(case, 4), wanted, strict=True):
+        assert off_by(one, other) <= case.limit
+    apart = steps(case, 4, is_apart=True)
+    assert off_by(apart[0], wanted[0]) > case.apart
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_repeated_is_refused(name: str) -> None:
+    case = REFUSED[name]
+    with pytest.raises((TrainkitError, TypeError), match=case.refused):
+        steps(case, 4)
+    ways.GLOBAL["kept"] = None
+    assert torch.autograd.Function.apply.__func__.__qualname__ == "Function.apply"
+
+
+def test_a_layer_in_a_checkpoint_moves_its_statistics_once() -> None:
+    """torch moves them twice."""
+    case = Case(ways.layer_in_checkpoint, is_whole=True)
+    for one, other in zip(steps(case, 4), steps(Case(), None), strict=True):
+        assert off_by(one, other) <= EXACT
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_rows_draw_is_drawn_again_in_the_backward_pass(name: str) -> None:
+    """The gradient is the slope of the loss, with the same random states before it."""
+    own = DRAWN[name].make()
+    net = exact_batch_norm(own, size=4)
+    seed(own)
+    summed([net(X)]).backward()
+    after = torch.rand(1)
+    used = [p for p in own.parameters() if p.grad is not None]
+    ways_there = [torch.randn_like(p) for p in used]
+    pairs = list(zip(used, ways_there, strict=True))
+    wanted = torch.stack([(p.grad * way).sum() for p, way in pairs]).sum()
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for shift in (1e-6, -2e-6):
+            for parameter, way in pairs:
+                parameter += shift * way
+            seed(own)
+            found.append(summed([net(X)]))
+    assert torch.rand(1) == after
+    assert abs((found[0] - found[1]) / 2e-6 - wanted) <= 1e-7 * abs(wanted)
+
+
+def test_rows_that_see_each_other_later_are_found() -> None:
+    """Calls 1, 2, 4, 8, ... are checked."""
+    own = Case(lambda net, x: x.flip(0) if ways.GLOBAL["is_on"] else x).make()
+    net = exact_batch_norm(own, size=4)
+    for number in range(1, 8):
+        ways.GLOBAL["is_on"] = number >= 5
+        net(X)
+    with pytest.raises(TrainkitError, match="see each other"):
+        net(X)

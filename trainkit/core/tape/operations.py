@@ -1,0 +1,268 @@
+"""The operations between two meetings of the chunks, which each chunk repeats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.inside.draws import States
+from trainkit.core.nested import describe
+from trainkit.core.tape.rows import NumberOfRows
+from trainkit.core.tape.statistics import Meeting
+from trainkit.errors import TrainkitError
+
+Build = Callable[[Iterator[Any]], Any]
+Settings = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A place for a value that each chunk has, or for a tensor that all share."""
+
+    number: int
+    is_shared: bool = False
+
+
+@dataclass
+class Chunk:
+    """What fills the gaps for one chunk.
+
+    Attributes:
+        values: by the numbers of their slots.
+        shared: the tensors that all chunks share.
+        is_small: whether it has one row less than the first chunk.
+    """
+
+    values: dict[int, Tensor]
+    shared: list[Tensor]
+    is_small: bool = False
+
+    def fill(self, gap: Gap | NumberOfRows) -> Any:
+        """What this chunk has in a gap."""
+        if isinstance(gap, NumberOfRows):
+            return gap.each[self.is_small]
+        return (self.shared if gap.is_shared else self.values)[gap.number]
+
+
+def take_apart(value: Any, parts: list[Any]) -> Build:
+    """Add all that is in a value to `parts`; what builds one like it of as many."""
+    if isinstance(value, dict):
+        of = {key: take_apart(each, parts) for key, each in value.items()}
+        return lambda new: {key: build(new) for key, build in of.items()}
+    if isinstance(value, slice):
+        of_ends = take_apart([value.start, value.stop, value.step], parts)
+        return lambda new: slice(*of_ends(new))
+    if isinstance(value, tuple | list):
+        kind: Any = type(value)
+        make, start = getattr(kind, "_make", kind), len(parts)
+        builds = [take_apart(each, parts) for each in value]
+        if any(isinstance(each, Tensor | NumberOfRows) for each in parts[start:]):
+            return lambda new: make([build(new) for build in builds])
+        del parts[start:]  # it is one part
+    parts.append(value)
+    return next
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in what a function gets or returns, in order."""
+    parts: list[Any] = []
+    if isinstance(value, Tensor):
+        return [value]
+    take_apart(value, parts)
+    return [each for each in parts if isinstance(each, Tensor)]
+
+
+class Surroundings:
+    """Reads and sets what operations on some device depend on besides arguments.
+
+    Args:
+        device: of the batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entered: Any = None
+        self._kinds = sorted({"cpu", device.type} - {"meta"})
+
+    def now(self) -> Settings:
+        """Whether gradients are on, and what autocast does."""
+        casts = [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in self._kinds
+        ]
+        return torch.is_grad_enabled(), tuple(casts)
+
+    def enter(self, settings: Settings, *, gradients: bool = True) -> None:
+        """Set what `now` has read; without `gradients`, these stay as they are."""
+        if self._entered == (settings, gradients):
+            return
+        self._entered = settings, gradients
+        if gradients:
+            torch.set_grad_enabled(settings[0])
+        for kind, (is_on, dtype) in zip(self._kinds, settings[1], strict=True):
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is set within it is put back. Autocast keeps no copies of weights, since
+        one that was made without a graph would be used with it later."""
+        self._entered = None
+        before, caches = self.now(), torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            self.enter(before)
+            self._entered = None
+            torch.set_autocast_cache_enabled(caches)
+
+    def random(self) -> States:
+        """The states of torch's generators."""
+        return States([self._device], of_host=False)
+
+
+@dataclass(eq=False)
+class Operation:
+    """A call of a function that depends on the batch.
+
+    Attributes:
+        function: of torch.
+        name: of it.
+        parts: all that it is given, with gaps for tensors and numbers of rows.
+        build: makes its arguments of as many parts.
+        settings: in which it runs.
+        states: the random states before it, for each chunk; None if it draws nothing.
+        outs: the slots of the tensors that it returns; None for an argument.
+        likes: their shapes and types, in the first chunk and in the last.
+        written: the slots of the arguments it writes into, and of what they are then.
+        over: the slots that nothing needs after it.
+        uses: the slots of its arguments.
+        shared: the places of those that all chunks share.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    parts: list[Any]
+    build: Build
+    settings: Settings
+    states: dict[int, Any] | None = None
+    outs: list[int | None] = field(default_factory=list)
+    likes: list[tuple[Any, Any]] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        places = enumerate(self.parts)
+        self._gaps = [(n, x) for n, x in places if isinstance(x, Gap | NumberOfRows)]
+        gaps = [each for _, each in self._gaps if isinstance(each, Gap)]
+        self.uses = {each.number for each in gaps if not each.is_shared}
+        self.shared = [each.number for each in gaps if each.is_shared]
+
+    def call(self, chunk: Chunk) -> Any:
+        """What the function returns for a chunk."""
+        parts = list(self.parts)
+        for place, gap in self._gaps:
+            parts[place] = chunk.fill(gap)
+        args, kwargs = self.build(iter(parts))
+        return self.function(*args, **kwargs)
+
+    def makes(self) -> set[int]:
+        """The slots that it fills."""
+        new = {new for _, new in self.written}
+        return new.union(slot for slot in self.outs if slot is not None)
+
+    def run(self, chunk: Chunk) -> None:
+        """Repeat it for a chunk."""
+        found = tensors_in(self.call(chunk))
+        for slot, tensor, likes in zip(self.outs, found, self.likes, strict=True):
+            like = likes[chunk.is_small]
+            if (tensor.shape, tensor.dtype) != like:
+                raise TrainkitError(
+                    f"exact BatchNorm: {self.name} returns {describe(tensor)} for one "
+                    f"chunk, and shape {list(like[0])} of {like[1]} for another. All "
+                    f"chunks must run alike. Keep shapes free of values, as "
+                    f"torch.where() does."
+                )
+            if slot is not None:
+                chunk.values[slot] = tensor
+        for old, new in self.written:
+            chunk.values[new] = chunk.values[old]
+
+
+@dataclass(eq=False)
+class Segment:
+    """The operations from one meeting of the chunks to the next.
+
+    Attributes:
+        meeting: with which it begins; the first segment has none.
+        operations: in order.
+        copied: slots from before it in whose memory it writes.
+        made: the slots that it fills.
+        needed: the slots from before it that it uses.
+    """
+
+    meeting: Meeting | None = None
+    operations: list[Operation] = field(default_factory=list)
+    copied: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
+    needed: set[int] = field(default_factory=set)
+
+    def prune(self, wanted: Collection[int]) -> None:
+        """Leave out operations that nothing needs, and note when values are over.
+
+        Args:
+            wanted: the slots that are needed behind the segment.
+        """
+        needed, kept, made = set(wanted), [], set[int]()
+        for each in reversed(self.operations):
+            makes = each.makes()
+            if each.written or not needed.isdisjoint(makes):
+                each.over = [*((each.uses | makes) - needed)]
+                needed |= each.uses
+                made |= makes
+                kept.append(each)
+        self.operations = kept[::-1]
+        own = self.meeting
+        uses = {own.x} if own else set[int]()
+        self.made = made | {own.y} if own else made
+        self.needed = uses.union(*(each.uses for each in kept)) - self.made
+
+    def run(
+        self,
+        number: int,
+        chunk: Chunk,
+        surroundings: Surroundings,
+        *,
+        leaves: list[Tensor] | None = None,
+    ) -> None:
+        """Run it for a chunk, whose values from before it are there.
+
+        Args:
+            number: of the chunk.
+            chunk: holds the values, and gets new ones.
+            surroundings: sets the modes in which operations run.
+            leaves: weight and bias of the meeting, if it runs again for gradients, with
+                the draws of the first time.
+        """
+        again, own = leaves is not None, self.meeting
+        for slot in self.copied & self.needed:
+            chunk.values[slot] = chunk.values[slot].clone()
+        if own is not None:
+            surroundings.enter(own.settings, gradients=False)
+            with torch.set_grad_enabled(again and own.trains):
+                chunk.values[own.y] = own.normalised(chunk.values[own.x], leaves)
+        for each in self.operations:
+            surroundings.enter(each.settings, gradients=again)
+            if each.states is not None and again:
+                each.states[number].put_back()
+            elif each.states is not None:
+                each.states[number] = surroundings.random()
+            each.run(chunk)
+            for slot in each.over:
+                chunk.values.pop(slot, None)
