@@ -319,7 +319,6 @@ def test_a_pair_of_numbers_is_no_list_of_two_rows() -> None:
     net = twin(Sized())
     with Chunked(net, size=1):
         net(X, (3, 5))
-        net(X[:2], (3, 5))  # once it had another length than the rows
     with Chunked(net, size=1), pytest.raises(TrainkitError, match="shared="):
         net(X[:2], (3, 5))
     with Chunked(net, size=1, shared=["size"]):

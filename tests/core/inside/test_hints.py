@@ -85,7 +85,7 @@ def test_sequences_that_come_first(batch_first: bool) -> None:
     if batch_first:
         train(net, SEQUENCES)
         return
-    words = "Rows must be dimension 0 .* as in layer, use batch_first=True"
+    words = "Rows must be dimension 0 .* as with batch_first=True"
     with pytest.raises(TrainkitError, match=words):
         train(net, SEQUENCES.transpose(0, 1))
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.core.inside.common import EXACT, NAIVE, gradient, off_by
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside import padding
-from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside import tokens
+from trainkit.core.inside.tokens import ByTokens
 
 ROWS, WIDTH, SIZE, WORDS, TOKENS = 16, 8, 6, 20, 24
 LENGTHS = torch.tensor([3, 8, 2, 5, 8, 3, 4, 2, 6, 3, 2, 8, 1, 2, 3, 4])
@@ -95,7 +95,7 @@ def off(net: nn.Module, steps: Sequence[Step], **options: Any) -> float:
     return worst
 
 
-UNCHECKED = mock.patch.object(PaddingCheck, "look")
+UNCHECKED = mock.patch.object(ByTokens, "refuse_padding")
 
 
 # ---- a width that is the mask's by chance --------------------------------------------
@@ -247,11 +247,11 @@ def failing(net: nn.Module, steps: Sequence[Step]) -> None:
 def test_a_device_is_not_waited_for_but_at_the_next_call_or_the_end() -> None:
     net = Tied()
     steps = [tagging(masks=n != 2) for n in range(3)]
-    with mock.patch.object(padding, "runs_later", return_value=True):
+    with mock.patch.object(tokens, "runs_later", return_value=True):
         cut = Chunked(net, tokens=TOKENS)
         for step in steps:
             gradient(net, step)
-        check: Any = cut._cut.by_tokens.padding  # type: ignore[union-attr]
+        check: Any = cut._cut.by_tokens  # type: ignore[union-attr]
         assert len(check._unread) == 1
         with pytest.raises(TrainkitError, match="at padding is used by the loss"):
             net(words(1), marks(), words(2))

@@ -26,7 +26,7 @@ from tests.core.inside.common import (
 )
 from tests.helpers import NAIVE
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.shadows import refuse_shards
+from trainkit.core.inside.refusals import refuse_module as refuse_shards
 from trainkit.core.split.partition import even_runs
 
 EXACT = 1e-12

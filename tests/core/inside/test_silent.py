@@ -21,8 +21,9 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked
-from trainkit.core.inside import check, moment, outputs
+from trainkit.core.inside import moment
 from trainkit.core.inside.closeness import are_close
+from trainkit.core.inside.trial import Trial
 from trainkit.errors import TrainkitError
 
 X, LABELS = batch(16)
@@ -108,7 +109,7 @@ def test_a_backward_pass_that_sees_rows_is_refused(
     net = twin(Between(change))
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         off(net)
-    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
     assert off(net) > NAIVE  # the control: its forward pass shows nothing
 
 
@@ -129,7 +130,7 @@ def test_so_is_that_of_a_module_whose_arguments_alone_train(
 
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         found()
-    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
     assert found() > NAIVE
 
 
@@ -212,20 +213,6 @@ def test_a_number_of_all_rows_is_refused_in_any_call() -> None:
         net.weight = torch.ones(())
         with pytest.raises(TrainkitError, match=r"'1' has no rows, and must be the"):
             gradient(net, warmed)
-
-
-def test_on_a_device_the_next_call_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "AT_HAND", ())
-    net = twin(Warming())
-    with Chunked(net, size=4):
-        for _ in range(4):
-            gradient(net, warmed)
-        net.weight = torch.ones(())
-        gradient(net, warmed)  # nobody has waited
-        with pytest.raises(TrainkitError, match="in the call before this one"):
-            gradient(net, warmed)
-        net.weight = torch.zeros(())
-        gradient(net, warmed)  # said once
 
 
 # ---- state ---------------------------------------------------------------------------

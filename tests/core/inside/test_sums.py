@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.inside.common import EXACT, Net, batch, gradient, nt_xent, off_by
 from trainkit import Chunked
-from trainkit.core.inside.shadows import Shadows
+from trainkit.core.inside.cut import Shadows
 
 X, LABELS = batch(24)
 WIDTH, LAYERS = 256, 6

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.core.inside.common import gradient, off_by
 from trainkit import Chunked, TrainkitError
 from trainkit.core.inside import tokens as tokens_module
-from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside.tokens import ByTokens
 
 EXACT = 1e-12
 NAIVE = 1e-3
@@ -167,7 +167,7 @@ def test_unmasked_mean_is_refused_by_name() -> None:
     with Chunked(net, tokens=TOKENS):
         with pytest.raises(TrainkitError, match="at padding is used by the loss"):
             gradient(net, step)
-    with mock.patch.object(PaddingCheck, "look"), Chunked(net, tokens=TOKENS):
+    with mock.patch.object(ByTokens, "refuse_padding"), Chunked(net, tokens=TOKENS):
         assert off_by(gradient(net, step)[1], wanted) > NAIVE  # the control
 
 

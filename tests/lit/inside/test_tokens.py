@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import NAIVE, deviation, trainer
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
-from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside.tokens import ByTokens
 
 WIDTH, LENGTH = 6, 9
 
@@ -135,7 +135,7 @@ def test_a_target_as_wide_as_the_mask_by_chance_is_right_or_refused(at: int) -> 
         return
     with pytest.raises(TrainkitError, match="at padding is used"):
         run(copy.deepcopy(start), cut)
-    with mock.patch.object(PaddingCheck, "look"):
+    with mock.patch.object(ByTokens, "refuse_padding"):
         naive = run(copy.deepcopy(start), cut)
     assert deviation(naive, whole, start) > NAIVE
 

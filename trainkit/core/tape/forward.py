@@ -15,7 +15,7 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Around, nothing_around
-from trainkit.core.inside.draws import States
+from trainkit.core.inside.moment import States
 from trainkit.core.nested import take_apart, tensors
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
@@ -106,7 +106,7 @@ class TapedForward:
             return original(*positional, **named)
 
         self._num_calls += 1
-        begun = States({x.device for x in tensors(values)}, of_host=True)
+        begun = States({x.device for x in tensors(values)})
         while True:
             try:
                 return self._run(run, values, rows)
