@@ -99,7 +99,7 @@ class Call:
         cut, values = self._cut, self.values
         assert values is not None
         versions, joined = versions_of(values), None
-        begun = self._states()
+        begun = States(self._arguments.devices)
         while joined is None:
             try:
                 joined = self._run(values, has_graph=has_graph)
@@ -123,10 +123,11 @@ class Call:
         width = by_length.width if by_length else 0
         joined = Joined(self._plan, arguments.rows, cut.name, width)
         self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
-        self._kept, self.differentiable, self._first = {}, [], None
+        self._kept, self._first = {}, None
+        self.differentiable = [False] * len(self._plan)
         without = len(self.chunks) - has_graph * max(cut.keep, 1)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = self._states()
+            chunk.states = States(self._arguments.devices)
             if number >= without:
                 outputs = self._with_graph(chunk, values)
             else:
@@ -135,7 +136,7 @@ class Call:
             if self._is_checked and not number and chunk not in self._kept:
                 self._first = [_copied(each) for each in outputs]
             joined.add(chunk, outputs)
-        self._ended = self._states()
+        self._ended = States(self._arguments.devices)
         return joined
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
@@ -146,29 +147,19 @@ class Call:
             graph = self._graph(chunk, values)
         known = [*self.shadows.own, *graph.leaves.values()]
         strangers_of(graph.outputs, known, self._cut.name)
-        have = [_has_gradient(each) for each in graph.outputs]
-        before = self.differentiable or [False] * len(have)
-        self.differentiable = [a or b for a, b in zip(before, have, strict=True)]
+        for index, each in enumerate(graph.outputs):
+            if isinstance(each, Tensor) and each.requires_grad:
+                self.differentiable[index] = True
         if self._cut.keep:
             self._kept[chunk] = graph
         return graph.outputs
-
-    def _states(self) -> States:
-        return States(self._arguments.devices)
 
     def _halves(self) -> bool:
         arguments = self._arguments
         return arguments.by_length is None and self._cut.sizes.halve(arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        try:
-            fields, build = self._cut.run(self._arguments, given, self, chunk)
-        except Exception as error:
-            getattr(error, "add_note", lambda _: None)(
-                f"trainkit | {self._cut.name}: raised while it ran on rows "
-                f"{chunk.start} to {chunk.stop - 1} of {self._arguments.rows}"
-            )
-            raise
+        fields, build = self._cut.run(self._arguments, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
 
@@ -201,7 +192,7 @@ class Call:
         self.moment.check_weights()
         if self._watch is not None:
             self._watch(gradients, self._plan, self.chunks, self._cut.name)
-        shadows, now = self.shadows, self._states()
+        shadows, now = self.shadows, States(self._arguments.devices)
         kept, self._kept = self._kept, {}
         found = None
         try:
@@ -241,7 +232,7 @@ class Call:
         found: dict[int, Tensor] = {}
         draws = not self.chunks[0].states.are(self._ended)
         for chunk in reversed(self.chunks):  # the last comes first: it may be kept
-            now = self._states() if draws else None
+            now = States(self._arguments.devices) if draws else None
             graph = kept.pop(chunk, None)
             if graph is None:
                 if draws:
@@ -322,7 +313,7 @@ class Call:
                 wide = value.dtype in HALF and not is_cut
                 dtype = torch.float32 if wide else value.dtype
                 found[index] = torch.zeros_like(value, dtype=dtype)
-            padded = self._arguments.padded(index)
+            padded = self._arguments.padded[index]
             chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
 
 
@@ -367,10 +358,6 @@ def leaves_in_chunks(call: Call) -> list[Any]:
     leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
     call.leaves = []
     return leaves
-
-
-def _has_gradient(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.requires_grad
 
 
 def _copied(value: Any) -> Any:

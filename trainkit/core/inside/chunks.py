@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.plan.options import check_whole_number
-from trainkit.errors import TrainkitError
 
 Span = tuple[int, int]
 
@@ -88,11 +87,5 @@ class Sizes:
 
 def checked_keep(keep: Any) -> int:
     """A number of chunks; refuses all else."""
-    if isinstance(keep, str) or keep is None:
-        raise TrainkitError(
-            f"keep: must be how many chunks of a call keep their graph, a whole "
-            f"number, received {keep!r}. 'auto' and bytes are no longer known: leave "
-            f"it out, or write keep=1."
-        )
     check_whole_number("keep", keep, least=0)
     return keep

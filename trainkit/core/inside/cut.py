@@ -47,13 +47,14 @@ class Cut:
     ) -> None:
         self.module, self.name, self.sizes = module, name, sizes
         self.keep = checked_keep(keep)
+        self._before: Any = vars(module).get("forward")
         self.around: Around = nothing_around
         self._shadows: Shadows | None = None
 
     @property
-    def original(self) -> Callable[..., Any]:
+    def original(self) -> Any:
         """The module's own forward."""
-        return self.module.forward
+        return self._before or type(self.module).forward.__get__(self.module)
 
     def run(
         self,
@@ -186,7 +187,8 @@ def nodes_of(outputs: Sequence[Any]) -> list[Any]:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen[node] = None
-            waiting += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                waiting.append(following)
     return list(seen)
 
 

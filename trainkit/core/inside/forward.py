@@ -59,7 +59,6 @@ class ChunkedForward(Cut):
         copied = vars(module).get("forward")
         if isinstance(copied, ChunkedForward) and copied.is_copy:
             copied.remove()
-        self._before = vars(module).get("forward")
         super().__init__(module, name, sizes, keep)
         self.was_called = self.was_cut = self.is_copy = False
         self.most_rows = 0
@@ -86,13 +85,6 @@ class ChunkedForward(Cut):
                 vars(self.module)["forward"] = self._before
         if self.by_tokens is not None and sys.exc_info()[0] is None:
             self.by_tokens.read()
-
-    @property
-    def original(self) -> Any:
-        """The module's own forward."""
-        if self._before is not None:
-            return self._before
-        return type(self.module).forward.__get__(self.module)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +133,6 @@ class ChunkedForward(Cut):
         arguments have rows.
         """
         values = zip(arguments.paths, arguments.values, arguments.cut, strict=True)
-        by_length = arguments.by_length
         key = (
             torch.is_grad_enabled(),
             *[x for x in moment.settings.values() if isinstance(x, bool | str)],
@@ -150,7 +141,7 @@ class ChunkedForward(Cut):
                 (path, is_cut, value.ndim if isinstance(value, Tensor) else type(value))
                 for path, value, is_cut in values
             ],
-            *(by_length.padded if by_length else ()),
+            *arguments.padded,
         )
         plan, before = self._kinds.get(key, (None, 0))
         is_checked = not before & (before + 1)  # calls 1, 2, 4, 8, ...

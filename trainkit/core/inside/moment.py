@@ -32,28 +32,31 @@ class States:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._on_cuda = [each for each in devices if each.type == "cuda"]
-        on_cuda = [torch.cuda.get_rng_state(each) for each in self._on_cuda]
-        self._of_torch: list[Tensor] = [torch.get_rng_state(), *on_cuda]
-        self._of_python = random.getstate()
+        self._of_torch: dict[Any, Tensor] = {None: torch.get_rng_state()}
+        for each in devices:
+            if each.type == "cuda":
+                self._of_torch[each] = torch.cuda.get_rng_state(each)
         self._numpy: Any = sys.modules.get("numpy.random")
-        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
+        of_numpy = None if self._numpy is None else self._numpy.get_state()
+        self._of_host = random.getstate(), of_numpy
 
     def put_back(self) -> None:
         """Let all generators draw from here again."""
-        on_cpu, *on_cuda = self._of_torch
-        torch.set_rng_state(on_cpu)
-        for device, state in zip(self._on_cuda, on_cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._of_python)
+        for device, state in self._of_torch.items():
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        of_python, of_numpy = self._of_host
+        random.setstate(of_python)
         if self._numpy is not None:
-            self._numpy.set_state(self._of_numpy)
+            self._numpy.set_state(of_numpy)
 
     def are(self, other: States) -> bool:
         """Whether nothing was drawn between two moments."""
-        one, two = ((x._of_python, x._of_numpy) for x in (self, other))
-        is_same = all(map(torch.equal, self._of_torch, other._of_torch))
-        return is_same and pickle.dumps(one) == pickle.dumps(two)
+        pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
+        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
+        return is_same and all([torch.equal(*pair) for pair in pairs])
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -114,16 +117,15 @@ class Moment:
         self._frozen: list[Tensor] = []
         for each in module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
-        self._versions = self._versions_now()
-        kinds = sorted({"cpu"}.union(device.type for device in devices))
+        self._versions = versions_of(self._tensors())
         self._autocast = [
-            (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
-            for each in kinds
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", *[each.type for each in devices]}
         ]
         self._caches = torch.is_autocast_cache_enabled()
 
-    def _versions_now(self) -> list[tuple[int, int]]:
-        return versions_of((*self._module.parameters(), *self._module.buffers()))
+    def _tensors(self) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since."""
@@ -156,20 +158,24 @@ class Moment:
 
     def _moved(self) -> list[str]:
         """The names of the weights and buffers that were changed since."""
-        if self._versions_now() == self._versions:
+        if versions_of(self._tensors()) == self._versions:
             return []
-        before = set(self._versions)
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        before, named = set(self._versions), self._named().items()
         moved = [name for name, x in named if not before.issuperset(versions_of([x]))]
         return moved or ["the list of them"]
+
+    def _named(self) -> dict[str, Tensor]:
+        return {
+            **dict(self._module.named_parameters()),
+            **dict(self._module.named_buffers()),
+        }
 
     def sums(self) -> dict[str, float]:
         """The sum of each weight and buffer, which also shows what is written behind
         torch's back, such as by `.data`; waits for the device."""
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return {
             name: each.detach().sum(dtype=torch.float64).item()
-            for name, each in named
+            for name, each in self._named().items()
             if type(each) in (Tensor, nn.Parameter)
             and each.layout is torch.strided
             and not (each.is_complex() or each.is_quantized or each.is_meta)

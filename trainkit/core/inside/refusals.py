@@ -40,8 +40,8 @@ HINTS = {
 
 OF_TOKENS = (
     "Every dimension of an argument that is as wide as the mask, {}, is cut, and the "
-    "mask must mark tokens by 1 or True. Give other arguments another width, or cut by "
-    "size= alone. "
+    "mask must mark tokens by 1 or True. Give other arguments another width, pass "
+    "position_ids if rows are padded on the left, or cut by size= alone. "
 )
 
 SHARE = 0.1
@@ -124,33 +124,26 @@ def refuse_module(module: nn.Module, name: str) -> None:
         module: which is cut.
         name: of it, for messages.
     """
-    if any(is_lazy(each) for each in module.parameters()):
-        raise TrainkitError(
-            f"{name}: its parameters must have a shape, and lazy ones get theirs in a "
-            f"first forward pass. Run one batch before it is cut."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TrainkitError(
-            f"{name}: a scripted module cannot run in chunks. Give the module that was "
-            f"scripted."
-        )
-    if module._compiled_call_impl is not None:
-        raise TrainkitError(
-            f"{name}: it was compiled in place by compile(), which would trace the "
-            f"cut. Write module = torch.compile(module) instead, and cut that."
-        )
     within = [each for each in module.modules() if each is not module]
-    if any(isinstance(each, FSDPModule) for each in within):
-        raise TrainkitError(
-            f"{name}: parts of it are sharded by fully_shard (FSDP2) each for itself, "
-            f"and they free and reduce their weights in each chunk. Shard the module "
-            f"that is cut as one group, or one around it; or use DDP."
-        )
     flat: Any = (FullyShardedDataParallel, FlatParameter)
-    if any(isinstance(each, flat) for each in [*within, module, *module.parameters()]):
-        raise TrainkitError(
-            f"{name}: FullyShardedDataParallel flattens weights and frees them after "
-            f"each forward pass, so that chunks get no gradient. Shard by "
-            f"torch.distributed.fsdp.fully_shard (FSDP2; ModelParallelStrategy in "
-            f"Lightning), or use DDP."
-        )
+    every = [*within, module, *module.parameters()]
+    refused = {
+        "its parameters must have a shape, and lazy ones get theirs in a first forward "
+        "pass. Run one batch before it is cut": any(map(is_lazy, module.parameters())),
+        "a scripted module cannot run in chunks. Give the module that was scripted": (
+            isinstance(module, torch.jit.ScriptModule)
+        ),
+        "parts of it are sharded by fully_shard (FSDP2) each for itself, and they free "
+        "and reduce their weights in each chunk. Shard the module that is cut as one "
+        "group, or one around it; or use DDP": (
+            any(isinstance(each, FSDPModule) for each in within)
+        ),
+        "FullyShardedDataParallel flattens weights and frees them after each forward "
+        "pass, so that chunks get no gradient. Shard by torch.distributed.fsdp."
+        "fully_shard (FSDP2; ModelParallelStrategy in Lightning), or use DDP": (
+            any(isinstance(each, flat) for each in every)
+        ),
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise TrainkitError(f"{name}: {reason}.")

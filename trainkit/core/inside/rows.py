@@ -34,14 +34,12 @@ class ByLength:
         chunks: blocks of rows, as places in that order, and of columns.
         spans: the columns of each row that are not padding, in that order.
         width: how many columns there are.
-        padded: the dimensions of each argument whose columns chunks leave out.
     """
 
     order: list[int]
     chunks: list[Chunk]
     spans: list[Span]
     width: int
-    padded: list[tuple[int, ...]]
 
 
 @dataclass
@@ -57,6 +55,7 @@ class Arguments:
         rows: how many rows they have.
         cut: whether each has rows.
         devices: of the tensors.
+        padded: the dimensions of each whose columns chunks leave out.
         by_length: how rows are sorted, if they are.
     """
 
@@ -68,6 +67,7 @@ class Arguments:
     rows: int
     cut: list[bool]
     devices: set[torch.device]
+    padded: list[tuple[int, ...]]
     by_length: ByLength | None = None
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
@@ -82,17 +82,13 @@ class Arguments:
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""
         found = []
-        for index, (value, is_cut) in enumerate(zip(values, self.cut, strict=True)):
+        for value, is_cut, padded in zip(values, self.cut, self.padded, strict=True):
             if isinstance(value, Tensor):
-                value = chunk.part(value, 0 if is_cut else None, 1, self.padded(index))
+                value = chunk.part(value, 0 if is_cut else None, 1, padded)
             elif is_cut:
                 value = value[chunk.start : chunk.stop]
             found.append(value)
         return found
-
-    def padded(self, index: int) -> tuple[int, ...]:
-        """The dimensions of an argument whose columns chunks leave out."""
-        return () if self.by_length is None else self.by_length.padded[index]
 
     def taken(self, rows: Sequence[int]) -> list[Any]:
         """The values of some rows, in this order, without their graph."""
@@ -145,10 +141,16 @@ class Signature:
         if self._shared:
             pairs = zip(cut, paths, strict=True)
             cut = [is_cut and not self._is_shared(path) for is_cut, path in pairs]
-        devices = {each.device for each in values if isinstance(each, Tensor)}
-        build = None if paths == list(given) else build
         return Arguments(
-            values, paths, list(given), len(args), build, rows, cut, devices
+            values,
+            paths,
+            names=list(given),
+            num_by_place=len(args),
+            build=None if paths == list(given) else build,
+            rows=rows,
+            cut=cut,
+            devices={each.device for each in values if isinstance(each, Tensor)},
+            padded=[()] * len(values),
         )
 
     def _num_rows(self, fields: Sequence[Field]) -> int:

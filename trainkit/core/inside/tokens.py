@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk, Sizes, Span
+from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.outputs import Plan, rows_of
 from trainkit.core.inside.rows import Arguments, ByLength, reordered
 from trainkit.core.plan.options import check_whole_number
@@ -26,7 +26,6 @@ from trainkit.core.split.rows import spans_of
 from trainkit.errors import TrainkitError
 
 LENGTHS = "attention_mask"
-POSITIONS = "position_ids"
 
 
 class ByTokens:
@@ -64,8 +63,6 @@ class ByTokens:
         paths, values, rows = arguments.paths, arguments.values, arguments.rows
         mask = self._mask(arguments, name)
         spans, width = spans_of(mask), mask.shape[1]
-        if POSITIONS not in paths:
-            spans = self._from_first(spans, width, name)
         groups = partition([spans], size=self._size, tokens=self._tokens)
         ends = list(accumulate(map(len, groups)))
         chunks = [
@@ -81,7 +78,8 @@ class ByTokens:
         found = replace(
             arguments,
             values=[reordered(x, order) if is_cut else x for _, x, is_cut in fields],
-            by_length=ByLength(order, chunks, spans, width, padded),
+            by_length=ByLength(order, chunks, spans, width),
+            padded=padded,
         )
         most = max(1, self._tokens // max(width, 1))
         return found, Sizes(min(most, self._size or rows))
@@ -102,21 +100,6 @@ class ByTokens:
                 f"their columns, 1 or True at tokens, received {shape}."
             )
         return mask
-
-    def _from_first(self, spans: list[Span], width: int, name: str) -> list[Span]:
-        """Spans that begin at column 0, since columns are places there."""
-        is_empty = (0, 1)
-        if any(first for first, _ in spans) and all(
-            span == is_empty or span[1] == width for span in spans
-        ):
-            raise TrainkitError(
-                f"{name}: in {self._lengths!r} 1 or True must mark tokens, 0 or False "
-                f"padding, received a mask whose marks are at the end of rows. If it "
-                f"marks padding, pass ~mask. If its rows are padded on the left, a "
-                f"column without padding would get another place if others were left "
-                f"out: pass {POSITIONS!r} by name, or pad on the right."
-            )
-        return [(0, end) for _, end in spans]
 
     def _padded(
         self, path: str, value: Any, has_rows: bool, width: int
