@@ -35,27 +35,10 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).requires_grad_()
 
 
-def mixed(
-    net: Any,
-    x: Tensor,
-    *,
-    extra: Any = None,
-    table: Any = None,
-    scale: float = 1.0,
-    mask: Any = None,
-) -> Tensor:
-    """Some arguments have rows, and others have none."""
-    net.seen.append(len(x))
-    out = net.plain(x) * scale
-    if extra is not None:
-        out = out + extra
-    if mask is not None:
-        out = out + out @ mask[:CLASSES, :CLASSES].to(out)
-    return out if table is None else out @ table.T
-
-
 class Named(Net):
-    """It names its arguments."""
+    """Some of its arguments have rows, and others have none."""
+
+    seen: Any
 
     def forward(
         self,
@@ -66,13 +49,17 @@ class Named(Net):
         scale: float = 1.0,
         mask: Any = None,
     ) -> Tensor:
-        return mixed(self, x, extra=extra, table=table, scale=scale, mask=mask)
+        self.seen.append(len(x))
+        out = self.plain(x) * scale
+        if extra is not None:
+            out = out + extra
+        if mask is not None:
+            out = out + out @ mask[:CLASSES, :CLASSES].to(out)
+        return out if table is None else out @ table.T
 
 
 def named() -> Any:
-    net: Any = twin(Named())
-    net.seen = []
-    return net
+    return twin(Named(seen=[]))
 
 
 ARGUMENTS: list[tuple[dict[str, Any], bool]] = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,9 @@ from trainkit.core.inside.rows import Arguments
 from trainkit.core.nested import Build
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
+
+SAVED = object()
+"""Stands for a tensor that autograd holds."""
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Call:
             the module's name, before the backward pass.
 
     Attributes:
-        values: the arguments; None once autograd holds them.
+        values: the arguments, without the tensors that autograd holds.
         trained: the places of the arguments that get a gradient.
         build: makes the output of its leaves.
         differentiable: which leaves of the output have a gradient.
@@ -62,9 +65,10 @@ class Call:
         is_checked: bool = False,
         watch: Callable[..., None] | None = None,
     ) -> None:
-        self._cut, self._arguments, self._plan = cut, arguments, plan
+        self._cut, self._plan = cut, plan
+        self._arguments = replace(arguments, values=[])  # they are held once
         self._is_checked, self._watch, self.moment = is_checked, watch, moment
-        self.values: list[Any] | None = arguments.values
+        self.values: list[Any] = arguments.values
         self.trained = [
             i
             for i, each in enumerate(arguments.values)
@@ -76,11 +80,6 @@ class Call:
         self.chunks: list[Chunk] = []
         self._kept: dict[Chunk, Graph] = {}
         self._first: list[Any] | None = None
-
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter or an argument gets a gradient."""
-        return bool(self.trained or self.moment.parameters)
 
     @cached_property
     def shadows(self) -> Shadows:
@@ -97,7 +96,6 @@ class Call:
                 output has a gradient.
         """
         cut, values = self._cut, self.values
-        assert values is not None
         versions, joined = versions_of(values), None
         begun = States(self._arguments.devices)
         while joined is None:
@@ -147,7 +145,7 @@ class Call:
             graph = self._graph(chunk, values)
         known = [*self.shadows.own, *graph.leaves.values()]
         strangers_of(graph.outputs, known, self._cut.name)
-        for index, each in enumerate(graph.outputs):
+        for index, each in enumerate(graph.outputs[: len(self._plan)]):
             if isinstance(each, Tensor) and each.requires_grad:
                 self.differentiable[index] = True
         if self._cut.keep:
@@ -165,10 +163,9 @@ class Call:
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
-        given = self._arguments.of(chunk, values)
+        given, leaves = self._arguments.of(chunk, values), {}
         for index in self.trained:
-            given[index] = given[index].detach().requires_grad_()
-        leaves = {index: given[index] for index in self.trained}
+            leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
             return Graph(self._outputs(chunk, given), leaves)
 
@@ -198,7 +195,6 @@ class Call:
         try:
             with self.moment.again(), shadows.in_place():
                 while found is None:
-                    shadows.clear()
                     try:
                         found = self._pass(values, gradients, kept)
                     except Exception as error:
@@ -206,6 +202,7 @@ class Call:
                             raise
                         release(error)
                         kept.clear()
+                        shadows.clear()
                         now.put_back()
                 of_parameters = shadows.gradients()
         except BaseException:
@@ -322,26 +319,23 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *trained: Tensor) -> tuple[Tensor, ...]:
-        assert call.values is not None
-        leaves = call.forward(has_graph=True)
+        values = call.values
+        ctx.call, call.leaves = call, call.forward(has_graph=True)
         # Saved, they raise as usual if they are changed before the backward pass.
-        ctx.at = [i for i, v in enumerate(call.values) if isinstance(v, Tensor)]
-        ctx.save_for_backward(*[call.values[i] for i in ctx.at])
-        ctx.others = [None if isinstance(v, Tensor) else v for v in call.values]
-        ctx.call, call.values = call, None
+        ctx.save_for_backward(*[v for v in values if isinstance(v, Tensor)])
+        call.values = [SAVED if isinstance(v, Tensor) else v for v in values]
         ctx.set_materialize_grads(False)
-        call.leaves = leaves
-        tensors = {i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)}
-        ctx.outputs = list(tensors)
-        plain = [v for i, v in tensors.items() if not call.differentiable[i]]
+        ctx.outputs = [i for i, v in enumerate(call.leaves) if isinstance(v, Tensor)]
+        tensors = [call.leaves[i] for i in ctx.outputs]
+        pairs = zip(tensors, ctx.outputs, strict=True)
+        plain = [each for each, i in pairs if not call.differentiable[i]]
         ctx.mark_non_differentiable(*plain)
-        return tuple(tensors.values())
+        return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        values = list(ctx.others)
-        for place, value in zip(ctx.at, ctx.saved_tensors, strict=True):
-            values[place] = value
+        saved = iter(ctx.saved_tensors)
+        values = [next(saved) if v is SAVED else v for v in ctx.call.values]
         gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
         for place, gradient in zip(ctx.outputs, given, strict=True):
             gradients[place] = gradient
@@ -350,10 +344,9 @@ class Run(torch.autograd.Function):
 
 def leaves_in_chunks(call: Call) -> list[Any]:
     """The leaves of the output of a call that has not run, whose rows run in chunks."""
-    assert call.values is not None
-    if not (torch.is_grad_enabled() and call.trains):
-        return call.forward(has_graph=torch.is_grad_enabled())
     trained = [*call.moment.parameters, *[call.values[i] for i in call.trained]]
+    if not (torch.is_grad_enabled() and trained):
+        return call.forward(has_graph=torch.is_grad_enabled())
     outputs = iter(Run.apply(call, *trained))  # type: ignore[arg-type]
     leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
     call.leaves = []

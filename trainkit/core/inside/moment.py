@@ -70,15 +70,16 @@ def settings_of(module: nn.Module) -> Settings:
     }
 
 
-def put_back(module: nn.Module, settings: Settings) -> None:
-    """Give attributes the values that they had."""
+def put_back(module: nn.Module, settings: Settings) -> Settings:
+    """Give attributes the values that they had; which they have now."""
     now = settings_of(module)
     if now == settings:
-        return
+        return now
     for place, name in now.keys() - settings.keys():
         del vars(place)[name]
     for (place, name), value in settings.items():
         vars(place)[name] = value
+    return now
 
 
 def versions_of(values: Iterable[Any]) -> list[tuple[int, int]]:
@@ -128,7 +129,7 @@ class Moment:
         return [*self._module.parameters(), *self._module.buffers()]
 
     def check_weights(self) -> None:
-        """Refuse weights and buffers that were changed since."""
+        """Refuse weights and buffers that were changed since the forward pass."""
         if moved := self._moved():
             raise TrainkitError(
                 f"{self._name}: its weights and buffers must stay as they are between "
@@ -151,9 +152,9 @@ class Moment:
             raise TrainkitError(
                 f"{self._name}: its forward pass must not move buffers or weights, "
                 f"which each part of a batch would do once more, and it moved "
-                f"{listed(moved)}. Name a module within it, or put the layer into "
-                f"evaluation mode. If that is a cache, fill it before, by a call with "
-                f"the longest rows."
+                f"{listed(moved)}. Name a module within it, or "
+                f"put the layer into evaluation mode. If that is a cache, fill it "
+                f"before, by a call with the longest rows."
             )
 
     def _moved(self) -> list[str]:
@@ -184,10 +185,9 @@ class Moment:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
-        now = settings_of(self._module)
+        now = put_back(self._module, self.settings)
         thawed = [each for each in self._frozen if each.requires_grad]
         try:
-            put_back(self._module, self.settings)
             for each in thawed:
                 each.requires_grad_(False)
             with ExitStack() as stack:

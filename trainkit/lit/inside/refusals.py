@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
-from trainkit.core.inside.cut import Around, nothing_around
+from trainkit.core.inside.cut import Around
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import WindowOwner
@@ -33,7 +33,7 @@ LOGS = ("log", "log_dict", "log_exact")
 
 
 def refusing_logs(
-    pl_module: Any, module: nn.Module, name: str, then: Around = nothing_around
+    pl_module: Any, module: nn.Module, name: str, then: Around | None = None
 ) -> Around:
     """Makes the context of a chunk, in which nothing can be logged.
 
@@ -55,7 +55,7 @@ def refusing_logs(
         try:
             for own, refusals in owners:
                 own.update(refusals)
-            with then(call, chunk):
+            with then(call, chunk) if then is not None else nullcontext():
                 yield
         finally:
             for own, held in before:
