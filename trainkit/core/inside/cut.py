@@ -54,7 +54,9 @@ class Cut:
     @property
     def original(self) -> Any:
         """The module's own forward."""
-        return self._before or type(self.module).forward.__get__(self.module)
+        if self._before is not None:
+            return self._before
+        return type(self.module).forward.__get__(self.module)
 
     def run(
         self,
@@ -80,7 +82,10 @@ class Cut:
             if caches:
                 config.use_cache = False
             with self.around(call, chunk):
-                return take_apart(arguments.call(self.original, values))
+                output = arguments.call(self.original, values)
+            if isinstance(output, Tensor):
+                return [Field("", output)], next
+            return take_apart(output)
         finally:
             if caches:
                 config.use_cache = True

@@ -132,7 +132,7 @@ class Signature:
         names = [*self._by_place[: len(args)]]
         names += map(str, range(len(names), len(args)))
         if not kwargs.keys().isdisjoint(names):
-            names = [str(place) for place in range(len(args))]  # torch will say it
+            names = [str(place) for place in range(len(args))]  # Python will say it
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         fields, build = take_apart(given, _is_column)
         paths, values = [f.path for f in fields], [f.value for f in fields]
