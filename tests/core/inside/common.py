@@ -6,9 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainkit import Chunked, TrainkitError
 
 ROWS, CLASSES, WIDTH = 22, 5, 6
 
@@ -107,10 +110,25 @@ LOSSES: list[Loss] = [
 
 
 class Net(nn.Module):
-    """Layers in which rows do not see each other."""
+    """Layers in which rows do not see each other.
 
-    def __init__(self, *, dropout: float = 0.0, seed: int = 0) -> None:
+    Args:
+        change: what its forward does, given itself and its arguments.
+        dropout: the share of values that it leaves out.
+        seed: of its weights.
+        held: its attributes; tensors that do not train are buffers.
+    """
+
+    def __init__(
+        self,
+        change: Callable[..., Any] | None = None,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+        **held: Any,
+    ) -> None:
         super().__init__()
+        self.change = change
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.body = nn.Sequential(
@@ -123,9 +141,17 @@ class Net(nn.Module):
                 nn.Dropout(dropout),
             )
             self.head = nn.Linear(16, CLASSES)
+        for name, value in held.items():
+            is_buffer = type(value) is Tensor
+            (self.register_buffer if is_buffer else self.__setattr__)(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def plain(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.change is None:
+            return self.plain(*args, **kwargs)
+        return self.change(self, *args, **kwargs)
 
 
 def batch(rows: int = ROWS, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -157,3 +183,48 @@ def off_by(found: Tensor, wanted: Tensor) -> float:
 def twin(net: nn.Module) -> Any:
     """A copy in float64."""
     return copy.deepcopy(net).double()
+
+
+X, LABELS = batch()
+
+
+def step(net: Any) -> Tensor:
+    """A loss that looks across rows."""
+    return nt_xent(net(X.to(next(net.parameters()))), LABELS)
+
+
+def in_parts(net: Any, num: int = 6) -> Tensor:
+    """The same loss of chunks that run in one graph."""
+    parts = X.to(next(net.parameters())).tensor_split(num)
+    return nt_xent(torch.cat([net(part) for part in parts]), LABELS)
+
+
+def off(
+    net: nn.Module,
+    make: Callable[[Any], Tensor] = step,
+    *,
+    of: nn.Module | None = None,
+    wanted: Tensor | None = None,
+    times: int = 3,
+    **cut: Any,
+) -> float:
+    """How far the gradient in chunks is from the whole batch's, at most.
+
+    Args:
+        net: which trains.
+        make: its loss.
+        of: the module in it that is cut; default: all.
+        wanted: another gradient to compare with.
+        times: how many steps are compared: some are looked at.
+        cut: options of `Chunked`; default: chunks of 4 rows.
+    """
+    wanted = gradient(net, make)[1] if wanted is None else wanted
+    with Chunked(net if of is None else of, **(cut or {"size": 4})):
+        return max(off_by(gradient(net, make)[1], wanted) for _ in range(times))
+
+
+def refused(net: nn.Module, words: str, *args: Any, **kwargs: Any) -> None:
+    """A call in chunks of 4 rows, or of another size, raises an error with its name."""
+    with Chunked(net, size=kwargs.pop("size", 4)):
+        with pytest.raises(TrainkitError, match=f"(?s)Chunked.*{words}"):
+            net(*(args or (X.to(next(net.parameters())),)), **kwargs)

@@ -13,20 +13,17 @@ from torch import Tensor, nn
 
 from tests.core.inside.common import (
     EXACT,
+    LABELS,
     Net,
-    batch,
+    X,
     gradient,
     nt_xent,
+    off,
     off_by,
+    step,
     twin,
 )
 from trainkit import Chunked, TrainkitError
-
-X, LABELS = batch()
-
-
-def step(net: Any) -> Tensor:
-    return nt_xent(net(X), LABELS)
 
 
 def test_copies_run_themselves_and_not_the_original() -> None:
@@ -57,15 +54,16 @@ def test_copies_run_themselves_and_not_the_original() -> None:
 
 def test_copies_can_be_cut_anew() -> None:
     net = twin(Net())
-    _, wanted = gradient(twin(Net()), step)
+    _, wanted = gradient(net, step)
     first = Chunked(net, size=4)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        with Chunked(other, size=3):
-            assert off_by(gradient(other, step)[1], wanted) <= EXACT
+        assert off(other, wanted=wanted, size=3) <= EXACT
         assert "forward" not in vars(other)
     with pytest.raises(TrainkitError, match="it runs in chunks already"):
         Chunked(net, size=3)
-    first.remove()
+    for _ in range(2):
+        first.remove()
+    assert "forward" not in vars(net)
 
 
 def test_names_of_parameters_stay() -> None:
@@ -102,23 +100,13 @@ def test_extra_state_of_a_module_is_saved_and_loaded() -> None:
     assert net.count == 3
 
 
-def test_remove_twice_and_cut_twice() -> None:
+def test_a_forward_of_the_instance_is_cut_and_given_back() -> None:
     net = twin(Net())
-    cut = Chunked(net, size=4)
-    with pytest.raises(TrainkitError, match="already"):
-        Chunked(net, size=4)
-    for _ in range(2):
-        cut.remove()
-    assert "forward" not in vars(net)
     net.forward = lambda x: Net.forward(net, 2 * x)
-    wanted = net(X)
-    with Chunked(net, size=4):
-        assert off_by(net(X), wanted) <= EXACT
-    assert off_by(net(X), wanted) <= EXACT
+    assert off(net) <= EXACT
     assert vars(net)["forward"].__name__ == "<lambda>"
 
 
-@pytest.mark.filterwarnings("ignore:.*forward hooks of head run for each chunk")
 def test_hooks_on_the_module_run_once() -> None:
     net, runs, inner, backwards = twin(Net()), [], [], []
     net.register_forward_pre_hook(lambda m, a: runs.append(len(a[0])))
@@ -126,17 +114,14 @@ def test_hooks_on_the_module_run_once() -> None:
     net.register_full_backward_hook(lambda m, i, o: backwards.append(len(o[0])))
     net.head.register_forward_hook(lambda m, a, out: inner.append(len(out)))
     x = X.clone().requires_grad_()
-
-    def step(net: Any) -> Tensor:
-        return nt_xent(net(x), LABELS)
-
-    _, wanted = gradient(net, step)
+    made = lambda net: nt_xent(net(x), LABELS)  # noqa: E731
+    _, wanted = gradient(net, made)
     with Chunked(net, size=8, keep=0):
         for _ in range(2):
-            gradient(net, step)
+            gradient(net, made)
         for each in (runs, inner, backwards):
             each.clear()
-        assert off_by(gradient(net, step)[1], wanted) <= EXACT
+        assert off_by(gradient(net, made)[1], wanted) <= EXACT
     assert runs == [22, 22]
     assert backwards == [22]
     assert len(inner) == 6  # three chunks, twice

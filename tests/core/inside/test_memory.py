@@ -1,14 +1,18 @@
-"""Without a size, memory errors make chunks finer; the gradient stays exact."""
+"""Without a size, memory errors make chunks finer; no graph and no gradient is held
+twice."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.inside.common import (
     EXACT,
     NAIVE,
@@ -16,9 +20,12 @@ from tests.core.inside.common import (
     batch,
     gradient,
     nt_xent,
+    off,
     off_by,
+    twin,
 )
 from trainkit import Chunked
+from trainkit.core.inside.cut import Shadows
 
 X, LABELS = batch(40)
 
@@ -60,28 +67,20 @@ class Counted(torch.autograd.Function):
         return given[0], None
 
 
-class Hungry(Net):
-    """A net with a budget, and perhaps with draws of its own."""
-
-    def __init__(self, budget: Budget, dropout: float = 0.0) -> None:
-        super().__init__(dropout=dropout)
-        self.budget = budget
-        self.sizes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            self.sizes.append(len(x))
-        return self.head(Counted.apply(self.body(x), self.budget))  # type: ignore[no-any-return]
-
-
 def step(net: Any) -> Tensor:
     return nt_xent(net(X), LABELS)
 
 
 def hungry(dropout: float = 0.0) -> tuple[Any, Budget]:
-    budget = Budget()
-    net = Hungry(budget, dropout).double()
-    return net, budget
+    """A net with a budget."""
+    budget, sizes = Budget(), []
+
+    def counted(net: Any, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            sizes.append(len(x))
+        return net.head(Counted.apply(net.body(x), budget))
+
+    return Net(counted, dropout=dropout, sizes=sizes).double(), budget
 
 
 @pytest.mark.parametrize("keep", [0, 1])
@@ -119,20 +118,16 @@ def test_chunks_that_draw_get_finer_in_the_forward_pass(
     limits: dict[str, int], keep: Any
 ) -> None:
     net, budget = hungry(dropout=0.5)
-
-    def chunked(sizes: list[int]) -> Any:
-        return lambda net: nt_xent(torch.cat([net(c) for c in X.split(sizes)]), LABELS)
-
-    with Chunked(net, size=None, keep=keep) as _:
+    with Chunked(net, size=None, keep=keep):
         vars(budget).update(limits)
         gradient(net, step)  # finds a size
-        net.sizes.clear()
         _, found = gradient(net, step)
-    vars(budget).update(vars(Budget()) | {"held": 0})
-    _, wanted = gradient(net, chunked([10] * 4))
-    _, other = gradient(net, step)
+    vars(budget).update(vars(Budget()))
+    _, wanted = gradient(
+        net, lambda net: nt_xent(torch.cat([net(c) for c in X.split(10)]), LABELS)
+    )
     assert off_by(found, wanted) <= EXACT
-    assert off_by(other, wanted) > NAIVE
+    assert off_by(gradient(net, step)[1], wanted) > NAIVE
 
 
 @pytest.mark.parametrize("keep", [0, 1, 9])
@@ -148,34 +143,23 @@ def test_chunks_that_drew_are_not_cut_in_the_backward_pass(keep: int) -> None:
             loss.backward()
 
 
-def test_a_fixed_size_raises_memory_errors_as_they_are() -> None:
+@pytest.mark.parametrize(("size", "rows", "later"), [(20, 20, 20), (None, 1, 40)])
+def test_what_cannot_be_cut_finer_raises_memory_errors_as_they_are(
+    size: int | None, rows: int, later: int
+) -> None:
+    """A fixed size, and one row."""
     net, budget = hungry()
-    with Chunked(net, size=20):
-        for _ in range(2):
-            gradient(net, step)
-        budget.most_without = 13
-        with pytest.raises(torch.OutOfMemoryError, match="no room for 20 rows"):
-            step(net)
-        budget.most_without = 99
+    with Chunked(net, size=size, keep=0):
+        gradient(net, step)
         loss = step(net)
-        budget.most_backward = 13
-        with pytest.raises(torch.OutOfMemoryError, match="no room for 20 rows"):
+        budget.most_without = budget.most = budget.most_backward = 0
+        with pytest.raises(torch.OutOfMemoryError, match=f"no room for {rows} rows"):
+            step(net)
+        with pytest.raises(torch.OutOfMemoryError, match=f"no room for {later} rows"):
             loss.backward()
 
 
-def test_one_row_that_does_not_fit_raises() -> None:
-    net, budget = hungry()
-    with Chunked(net, size=None):
-        for _ in range(2):
-            gradient(net, step)
-        budget.most = budget.most_without = 0
-        with pytest.raises(torch.OutOfMemoryError, match="no room for 1 rows"):
-            step(net)
-
-
 def test_no_graph_outlives_its_chunk_or_its_loss() -> None:
-    import gc
-
     net, budget = hungry()
     gc.disable()
     try:
@@ -192,9 +176,92 @@ def test_no_graph_outlives_its_chunk_or_its_loss() -> None:
                 assert budget.highest <= (5 * max(keep, 1))
     finally:
         gc.enable()
-
-
-def test_the_whole_batch_holds_all_rows() -> None:
-    net, budget = hungry()
     gradient(net, step)
-    assert budget.highest == 40
+    assert budget.highest == 40  # the whole batch holds all rows
+
+
+# ---- gradients are added up where they arrive ----------------------------------------
+
+
+def peak(size: int | None) -> float:
+    """The most bytes of the second step, as a multiple of the parameters'."""
+    net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 16
+    x = torch.randn(rows, 256)
+    with Chunked(net, size=4, keep=0):
+        net(x).square().mean().backward()  # which looks at rows as well
+        net(x)
+        net.zero_grad()
+        with LiveBytes() as live:
+            if size is None:
+                net(x).square().mean().backward()
+            else:  # the control: sums beside each chunk's gradients
+                sums = [torch.zeros_like(p) for p in net.parameters()]
+                for part in x.split(size):
+                    loss = net(part).square().mean()
+                    found = torch.autograd.grad(loss, list(net.parameters()))
+                    for one, other in zip(sums, found, strict=True):
+                        one.add_(other)
+    return live.peak / (4 * sum(p.numel() for p in net.parameters()))
+
+
+def test_there_is_never_a_second_gradient_of_all_parameters() -> None:
+    assert peak(None) < 1.5
+    assert peak(4) > 1.9
+
+
+class Stops(torch.autograd.Function):
+    """Runs out of memory in backward, in the first calls with many rows."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        if len(given[0]) > 3 and Stops.left:
+            Stops.left -= 1
+            raise torch.OutOfMemoryError("no room")
+        return given[0]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["all again", "as it stands"])
+def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The head's gradient has arrived when the body's has no room.
+    net = twin(Net(lambda net, x: net.head(Stops.apply(net.body(x)))))
+    _, wanted = gradient(net, step)
+    with Chunked(net, keep=0):
+        loss = step(net)
+        if not again:
+            monkeypatch.setattr(Shadows, "clear", lambda _: None)
+        monkeypatch.setattr(Stops, "left", 2)
+        net.zero_grad()
+        loss.backward()
+        found = torch.cat([p.grad.flatten() for p in net.parameters()])
+    assert not Stops.left
+    assert (off_by(found, wanted) <= EXACT) == again
+
+
+def test_a_pass_within_the_pass_is_left_alone() -> None:
+    """Its backward pass holds another one, over the same weight."""
+
+    @torch.enable_grad()
+    def inner(weight: Tensor, x: Tensor) -> Tensor:
+        slope = torch.autograd.grad(
+            (x @ weight).tanh().sum(), weight, create_graph=True
+        )[0]
+        return x @ (weight - 0.1 * slope / len(x))
+
+    def within(net: Any, x: Tensor) -> Tensor:
+        parts = [
+            checkpoint(inner, net.weight, row, use_reentrant=False)
+            for row in x.split(1)
+        ]
+        return torch.cat(parts)  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    net = twin(Net(within, weight=nn.Parameter(torch.randn(6, 6))))
+    assert off(net, lambda m: nt_xent(m(X), LABELS), size=5) <= EXACT

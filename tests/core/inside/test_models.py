@@ -11,10 +11,8 @@ import torch.nn.functional as F
 import transformers as typed
 from torch import Tensor
 
-from tests.core.inside.common import EXACT, NAIVE, gradient, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, off, off_by
 from trainkit import Chunked, TrainkitError
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*hooks of")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 8,
@@ -27,8 +25,9 @@ ROWS, LENGTH = 6, 5
 transformers: Any = typed
 
 
-def model_of(kind: str, config: Any) -> Any:
+def model_of(kind: str, config: str, **options: Any) -> Any:
     torch.manual_seed(0)
+    config = getattr(transformers, f"{config}Config")(**options)
     return getattr(transformers, kind)(config).double().train()
 
 
@@ -39,61 +38,40 @@ def tokens() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(1, 11, (ROWS, LENGTH)), "attention_mask": mask}
 
 
-def next_token(logits: Tensor) -> Tensor:
-    """The mean over all tokens that are not padding."""
-    batch = tokens()
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def labels_of(batch: dict[str, Tensor]) -> Tensor:
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
 def llama() -> Any:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
-    return model_of("LlamaForCausalLM", config)
+    return model_of("LlamaForCausalLM", "Llama", **SIZES, num_key_value_heads=1)
 
 
 def gpt2() -> Any:
-    config = transformers.GPT2Config(
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        vocab_size=11,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return model_of("GPT2LMHeadModel", config)
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return model_of("GPT2LMHeadModel", "GPT2", n_positions=LENGTH, **sizes, **drop)
 
 
 def t5() -> Any:
-    config = transformers.T5Config(
-        d_model=8,
-        d_kv=4,
-        d_ff=16,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=11,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return model_of("T5ForConditionalGeneration", config)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    more = {"vocab_size": 11, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return model_of("T5ForConditionalGeneration", "T5", **sizes, **more)
 
 
 def bert() -> Any:
-    config = transformers.BertConfig(
-        **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    return model_of("BertModel", config)
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return model_of("BertModel", "Bert", **SIZES, **drop)
 
 
 def vit() -> Any:
     sizes = {k: v for k, v in SIZES.items() if k != "vocab_size"}
-    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
-    return model_of("ViTModel", config)
+    return model_of("ViTModel", "ViT", **sizes, image_size=8, patch_size=4)
 
 
 def mixtral() -> Any:
-    config = transformers.MixtralConfig(
+    return model_of(
+        "MixtralForCausalLM",
+        "Mixtral",
         **SIZES,
         num_key_value_heads=1,
         num_local_experts=3,
@@ -101,13 +79,11 @@ def mixtral() -> Any:
         router_aux_loss_coef=0.5,
         experts_implementation="eager",
     )
-    return model_of("MixtralForCausalLM", config)
 
 
 def with_labels(model: Any) -> Tensor:
     batch = tokens()
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return model(**batch, labels=labels).loss
+    return model(**batch, labels=labels_of(batch)).loss
 
 
 def contrast(model: Any) -> Tensor:
@@ -153,37 +129,30 @@ def test_models_of_transformers_in_chunks(name: str) -> None:
             assert off_by(found, wanted) <= EXACT
             assert getattr(cut.config, "use_cache", None) == uses_cache
     assert set(rows) <= {1, 2, 3, 4}
+    if step is with_labels and part == "model":  # the control: means of micro-batches
+        _, naive = gradient(model, of_micro_batches)
+        assert off_by(naive, wanted) > NAIVE
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral with its router's loss"])
-def test_mean_of_their_micro_batches_is_not_the_whole_batch(name: str) -> None:
-    make, _, step = STEPS[name]
-    model, every = make(), tokens()
-    _, wanted = gradient(model, step)
-
-    def naive(model: Any) -> Tensor:
-        parts = [{k: v[i : i + 2] for k, v in every.items()} for i in (0, 2, 4)]
-        losses = [
-            model(
-                **p, labels=p["input_ids"].masked_fill(p["attention_mask"] == 0, -100)
-            )
-            for p in parts
-        ]
-        return torch.stack([each.loss for each in losses]).mean()
-
-    assert off_by(gradient(model, naive)[1], wanted) > NAIVE
+def of_micro_batches(model: Any) -> Tensor:
+    every = tokens()
+    parts = [{k: v[i : i + 2] for k, v in every.items()} for i in (0, 2, 4)]
+    return torch.stack([model(**p, labels=labels_of(p)).loss for p in parts]).mean()
 
 
 def test_a_whole_model_without_labels_and_with_a_loss_inside() -> None:
-    model = llama()
-    outside = lambda model: next_token(model(**tokens()).logits)  # noqa: E731
-    _, wanted = gradient(model, outside)
+    model, batch = llama(), tokens()
+
+    def outside(model: Any) -> Tensor:
+        logits, labels = model(**batch).logits, labels_of(batch)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    assert off(model, outside, size=2) <= EXACT
     with Chunked(model, size=2):
-        assert off_by(gradient(model, outside)[1], wanted) <= EXACT
         with pytest.raises(TrainkitError, match="'loss'.*depends on them"):
             with_labels(model)
         with pytest.raises(TrainkitError, match="'past_key_values' is a DynamicCache"):
-            model(**tokens(), use_cache=True)
+            model(**batch, use_cache=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing_enable")
@@ -192,9 +161,8 @@ def test_their_checkpoints_and_adapters_inputs() -> None:
     _, wanted = gradient(model, with_labels)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    with Chunked(model.model, size=2, keep=0):
-        for _ in range(3):
-            assert off_by(gradient(model, with_labels)[1], wanted) <= EXACT
+    found = off(model, with_labels, of=model.model, wanted=wanted, size=2, keep=0)
+    assert found <= EXACT
 
 
 def test_generating_in_evaluation_has_its_cache() -> None:

@@ -26,7 +26,7 @@ from tests.core.inside.common import (
 )
 from tests.helpers import NAIVE
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.shadows import refuse_shards
+from trainkit.core.inside.refusals import refuse_module
 from trainkit.core.split.partition import even_runs
 
 EXACT = 1e-12
@@ -291,4 +291,4 @@ def test_the_first_fsdp_within_is_refused() -> None:
     wrapped = wrapper.__new__(wrapper)
     nn.Module.__init__(wrapped)  # it wants a GPU to be made
     with pytest.raises(TrainkitError, match="net: FullyShardedDataParallel flattens"):
-        refuse_shards(nn.ModuleList([wrapped]), "net")
+        refuse_module(nn.ModuleList([wrapped]), "net")

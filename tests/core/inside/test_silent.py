@@ -1,58 +1,59 @@
-"""What would give another gradient without a word is refused."""
+"""What would give another gradient without a word is refused, and what is unusual but
+right is exact."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.core.inside.common import (
+    CLASSES,
     EXACT,
+    LABELS,
     NAIVE,
     WIDTH,
     Net,
-    batch,
+    X,
     gradient,
     nt_xent,
-    off_by,
+    off,
+    refused,
+    step,
     twin,
 )
-from trainkit import Chunked
-from trainkit.core.inside import check, moment, outputs
-from trainkit.core.inside.closeness import are_close
-from trainkit.errors import TrainkitError
+from trainkit import Chunked, TrainkitError
+from trainkit.core.inside.trial import Trial
 
-X, LABELS = batch(16)
+SEQUENCES = torch.randn(16, 7, WIDTH, dtype=torch.float64)
 
 
-def step(net: Any) -> Tensor:
-    return nt_xent(net(X), LABELS)
+def function(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function whose values are its argument, with a backward pass of its own."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor) -> Any:
+            return backward(given[0])
+
+    return Own.apply  # type: ignore[return-value]
 
 
-def off(net: nn.Module, make: Callable[[Any], Tensor] = step, size: int = 4) -> float:
-    """How far the gradient of chunks is from that of all rows."""
-    _, wanted = gradient(net, make)
-    with Chunked(net, size=size):
-        _, found = gradient(net, make)
-    return off_by(found, wanted)
+def between(change: Callable[[Tensor], Tensor]) -> Any:
+    """A net that does something between its body and its head."""
+    return twin(Net(lambda net, x: net.head(change(net.body(x)))))
 
 
 # ---- a backward pass that sees rows --------------------------------------------------
-
-
-class Normed(torch.autograd.Function):
-    """Its gradient has length 1 over all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Tensor:
-        return given[0] / given[0].norm()
 
 
 class Balanced(torch.autograd.Function):
@@ -67,14 +68,6 @@ class Balanced(torch.autograd.Function):
         return given[0], torch.ones_like(given[0].sum())
 
 
-def normed(h: Tensor) -> Tensor:
-    return Normed.apply(h)  # type: ignore[no-any-return]
-
-
-def balanced(h: Tensor) -> Tensor:
-    return Balanced.apply(h, 0.01 * h.mean(0).square().sum())  # type: ignore[no-any-return]
-
-
 def hooked(h: Tensor) -> Tensor:
     if h.requires_grad:
         h.register_hook(lambda gradient: gradient / gradient.norm())
@@ -87,209 +80,147 @@ def centred(h: Tensor) -> Tensor:
     return h.detach() + middle - middle.detach()
 
 
-class Between(Net):
-    """Does something between its body and its head."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.change(self.body(x)))
+MIXING: dict[str, Any] = {
+    "normed": function(lambda given: given / given.norm()),
+    "balanced": lambda h: Balanced.apply(h, 0.01 * h.mean(0).square().sum()),
+    "hooked": hooked,
+    "centred": centred,
+}
 
 
-CHANGES = [normed, balanced, hooked, centred]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("arguments_alone", [False, True])
+@pytest.mark.parametrize("change", MIXING)
 def test_a_backward_pass_that_sees_rows_is_refused(
-    change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    change: str, arguments_alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = twin(Between(change))
+    net: Any = between(MIXING[change])
+    if arguments_alone:  # what is cut has no parameters
+        net = nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Tanh()).double()
+        plain = net[1].forward
+        net[1].forward = lambda x: plain(MIXING[change](x))
+    cut = net[1] if arguments_alone else net
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
-        off(net)
-    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
-    assert off(net) > NAIVE  # the control: its forward pass shows nothing
+        off(net, of=cut)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
+    assert off(net, of=cut) > NAIVE  # the control: its forward pass shows nothing
 
 
-def test_so_is_that_of_a_module_whose_arguments_alone_train(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_backward_passes_draw_is_never_the_same() -> None:
+    """As in Shake-Shake."""
+    drawn: list[Tensor] = []
+
+    def shaken(given: Tensor) -> Tensor:
+        drawn.append(torch.rand(len(given), 1))
+        return drawn[-1] * given
+
+    net = between(function(shaken))
+    with Chunked(net, size=4):
+        step(net).backward()
+        for _ in range(2):
+            step(net).backward()
+    numbers = torch.cat([each.flatten() for each in drawn])
+    # The second step looks at rows once more: their draws are put back.
+    assert len(numbers[-44:].unique()) == 44
+
+
+# ---- what a forward pass moves -------------------------------------------------------
+
+
+def moves(net: Any, x: Tensor) -> Tensor:
+    """Moves something, as its attribute says."""
+    mean, found = net.get_buffer("mean"), x.detach().mean(0)
+    if net.move == "buffer":
+        mean.mul_(0.9).add_(found)
+    elif net.move == "binding":
+        net.mean = 0.9 * mean
+    elif net.move == "weight":
+        with torch.no_grad():
+            net.head.weight.clamp_(-1, 1)
+    elif net.move == "argument":
+        x.mul_(2)
+    elif net.move == "data":
+        mean.data.mul_(0.9).add_(found)
+    elif net.move == "other data":
+        mean.data = 0.9 * mean.data + found
+    elif net.move == "numpy":
+        mean.numpy()[...] += found.numpy()
+    return net.plain(x + mean.detach() * 0)
+
+
+@pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize(
+    ("move", "named"),
+    [
+        ("buffer", "moved mean"),
+        ("binding", "moved mean"),
+        ("weight", r"moved head\.weight"),
+        ("argument", "arguments in place"),
+        ("data", "moved mean"),  # behind torch's back, as the two below
+        ("other data", "moved mean"),
+        ("numpy", "moved mean"),
+    ],
+)
+def test_a_forward_pass_that_moves_something_is_refused(
+    move: str, named: str, late: int
 ) -> None:
-    class Only(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return normed(x).tanh()
-
-    net = nn.ModuleDict({"one": nn.Linear(WIDTH, 8), "two": Only()}).double()
-
-    def found() -> float:
-        _, wanted = gradient(net, lambda n: nt_xent(n["two"](n["one"](X)), LABELS))
-        with Chunked(net["two"], size=4):
-            _, cut = gradient(net, lambda n: nt_xent(n["two"](n["one"](X)), LABELS))
-        return off_by(cut, wanted)
-
-    with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
-        found()
-    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
-    assert found() > NAIVE
+    net, x = twin(Net(moves, mean=torch.zeros(WIDTH), move="")), X.clone()
+    with Chunked(net, size=8):
+        for _ in range(late):
+            nt_xent(net(x), LABELS).backward()
+        net.move = move
+        with pytest.raises(TrainkitError, match=named):
+            net(x)
+    assert torch.equal(x, X)
 
 
-def test_gradients_of_rows_that_are_their_own_pass() -> None:
-    class Reversed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+def test_a_cache_that_grows_is_filled_before() -> None:
+    def growing(net: Any, x: Tensor) -> Tensor:
+        if len(net.table) < x.shape[1]:
+            net.table = torch.linspace(0, 1, x.shape[1])
+        return net.plain(x * net.table[: x.shape[1], None]).flatten(1)
 
-        @staticmethod
-        def backward(ctx: Any, *given: Tensor) -> Tensor:
-            return -given[0]
-
-    assert off(twin(Between(Reversed.apply))) <= EXACT
-    assert off(twin(Net(dropout=0.0)).float(), lambda n: n(X.float()).std()) <= 2e-5
+    net, x = twin(Net(growing, table=torch.zeros(0))), SEQUENCES[:, :3]
+    refused(net, "moved table. .* fill it before, by a call with the longest rows", x)
+    net(SEQUENCES)
+    assert off(net, lambda net: net(x).std()) <= EXACT
 
 
-# ---- masks, places and pairs ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("mask", [-1e9, -torch.inf, torch.finfo(torch.float32).min])
-def test_a_mask_does_not_say_what_rounding_is(mask: float) -> None:
-    one = torch.randn(8, 5)
-    one[:, 3] = mask
-    other = one.clone()
-    assert are_close(one, other * (1 + 1e-7))
-    other[2, 1] += 1e-3
-    assert not are_close(one, other)
-
-
-def test_many_large_values_are_no_mask() -> None:
-    one = 1e8 * torch.randn(8, 5)
-    assert are_close(one, one + 10)
-    assert not are_close(one, one * 1.001)
-
-
-class Trimmed(Net):
-    """Leaves out what is padding in all rows, and takes the mean of the rest."""
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x[:, : lengths.max()]).mean(1)
-
-
-def test_links_between_rows_of_any_two_chunks_are_found() -> None:
-    net, lengths = twin(Trimmed()), torch.full((16,), 5)
-    lengths[8:12] = 3  # all rows of the third chunk
-    x = torch.randn(16, 5, WIDTH, dtype=torch.float64)
-    with (
-        Chunked(net, size=4),
-        pytest.raises(TrainkitError, match="depends on other rows"),
-    ):
-        net(x, lengths)
-
-
-# ---- outputs without rows ------------------------------------------------------------
-
-
-class Warming(Net):
-    """Returns a number of all its rows; it is 0 at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Any:
-        out = super().forward(x)
-        return out, self.weight * out.square().mean()
-
-
-def warmed(net: Any) -> Tensor:
-    out, more = net(X)
-    return nt_xent(out, LABELS) + more
-
-
-def test_a_number_of_all_rows_is_refused_in_any_call() -> None:
-    net = twin(Warming())
-    with Chunked(net, size=4):
-        for _ in range(6):
-            gradient(net, warmed)
-        net.weight = torch.ones(())
-        with pytest.raises(TrainkitError, match=r"'1' has no rows, and must be the"):
-            gradient(net, warmed)
-
-
-def test_on_a_device_the_next_call_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "AT_HAND", ())
-    net = twin(Warming())
-    with Chunked(net, size=4):
-        for _ in range(4):
-            gradient(net, warmed)
-        net.weight = torch.ones(())
-        gradient(net, warmed)  # nobody has waited
-        with pytest.raises(TrainkitError, match="in the call before this one"):
-            gradient(net, warmed)
-        net.weight = torch.zeros(())
-        gradient(net, warmed)  # said once
-
-
-# ---- state ---------------------------------------------------------------------------
-
-
-class Behind(Net):
-    """Moves a buffer behind torch's back."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found, mean = x.detach().mean(0), self.get_buffer("mean")
-        if self.how == "data":
-            mean.data.mul_(0.9).add_(found)
-        elif self.how == "other data":
-            mean.data = 0.9 * mean.data + found
-        else:
-            mean.numpy()[...] += found.numpy()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("how", ["data", "other data", "numpy"])
-def test_buffers_that_move_behind_the_back_of_torch_are_refused(how: str) -> None:
-    net = twin(Behind(how))
-    with Chunked(net, size=4), pytest.raises(TrainkitError, match="it moved mean"):
-        net(X)
+def test_parametrizations() -> None:
+    net = twin(Net())
+    nn.utils.parametrizations.weight_norm(net.head)
+    assert off(net) <= EXACT
+    with nn.utils.parametrize.cached():
+        refused(net, "gradient in")
+    net = twin(Net())
+    nn.utils.parametrizations.spectral_norm(net.head)
+    refused(net, r"moved head.*_u")
+    assert off(net.eval()) <= EXACT
 
 
 # ---- rows that begin to see each other -----------------------------------------------
 
 
-class Switched(Net):
+def switched(net: Any, x: Tensor, share: float = 0.0) -> Tensor:
     """Its rows see each other once a flag or a share is on."""
-
-    mixes: bool = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixes, self.heat = False, 1.0
-
-    def forward(self, x: Tensor, share: float = 0.0) -> Tensor:  # type: ignore[override]
-        out = super().forward(x) * self.heat
-        return out + (self.mixes + share) * out.mean(0)
+    out = net.plain(x)
+    return out + (net.mixes + share) * out.mean(0)
 
 
 @pytest.mark.parametrize(("begins", "found"), [(3, 4), (4, 4), (5, 8), (9, 16)])
 def test_what_changes_on_the_way_is_found_within_twice_the_time(
     begins: int, found: int
 ) -> None:
-    net = twin(Switched())
+    net = twin(Net(switched, mixes=False))
     with Chunked(net, size=4):
         for number in range(1, found):
-            gradient(
-                net, lambda n, on=number >= begins: nt_xent(n(X, 0.5 * on), LABELS)
-            )
+            share = 0.5 * (number >= begins)
+            gradient(net, lambda n, share=share: nt_xent(n(X, share), LABELS))
         with pytest.raises(TrainkitError, match="depends on other rows"):
             gradient(net, lambda n: nt_xent(n(X, 0.5), LABELS))
 
 
 def test_a_flag_makes_another_kind_of_call_which_is_looked_at_at_once() -> None:
-    net = twin(Switched())
+    net = twin(Net(switched, mixes=False))
     with Chunked(net, size=4):
         for _ in range(4):
             gradient(net, step)
@@ -298,95 +229,102 @@ def test_a_flag_makes_another_kind_of_call_which_is_looked_at_at_once() -> None:
             gradient(net, step)
 
 
-def test_a_number_that_changes_before_the_backward_pass_is_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    net = twin(Switched())
-    _, wanted = gradient(net, step)
+# ---- a generator of its own ----------------------------------------------------------
 
-    def found() -> Tensor:
-        net.zero_grad()
-        loss = step(net)
-        net.heat = 0.5
-        loss.backward()
-        assert net.heat == 0.5
-        net.heat = 1.0
-        return torch.cat([p.grad.flatten() for p in net.parameters()])
 
-    with Chunked(net, size=4, keep=0):
-        for _ in range(4):
-            assert off_by(found(), wanted) <= EXACT
-        monkeypatch.setattr(moment, "put_back", lambda *_: None)
-        assert off_by(found(), wanted) > NAIVE  # the control
+def private(net: Any, x: Tensor) -> Tensor:
+    if not net.draws:
+        return net.plain(x)
+    if isinstance(net.own, np.random.Generator):
+        return net.plain(x * torch.from_numpy(net.own.random((len(x), 1))))
+    own = net.own[0] if isinstance(net.own, list) else net.own
+    return net.plain(x * torch.rand((len(x), 1), generator=own, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Generator,
+        lambda: [torch.Generator()],
+        lambda: np.random.default_rng(5),
+    ],
+)
+def test_a_generator_of_its_own_is_refused(make: Any, late: int) -> None:
+    net = twin(Net(private, own=make(), draws=not late))
+    with Chunked(net, size=8, keep=0):
+        for _ in range(late):
+            gradient(net, step)
+        net.draws = True
+        with pytest.raises(TrainkitError, match="another one each time"):
+            step(net)
+
+
+# ---- unusual, and right --------------------------------------------------------------
+
+
+def sloped(net: Any, x: Tensor) -> Tensor:
+    """The slope of its own body for each row."""
+    slopes = torch.func.vmap(torch.func.jacrev(net.body))(x)
+    return net.head(slopes.sum(-1))
+
+
+def caching(net: Any, x: Tensor) -> Tensor:
+    """It keeps a table that no row changes."""
+    if net.table is None or len(net.table) != x.shape[1]:
+        net.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+    return net.plain(x + net.table)
+
+
+def only_trains(net: Any, x: Tensor) -> Tensor:
+    if not net.training:
+        raise RuntimeError("it only trains")
+    return net.plain(x)
+
+
+RIGHT: dict[str, Callable[[], Any]] = {
+    "sparse operators": lambda: Net(
+        lambda net, x: net.plain((net.mesh @ x.T).T), mesh=torch.eye(WIDTH).to_sparse()
+    ),
+    "slopes": lambda: Net(sloped),
+    "a table": lambda: Net(caching, table=None),
+    "another sign backwards": lambda: between(function(lambda given: -given)),
+    "a leaf made anew": lambda: Net(
+        lambda net, x: net.plain(x + torch.zeros_like(x).requires_grad_())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_is_unusual_and_right_runs_without_a_word(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert off(twin(RIGHT[kind]()), times=4) <= EXACT
+
+
+def test_half_precision_within_is_no_mixing() -> None:
+    def half(net: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net.plain(x).float()
+
+    for seed in range(4):
+        net = Net(half, seed=seed)
+        with Chunked(net, size=4):
+            net(X.float())
+
+
+def test_a_module_that_draws_and_cannot_evaluate() -> None:
+    net = twin(Net(only_trains, dropout=0.5))
+    with Chunked(net, size=4):
+        gradient(net, step)
 
 
 def test_a_counter_is_as_before_once_rows_were_looked_at() -> None:
-    class Counter(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
+    def counting(net: Any, x: Tensor) -> Tensor:
+        net.calls += 1
+        return net.plain(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x)
-
-    net = twin(Counter())
+    net = twin(Net(counting, calls=0))
     with Chunked(net, size=4, keep=0):
         gradient(net, step)
-    assert net.calls == 4  # once for each chunk
-
-
-class Shaken(torch.autograd.Function):
-    """Draws in its backward pass, as Shake-Shake does."""
-
-    drawn: list[Tensor] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Tensor:
-        share = torch.rand(len(given[0]), 1)
-        Shaken.drawn.append(share)
-        return share * given[0]
-
-
-def test_what_backward_passes_draw_is_never_the_same() -> None:
-    net = twin(Between(Shaken.apply))
-    with Chunked(net, size=4):
-        step(net).backward()
-        Shaken.drawn.clear()
-        for _ in range(2):
-            step(net).backward()
-    numbers = torch.cat([each.flatten() for each in Shaken.drawn])
-    # The second step looks at rows once more: their draws are put back.
-    assert len(numbers[-32:].unique()) == 32
-
-
-@pytest.mark.parametrize("place", ["tensor", "list", "dict"])
-def test_a_term_left_in_an_attribute_is_refused(place: str) -> None:
-    class Leaving(Net):
-        left: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            term = out.softmax(-1).mean(0).square().sum()
-            self.left = {"tensor": term, "list": [term], "dict": {"a": term}}[place]
-            return out
-
-    net = twin(Leaving())
-    with Chunked(net, size=4), pytest.raises(TrainkitError, match="leaves tensors"):
-        net(X)
-
-
-def test_a_table_that_no_row_changes_may_be_kept() -> None:
-    class Caching(Net):
-        table: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.table is None or len(self.table) != x.shape[1]:
-                self.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
-            return super().forward(x + self.table)
-
-    assert off(twin(Caching())) <= EXACT
+    assert net.calls == 6  # once for each chunk

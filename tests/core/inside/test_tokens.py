@@ -1,8 +1,10 @@
-"""A budget of tokens inside a module: the loss over real positions cannot tell."""
+"""A budget of tokens inside a module: the loss over real positions cannot tell, and a
+loss or a module that uses what was left out is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,45 +13,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.inside.common import gradient, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, off, off_by
 from trainkit import Chunked, TrainkitError
 from trainkit.core.inside import tokens as tokens_module
-from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside.tokens import ByTokens
 
-EXACT = 1e-12
-NAIVE = 1e-3
 VOCABULARY, ROWS, WIDTH, TOKENS = 29, 14, 24, 40
+UNCHECKED = mock.patch.object(ByTokens, "refuse_padding")
+"""Without the refusal a wrong gradient is seen: the control."""
+
+Step = Callable[[Any], Tensor]
 
 
 class Reader(nn.Module):
-    """Attention over what the mask leaves, and a pooled output."""
+    """Attention over what the mask leaves, and a pooled output; other arguments are
+    added to it."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.drop = nn.Embedding(VOCABULARY, 8), nn.Dropout(dropout)
         self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.out = nn.Linear(8, VOCABULARY)
+        self.out, self.side = nn.Linear(8, VOCABULARY), nn.Linear(8, 8)
+        self.shapes: list[torch.Size] = []
+        self.double()
 
     def forward(
-        self, ids: Tensor, attention_mask: Tensor, scale: Tensor | None = None
+        self,
+        ids: Tensor,
+        attention_mask: Tensor,
+        scale: Tensor | None = None,
+        target: Tensor | None = None,
+        side: Tensor | None = None,
+        square: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        self.shapes.append(ids.shape)
         x = self.drop(self.embed(ids))
         if scale is not None:
             x = x * scale[..., None]
-        x = x + self.attend(x, x, x, key_padding_mask=attention_mask == 0)[0]
+        ignored = torch.zeros_like(attention_mask).double()
+        ignored = ignored.masked_fill(attention_mask == 0, -torch.inf)
+        if square is not None:
+            assert square.shape[-1] == square.shape[-2] == ids.shape[1]
+            square = square.flatten(0, 1) if square.ndim > 2 else square
+        x = x + self.attend(x, x, x, key_padding_mask=ignored, attn_mask=square)[0]
         weights = attention_mask[..., None].to(x)
-        return self.out(x), (x * weights).sum(1) / weights.sum(1)
+        pooled = (x * weights).sum(1) / weights.sum(1)
+        if side is not None:
+            pooled = pooled + self.side(side)
+        if target is not None:  # a decoder that sees the columns before
+            x = (self.embed(target).cumsum(1) / 8 + pooled[:, None]).tanh()
+        return self.out(x), pooled
 
 
-def batch(*, is_left: bool = False, seed: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, WIDTH // 2, (ROWS,), generator=generator)
-    lengths[5] = WIDTH
-    mask = (torch.arange(WIDTH) < lengths[:, None]).long()
-    ids = torch.randint(0, VOCABULARY, (ROWS, WIDTH), generator=generator)
+class Tagger(Reader):
+    """It does not look at the mask."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+        x = self.embed(ids).tanh()
+        return self.out(x), x[:, 0] * 0
+
+
+def batch(*, is_left: bool = False, width: int = WIDTH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, width // 2, (ROWS,), generator=generator)
+    lengths[5] = width
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    ids = torch.randint(0, VOCABULARY, (ROWS, width), generator=generator)
     mask = mask.flip(1) if is_left else mask
     return {"ids": ids, "mask": mask, "lengths": lengths}
+
+
+DATA = batch()
 
 
 def token_loss(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
@@ -64,232 +99,283 @@ def contrast(pooled: Tensor) -> Tensor:
     return F.cross_entropy(z @ z.T * 4, torch.arange(len(z)).roll(1))
 
 
-def both(
-    net: nn.Module, step: Callable[[nn.Module], Tensor], cut: nn.Module, **options: Any
-) -> tuple[float, float]:
-    """How far the loss and the gradient are off."""
-    wanted = found = gradient(net, step)
-    with Chunked(cut, **options):
-        for _ in range(4):
-            found = gradient(net, step)
-    return float((found[0] - wanted[0]).abs()), off_by(found[1], wanted[1])
+def made(data: dict[str, Tensor] = DATA, **given: Any) -> Step:
+    """A step that uses both outputs."""
+
+    def step(net: Any) -> Tensor:
+        logits, pooled = net(data["ids"], attention_mask=data["mask"], **given)
+        return token_loss(logits, data) + contrast(pooled)
+
+    return step
+
+
+def off_over(net: nn.Module, steps: Sequence[Step]) -> float:
+    """How far the gradients of steps are from the whole batch's, at most."""
+    whole = copy.deepcopy(net)
+    with Chunked(net, tokens=TOKENS):
+        return max(off_by(gradient(net, s)[1], gradient(whole, s)[1]) for s in steps)
 
 
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("keep", [0, 1, 2])
-def test_loss_over_real_positions_cannot_tell(keep: Any, size: int | None) -> None:
-    net, data = Reader().double(), batch()
-
-    def step(net: Any) -> Tensor:
-        logits, pooled = net(data["ids"], attention_mask=data["mask"])
-        return token_loss(logits, data) + contrast(pooled)
-
-    options = {"tokens": TOKENS, "size": size, "keep": keep}
-    assert max(both(net, step, net, **options)) <= EXACT
+@pytest.mark.parametrize("is_left", [False, True])
+def test_loss_over_real_positions_cannot_tell(
+    is_left: bool, keep: Any, size: int | None
+) -> None:
+    step = made(batch(is_left=is_left))
+    assert off(Reader(), step, times=4, tokens=TOKENS, size=size, keep=keep) <= EXACT
 
 
 def test_outputs_are_in_the_order_of_the_rows_and_0_at_padding() -> None:
-    net, data = Reader().double(), batch()
-    wanted, pooled = net(data["ids"], data["mask"])
+    net, real = Reader(), DATA["mask"] == 1
+    wanted, pooled = net(DATA["ids"], DATA["mask"])
     with Chunked(net, tokens=TOKENS):
-        found, also = net(data["ids"], data["mask"])
-    real = data["mask"] == 1
+        for _ in range(2):
+            net(DATA["ids"], DATA["mask"])
+        net.shapes.clear()
+        found, also = net(DATA["ids"], DATA["mask"])
     torch.testing.assert_close(found[real], wanted[real], rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(also, pooled, rtol=EXACT, atol=EXACT)
     assert found.shape == wanted.shape
     assert not found[0, WIDTH // 2 :].any()
     assert wanted[0, WIDTH // 2 :].any()
+    # Chunks keep the budget, and compute less.
+    assert sum(shape[0] for shape in net.shapes) == ROWS
+    assert all(shape.numel() <= TOKENS for shape in net.shapes)
+    assert sum(shape.numel() for shape in net.shapes) < ROWS * WIDTH / 2
 
 
-def test_chunks_keep_the_budget_and_compute_less() -> None:
-    shapes: list[torch.Size] = []
-
-    class Noting(Reader):
-        def forward(self, ids: Tensor, attention_mask: Tensor, scale: Any = None):
-            shapes.append(ids.shape)
-            return super().forward(ids, attention_mask)
-
-    net, data = Noting().double(), batch()
-    with Chunked(net, tokens=TOKENS):
-        for _ in range(3):
-            shapes.clear()
-            net(data["ids"], data["mask"])
-    assert sum(shape[0] for shape in shapes) == ROWS
-    assert all(shape.numel() <= TOKENS for shape in shapes)
-    assert sum(shape.numel() for shape in shapes) < ROWS * WIDTH / 2
-
-
-def test_inputs_with_a_gradient_get_it_in_their_place() -> None:
-    net, data = Reader().double(), batch()
-    grads = []
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_inputs_with_a_gradient_get_it_in_their_place(rows: int) -> None:
+    net, grads = Reader(), []
     for cut in (False, True):
         chunks = Chunked(net, tokens=TOKENS)
         if not cut:
             chunks.remove()
-        for shape in ((ROWS, WIDTH), (1, WIDTH)):
-            scale = torch.linspace(1, 2, shape[0] * WIDTH).double().view(shape)
-            scale.requires_grad_()
-            logits, pooled = net(data["ids"], data["mask"], scale=scale)
-            (token_loss(logits, data) + contrast(pooled)).backward()
-            grads.append(scale.grad)
-    for wanted, found in zip(grads[:2], grads[2:], strict=True):
-        assert off_by(found, wanted) <= EXACT
+        scale = torch.linspace(1, 2, rows * WIDTH).double().view(rows, WIDTH)
+        scale.requires_grad_()
+        made(scale=scale)(net).backward()
+        grads.append(scale.grad)
+    assert off_by(grads[1], grads[0]) <= EXACT  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ndim", [2, 4])
+def test_a_mask_of_columns_by_columns_is_cut_on_both_sides(ndim: int) -> None:
+    square = torch.full((WIDTH, WIDTH), -torch.inf).double().triu(1)
+    given = square if ndim == 2 else square.expand(ROWS, 2, -1, -1)
+    assert off(Reader(), made(square=given), tokens=TOKENS) <= EXACT
 
 
 def test_dropout_is_that_of_the_second_pass_too() -> None:
     """A finite difference sees the draws of the forward pass alone."""
-    net, data = Reader(dropout=0.5).double(), batch()
-
-    def step(net: Any) -> Tensor:
-        logits, pooled = net(data["ids"], data["mask"])
-        return token_loss(logits, data) + contrast(pooled)
-
+    net, step = Reader(dropout=0.5), made()
     with Chunked(net, tokens=TOKENS):
         _, found = gradient(net, step)
-        direction = [p.grad.clone() for p in net.parameters()]  # type: ignore[union-attr]
+        direction = [p.grad for p in net.parameters()]
         losses = []
         for sign in (1, -2):
             with torch.no_grad():
                 for p, d in zip(net.parameters(), direction, strict=True):
-                    p.add_(d, alpha=sign * 1e-6)
+                    if d is not None:
+                        p.add_(d.clone(), alpha=sign * 1e-6)
             losses.append(gradient(net, step)[0])
     slope = (losses[0] - losses[1]) / 2e-6
-    assert float((slope / found.norm() ** 2 - 1).abs()) < 1e-6
-
-
-# ---- what is refused -----------------------------------------------------------------
-
-
-def test_unmasked_mean_is_refused_by_name() -> None:
-    net, data = Reader().double(), batch()
-    step = lambda net: net(data["ids"], data["mask"])[0].mean(1).square().sum()  # noqa: E731
-    _, wanted = gradient(net, step)
-    with Chunked(net, tokens=TOKENS):
-        with pytest.raises(TrainkitError, match="at padding is used by the loss"):
-            gradient(net, step)
-    with mock.patch.object(PaddingCheck, "look"), Chunked(net, tokens=TOKENS):
-        assert off_by(gradient(net, step)[1], wanted) > NAIVE  # the control
-
-
-def test_padding_that_rows_look_at_is_refused() -> None:
-    class Unmasked(Reader):
-        def forward(self, ids: Tensor, attention_mask: Tensor, scale: Any = None):
-            return super().forward(ids, torch.ones_like(attention_mask))
-
-    net, data = Unmasked().double(), batch()
-    with Chunked(net, tokens=TOKENS):
-        with pytest.raises(TrainkitError, match="columns that are padding"):
-            net(data["ids"], data["mask"])
-
-
-def test_padding_on_the_left_needs_positions() -> None:
-    net, data = Reader().double(), batch(is_left=True)
-    with Chunked(net, tokens=TOKENS):
-        with pytest.raises(TrainkitError, match="padded on the left"):
-            net(data["ids"], data["mask"])
-
-
-def test_a_mask_is_needed() -> None:
-    net, data = Reader().double(), batch()
-    with Chunked(net, tokens=TOKENS, lengths="mask"):
-        with pytest.raises(TrainkitError, match="Pass 'mask' by name"):
-            net(data["ids"], data["mask"])
-    with Chunked(net, tokens=TOKENS):
-        for given in (data["lengths"], data["mask"][:3]):
-            with pytest.raises(TrainkitError, match="a mask of 14 rows and their col"):
-                net(data["ids"], given)
-
-
-def test_lengths_without_a_budget_are_refused() -> None:
-    with pytest.raises(TrainkitError, match="Add tokens="):
-        Chunked(Reader(), size=3, lengths="lengths")
+    assert float((slope / found.norm() ** 2 - 1).abs()) < 1e-3
 
 
 def test_lengths_are_read_once_in_a_call() -> None:
-    net, data = Reader().double(), batch()
-    reads = []
-    spans = tokens_module.spans_of
+    net, reads, spans = Reader(), [], tokens_module.spans_of
     with mock.patch.object(
         tokens_module, "spans_of", side_effect=lambda m: reads.append(1) or spans(m)
     ):
         with Chunked(net, tokens=TOKENS):
-            net(data["ids"], data["mask"])[1].sum().backward()
+            net(DATA["ids"], DATA["mask"])[1].sum().backward()
     assert len(reads) == 1
+
+
+# ---- a width that is the mask's by chance --------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_target_as_wide_as_the_mask_is_right_or_refused(at: int) -> None:
+    """It keeps its columns once it had another width than the mask."""
+
+    def decoding(width: int) -> Step:
+        """Its rows are long where those of the encoder are short."""
+        mask = (torch.arange(width) < (WIDTH - DATA["lengths"])[:, None]).double()
+        mask[5, 0] = 1
+
+        def step(net: Any) -> Tensor:
+            target = DATA["ids"].flip(1)[:, :width]
+            out, _ = net(DATA["ids"], attention_mask=DATA["mask"], target=target)
+            return contrast((out * mask[..., None]).sum(1) / mask.sum(1)[:, None])
+
+        return step
+
+    steps = [decoding(WIDTH if n == at else WIDTH - 2) for n in range(5)]
+    if at:
+        assert off_over(Reader(), steps) <= EXACT
+    else:
+        with pytest.raises(TrainkitError, match="at padding is used|columns that are"):
+            off_over(Reader(), steps)
+        with UNCHECKED:
+            assert off_over(Reader(), steps[:1]) > NAIVE  # the control
+
+
+@pytest.mark.parametrize("widths", [(8,), (12, 8), (8, 12)])
+def test_features_as_many_as_columns_are_not_cut_or_refused(
+    widths: Sequence[int],
+) -> None:
+    side = torch.linspace(-1, 1, ROWS * 8).double().view(ROWS, 8)
+    steps = [made(batch(width=width), side=side) for width in widths]
+    if widths[0] != 8:
+        assert off_over(Reader(), steps) <= EXACT
+    else:
+        with pytest.raises(TrainkitError, match="does not run on fewer rows"):
+            off_over(Reader(), steps)
+
+
+# ---- refused -------------------------------------------------------------------------
+
+
+def inverse(net: Any) -> Tensor:
+    """The mask marks padding."""
+    return token_loss(net(DATA["ids"], attention_mask=DATA["mask"] == 0)[0], DATA)
+
+
+def unmasked(net: Any) -> Tensor:
+    return net(DATA["ids"], attention_mask=DATA["mask"])[0].mean(1).square().sum()
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize(("kind", "wrong"), [(Tagger, inverse), (Reader, unmasked)])
+def test_a_loss_that_uses_padding_is_refused_in_each_pass(
+    kind: Any, wrong: Step, at: int
+) -> None:
+    steps = [wrong if n == at else made() for n in range(4)]
+    if kind is Tagger:
+        steps = steps[at : at + 1]
+    with pytest.raises(TrainkitError, match="at padding is used by the loss"):
+        off_over(kind(), steps)
+    with UNCHECKED:
+        assert off_over(kind(), steps) > NAIVE
+    assert off_over(kind(), [made()] * 4) <= EXACT
+
+
+def failing(net: nn.Module, steps: Sequence[Step]) -> None:
+    with Chunked(net, tokens=TOKENS):
+        for step in steps:
+            gradient(net, step)
+        raise KeyError
+
+
+def test_a_device_is_not_waited_for_but_at_the_next_call_or_the_end() -> None:
+    net = Reader()
+    with mock.patch.object(tokens_module, "runs_later", return_value=True):
+        cut = Chunked(net, tokens=TOKENS)
+        gradient(net, unmasked)
+        check: Any = cut._cut.by_tokens
+        assert len(check._unread) == 1
+        assert not copy.deepcopy(check)._unread
+        with pytest.raises(TrainkitError, match="at padding is used by the loss"):
+            gradient(net, made())
+        gradient(net, unmasked)
+        with pytest.raises(TrainkitError, match="at padding is used by the loss"):
+            cut.remove()
+        assert "forward" not in vars(net)
+        with pytest.raises(KeyError):  # another error goes first
+            failing(net, [unmasked])
+
+
+def test_padding_that_rows_look_at_is_refused() -> None:
+    class Unmasked(Reader):
+        def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+            return super().forward(ids, torch.ones_like(attention_mask))
+
+    with pytest.raises(TrainkitError, match="columns that are padding"):
+        off_over(Unmasked(), [made()])
+
+
+def test_what_draws_in_evaluation_too_is_refused() -> None:
+    class Noisy(Reader):
+        def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+            logits, pooled = super().forward(ids, attention_mask)
+            return logits + torch.randn_like(logits), pooled
+
+    with pytest.raises(TrainkitError, match="draws random numbers in evaluation mode"):
+        off_over(Noisy(), [made()])
+
+
+def test_a_mask_is_needed() -> None:
+    net = Reader()
+    with Chunked(net, tokens=TOKENS, lengths="mask"):
+        with pytest.raises(TrainkitError, match="Pass 'mask' by name"):
+            net(DATA["ids"], DATA["mask"])
+    with Chunked(net, tokens=TOKENS):
+        for given in (DATA["lengths"], DATA["mask"][:3]):
+            with pytest.raises(TrainkitError, match="a mask of 14 rows and their col"):
+                net(DATA["ids"], given)
+    with pytest.raises(TrainkitError, match="Add tokens="):
+        Chunked(Reader(), size=3, lengths="lengths")
 
 
 # ---- models of transformers ----------------------------------------------------------
 
 
+def model(kind: str, **more: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        **more,
+    )
+    torch.manual_seed(0)
+    options = {} if kind == "Llama" else {"add_pooling_layer": False}
+    return getattr(transformers, f"{kind}Model")(config, **options).double()
+
+
 def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaModel(config).double()
+    return model("Llama", num_key_value_heads=1, use_cache=False)
 
 
-def bert(*, pools: bool = True) -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    return transformers.BertModel(config, add_pooling_layer=pools).double()
-
-
-def bert_without_pooler() -> Any:
-    """Its pooler reads column 0, which on the left is padding."""
-    return bert(pools=False)
+def bert() -> Any:
+    """Without its pooler, which reads column 0: on the left that is padding."""
+    return model("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 class WithHead(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.body = body
-        self.head = nn.Linear(16, VOCABULARY).double()
+        self.body, self.head = body, nn.Linear(16, VOCABULARY).double()
 
     def forward(self, data: dict[str, Tensor], *, positions: bool) -> tuple[Any, Any]:
         places = (data["mask"].cumsum(1) - 1).clamp(min=0)
         given = {"position_ids": places} if positions else {}
         out = self.body(input_ids=data["ids"], attention_mask=data["mask"], **given)
         hidden, mask = out.last_hidden_state, data["mask"][..., None]
-        pooled = out.get("pooler_output")
-        if pooled is None:
-            pooled = (hidden * mask).sum(1) / mask.sum(1)
-        return self.head(hidden), pooled
+        return self.head(hidden), (hidden * mask).sum(1) / mask.sum(1)
 
 
-@pytest.mark.parametrize(
-    ("make", "is_left", "positions"),
-    [
-        (llama, False, False),
-        (llama, False, True),
-        (llama, True, True),
-        (bert, False, False),
-        (bert, False, True),
-        (bert_without_pooler, True, True),
-    ],
-)
-def test_models_of_transformers_cannot_tell(
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("make", [llama, bert])
+def test_models_of_transformers_cannot_tell_or_are_refused(
     make: Any, is_left: bool, positions: bool
 ) -> None:
+    """Rows that are padded on the left have other places, if nobody says which."""
     net, data = WithHead(make()), batch(is_left=is_left)
 
     def step(net: Any) -> Tensor:
         logits, pooled = net(data, positions=positions)
         return token_loss(logits, data) + contrast(pooled)
 
-    assert max(both(net, step, net.body, tokens=TOKENS)) <= EXACT
+    if make is bert and is_left and not positions:
+        with pytest.raises(TrainkitError, match="columns that are padding.*position_i"):
+            off(net, step, of=net.body, tokens=TOKENS)
+    else:
+        # Llama computes places in float32, and only what is between them matters.
+        most = 1e-7 if is_left and not positions else EXACT
+        assert off(net, step, of=net.body, tokens=TOKENS) <= most

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.core.inside.common import LOSSES, Loss, Net, batch, dice, nt_xent
+from tests.core.inside.common import LOSSES, Loss, Net, batch
 from tests.helpers import NAIVE, deviation, trainer, weights
 from tests.lit.inside.common import Foreign, Own, copies, data, fit
 from trainkit import (
@@ -52,39 +52,24 @@ def test_fit_equals_that_of_the_whole_batch(
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_every_loss_is_that_of_the_whole_batch(loss: Loss) -> None:
     start = Foreign(loss)
-    plain, module = copies(start, 2)
+    plain, module, naive = copies(start, 3)
     fit(plain, None)
     fit(module, MicroBatching(size=5, inside="net"))
     assert off(module, plain, start) <= EXACT
-
-
-@pytest.mark.parametrize("loss", [dice, nt_xent], ids=lambda f: f.__name__)
-def test_accumulation_of_such_a_loss_is_not(loss: Loss) -> None:
-    start = Foreign(loss)
-    plain, module = copies(start, 2)
-    fit(plain, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        callback = AccumulationCallback(PerSample())
-        small = data(size=4)
-        fit(module, None, callback, loader=small, accumulate=5)
-    assert off(module, plain, start) > NAIVE
+        callback = AccumulationCallback(PerSample(), proof="off")
+        fit(naive, None, callback, loader=data(size=4), accumulate=5)
+    assert off(naive, plain, start) > NAIVE  # the control: accumulation
 
 
+@pytest.mark.parametrize("size", [3, None])  # None begins with all rows
 @pytest.mark.parametrize("inside", ["auto", "self", ("net.body", "net.head")])
-def test_which_modules_are_cut_does_not_matter(inside: Any) -> None:
+def test_which_modules_are_cut_does_not_matter(inside: Any, size: Any) -> None:
     start = Foreign(calls=2)
     plain, module = copies(start, 2)
     fit(plain, None)
-    fit(module, MicroBatching(size=3, inside=inside))
-    assert off(module, plain, start) <= EXACT
-
-
-def test_a_size_that_is_found_begins_with_all_rows() -> None:
-    start = Foreign()
-    plain, module = copies(start, 2)
-    fit(plain, None)
-    fit(module, MicroBatching(inside="net"))
+    fit(module, MicroBatching(size=size, inside=inside))
     assert off(module, plain, start) <= EXACT
 
 

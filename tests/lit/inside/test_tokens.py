@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import NAIVE, deviation, trainer
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
-from trainkit.core.inside.padding import PaddingCheck
 
 WIDTH, LENGTH = 6, 9
 
@@ -84,60 +82,6 @@ def test_fit_by_tokens_equals_the_whole_batch(
     fit(naive, MicroBatching(size=4, inside="encoder"))
     assert deviation(naive, whole, start) <= 1e-12
     assert check(start, loader(), micro_batches=options).exact
-
-
-class Translator(nn.Module):
-    """A decoder reads what an encoder made of other columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads, self.writes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, attention_mask: Tensor, target: Tensor) -> Tensor:
-        mask = attention_mask[..., None].to(x)
-        pooled = (self.reads(x).tanh() * mask).sum(1) / mask.sum(1)
-        return (self.writes(target.cumsum(1)) + pooled[:, None]).tanh()
-
-
-class Translations(Sentences):
-    """In one step the targets are as wide as what is read, by chance."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.encoder, self.at = Translator().double(), at
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, mask = batch["x"], batch["mask"]
-        target = x.flip(1)[:, : LENGTH - (batch_idx != self.at)]
-        z = self.encoder(x, attention_mask=mask, target=target).mean(1)
-        z = nn.functional.normalize(z, dim=-1)
-        return nn.functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
-
-
-@pytest.mark.filterwarnings("ignore:proof")  # which finds the naive one in batch 0
-@pytest.mark.filterwarnings("ignore:.*an open window of 1 micro-batch was dropped")
-@pytest.mark.parametrize("at", range(4))
-def test_a_target_as_wide_as_the_mask_by_chance_is_right_or_refused(at: int) -> None:
-    """It keeps its columns once it had another width than the mask."""
-
-    def run(module: Any, options: MicroBatching | None) -> Any:
-        callbacks = []
-        if options is not None:
-            callbacks = [AccumulationCallback(micro_batching=options, proof="off")]
-        data = DataLoader(loader().dataset, batch_size=8)
-        trainer(callbacks=callbacks).fit(module, data)
-        return module
-
-    start, cut = Translations(at), MicroBatching(tokens=2 * LENGTH, inside="encoder")
-    whole = run(copy.deepcopy(start), None)
-    if at:
-        assert deviation(run(copy.deepcopy(start), cut), whole, start) <= 1e-12
-        return
-    with pytest.raises(TrainkitError, match="at padding is used"):
-        run(copy.deepcopy(start), cut)
-    with mock.patch.object(PaddingCheck, "look"):
-        naive = run(copy.deepcopy(start), cut)
-    assert deviation(naive, whole, start) > NAIVE
 
 
 @pytest.mark.filterwarnings("ignore:.*an open window of 1 micro-batch was dropped")

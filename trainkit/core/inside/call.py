@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close
-from trainkit.core.inside.cut import Cut, noted
-from trainkit.core.inside.draws import States
-from trainkit.core.inside.moment import Moment, version_of
+from trainkit.core.inside.cut import Cut, Shadows, strangers_of
+from trainkit.core.inside.moment import Moment, States, versions_of
 from trainkit.core.inside.outputs import Joined, Plan
-from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import Arguments
-from trainkit.core.inside.shadows import Shadows, leaves_of, refuse_strangers
-from trainkit.core.nested import Build, take_apart
+from trainkit.core.nested import Build
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
+
+SAVED = object()
+"""Stands for a tensor that autograd holds."""
 
 
 @dataclass
@@ -41,38 +40,35 @@ class Call:
     Args:
         cut: what is called.
         arguments: of the call.
+        moment: what the module was like.
         plan: how outputs are joined.
-        chunks: in which the rows run; default: as the cut's sizes say.
-        width: how many columns there are, where chunks leave some out.
         is_checked: whether its two passes are compared.
-        padding: checks that the loss uses none, where chunks leave out columns.
+        watch: is given the gradients of the output, how it is joined, the chunks and
+            the module's name, before the backward pass.
 
     Attributes:
-        values: the arguments; None once autograd holds them.
-        moment: what the module was like.
+        values: the arguments, without the tensors that autograd holds.
         trained: the places of the arguments that get a gradient.
         build: makes the output of its leaves.
         differentiable: which leaves of the output have a gradient.
         leaves: of the output, as made in the forward pass.
+        chunks: in which its rows have run.
     """
 
     def __init__(
         self,
         cut: Cut,
         arguments: Arguments,
+        moment: Moment,
         plan: Plan,
         *,
-        chunks: list[Chunk] | None = None,
-        width: int = 0,
         is_checked: bool = False,
-        padding: PaddingCheck | None = None,
+        watch: Callable[..., None] | None = None,
     ) -> None:
-        self._padding = padding
-        self._cut, self._arguments, self._plan = cut, arguments, plan
-        self._given, self._width, self._is_checked = chunks, width, is_checked
-        self.values: list[Any] | None = arguments.values
-        self._devices = arguments.devices
-        self.moment = Moment(cut.module, cut.name, self._devices)
+        self._cut, self._plan = cut, plan
+        self._arguments = replace(arguments, values=[])  # they are held once
+        self._is_checked, self._watch, self.moment = is_checked, watch, moment
+        self.values: list[Any] = arguments.values
         self.trained = [
             i
             for i, each in enumerate(arguments.values)
@@ -81,15 +77,14 @@ class Call:
         self.build: Build | None = None
         self.differentiable: list[bool] = []
         self.leaves: list[Any] = []
-        self._done: list[Chunk] = []
+        self.chunks: list[Chunk] = []
         self._kept: dict[Chunk, Graph] = {}
-        self._strangers: list[weakref.ref[Tensor]] = []
         self._first: list[Any] | None = None
 
-    @property
-    def trains(self) -> bool:
-        """Whether a parameter or an argument gets a gradient."""
-        return bool(self.trained or self.moment.parameters)
+    @cached_property
+    def shadows(self) -> Shadows:
+        """What stands for the parameters that train."""
+        return self._cut.shadows(self.moment.parameters)
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -100,23 +95,19 @@ class Call:
             has_graph: whether the last chunks run with a graph, which shows what of the
                 output has a gradient.
         """
-        cut, versions = self._cut, self._versions()
-        begun, joined = States(self._devices, of_host=True), None
+        cut, values = self._cut, self.values
+        versions, joined = versions_of(values), None
+        begun = States(self._arguments.devices)
         while joined is None:
             try:
-                joined = self._run(has_graph=has_graph)
+                joined = self._run(values, has_graph=has_graph)
             except Exception as error:
                 if not (is_out_of_memory(error) and self._halves()):
                     raise
                 release(error)
                 begun.put_back()
-            if joined and not cut.draws_of_host and begun.has_host_moved():
-                # Its chunks did not keep the states of a generator that it draws from.
-                cut.draws_of_host, joined = True, None
-                begun.put_back()
-        cut.note(joined.differs)
         self.moment.check_state()
-        if versions != self._versions():
+        if versions != versions_of(values):
             raise TrainkitError(
                 f"{cut.name}: its forward pass must not change its arguments in "
                 f"place, since it runs once more in the backward pass. Give it a "
@@ -124,90 +115,59 @@ class Call:
             )
         return joined.values
 
-    def _run(self, *, has_graph: bool) -> Joined:
-        cut, values, rows = self._cut, self.values, self._arguments.rows
-        assert values is not None
-        joined = Joined(self._plan, rows, cut.name, self._width)
-        self._done = self._given or cut.sizes.cut(rows)
-        self._kept, self.differentiable, self._first = {}, [], None
-        without = len(self._done) - has_graph * max(cut.keep, 1)
-        for number, chunk in enumerate(self._done):
-            chunk.states = cut.states(self._devices)
+    def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
+        cut, arguments = self._cut, self._arguments
+        by_length = arguments.by_length
+        width = by_length.width if by_length else 0
+        joined = Joined(self._plan, arguments.rows, cut.name, width)
+        self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
+        self._kept, self._first = {}, None
+        self.differentiable = [False] * len(self._plan)
+        without = len(self.chunks) - has_graph * max(cut.keep, 1)
+        for number, chunk in enumerate(self.chunks):
+            chunk.states = States(self._arguments.devices)
             if number >= without:
-                outputs = self._run_with_graph(chunk, values)
+                outputs = self._with_graph(chunk, values)
             else:
                 with torch.no_grad():
-                    given = self._arguments.of(chunk, values)
-                    outputs = self._outputs(chunk, given)
+                    outputs = self._outputs(chunk, arguments.of(chunk, values))
             if self._is_checked and not number and chunk not in self._kept:
                 self._first = [_copied(each) for each in outputs]
             joined.add(chunk, outputs)
-        self._ended = cut.states(self._devices)
+        self._ended = States(self._arguments.devices)
         return joined
 
-    def _run_with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
+    def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if not self._kept and torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
         with self.shadows.in_place():
             graph = self._graph(chunk, values)
-            self._look_for_strangers(graph)
-            if self._strangers and not self.trains:
-                chunk.states.put_back()
-                self._look_for_strangers(self._graph(chunk, values))
-        have = [_has_gradient(each) for each in graph.outputs]
-        before = self.differentiable or [False] * len(have)
-        self.differentiable = [a or b for a, b in zip(before, have, strict=True)]
+        known = [*self.shadows.own, *graph.leaves.values()]
+        strangers_of(graph.outputs, known, self._cut.name)
+        for index, each in enumerate(graph.outputs[: len(self._plan)]):
+            if isinstance(each, Tensor) and each.requires_grad:
+                self.differentiable[index] = True
         if self._cut.keep:
             self._kept[chunk] = graph
         return graph.outputs
 
-    @cached_property
-    def shadows(self) -> Shadows:
-        """What stands for the parameters that train."""
-        return self._cut.shadows(self.moment.parameters)
-
-    def _versions(self) -> list[int]:
-        return [version_of(x) for x in self.values or () if isinstance(x, Tensor)]
-
     def _halves(self) -> bool:
-        return self._given is None and self._cut.sizes.halve(self._arguments.rows)
+        arguments = self._arguments
+        return arguments.by_length is None and self._cut.sizes.halve(arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        rows = f"rows {chunk.start} to {chunk.stop - 1} of {self._arguments.rows}"
-        note = f"trainkit | {self._cut.name}: raised while it ran on {rows}"
-        with noted(note), self._cut.around(self, chunk):
-            fields, build = take_apart(self._cut.run(self._arguments, given))
+        fields, build = self._cut.run(self._arguments, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
-        given = self._arguments.of(chunk, values)
+        given, leaves = self._arguments.of(chunk, values), {}
         for index in self.trained:
-            given[index] = given[index].detach().requires_grad_()
-        leaves = {index: given[index] for index in self.trained}
+            leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
             return Graph(self._outputs(chunk, given), leaves)
-
-    def _look_for_strangers(self, graph: Graph) -> None:
-        """Refuse tensors that train, and are neither parameters nor arguments.
-
-        A leaf that is made anew in each run is no such thing, as that of transformers'
-        `enable_input_require_grads`.
-        """
-        known = {id(each) for each in (*self.shadows.own, *graph.leaves.values())}
-        found = [each for each in leaves_of(graph.outputs) if id(each) not in known]
-        before = [each() for each in self._strangers]
-        refuse_strangers(
-            [
-                each
-                for each in found
-                if isinstance(each, nn.Parameter) or any(each is x for x in before)
-            ],
-            self._cut.name,
-        )
-        self._strangers = [weakref.ref(each) for each in found]
 
     # ---- backward --------------------------------------------------------------------
 
@@ -220,58 +180,70 @@ class Call:
             values: the arguments.
             gradients: of the leaves of the output.
         """
-        self._refuse_graph()
-        self.moment.check_weights()
-        cut, shadows = self._cut, self.shadows
-        if self._padding is not None:
-            self._padding.look(gradients, self._plan, self._done, cut.name)
-        now, pieces = cut.states(self._devices), Pieces(values, self._arguments)
-        kept, self._kept = self._kept, {}
-        try:
-            with self.moment.again(), shadows.in_place():
-                shadows.clear()
-                # The last comes first: its graph may be kept.
-                waiting = self._done[::-1]
-                while waiting:
-                    graph = kept.pop(waiting[0], None)
-                    try:
-                        graph = graph or self._again(waiting[0], values)
-                        now.put_back()
-                        self._pull(waiting[0], graph, gradients)
-                        pieces.add(
-                            waiting[0], {i: x.grad for i, x in graph.leaves.items()}
-                        )
-                        waiting.pop(0)
-                        now = cut.states(self._devices)
-                    except Exception as error:
-                        if not (is_out_of_memory(error) and self._may_begin_again()):
-                            raise
-                        graph = None
-                        release(error)
-                        kept.clear()
-                        shadows.clear()
-                        pieces = Pieces(values, self._arguments)
-                        waiting = self._done[::-1]
-                    graph = None  # not beside the next one
-                found = shadows.gradients()
-        finally:
-            shadows.clear()
-            now.put_back()
-        return [*found, *pieces.gradients(self.trained)]
-
-    def _refuse_graph(self) -> None:
         if torch.is_grad_enabled():
             raise TrainkitError(
                 f"{self._cut.name}: it runs in chunks, so that its gradient has no "
                 f"gradient of its own, which create_graph=True asks for. Name another "
                 f"module to cut, or leave out the gradient penalty."
             )
+        self.moment.check_weights()
+        if self._watch is not None:
+            self._watch(gradients, self._plan, self.chunks, self._cut.name)
+        shadows, now = self.shadows, States(self._arguments.devices)
+        kept, self._kept = self._kept, {}
+        found = None
+        try:
+            with self.moment.again(), shadows.in_place():
+                while found is None:
+                    try:
+                        found = self._pass(values, gradients, kept)
+                    except Exception as error:
+                        if not (is_out_of_memory(error) and self._may_begin_again()):
+                            raise
+                        release(error)
+                        kept.clear()
+                        shadows.clear()
+                        now.put_back()
+                of_parameters = shadows.gradients()
+        except BaseException:
+            now.put_back()
+            raise
+        finally:
+            shadows.clear()
+        of_arguments = [
+            found[i].to(values[i].dtype) if i in found else None for i in self.trained
+        ]
+        return [*of_parameters, *of_arguments]
+
+    def _pass(
+        self,
+        values: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        kept: dict[Chunk, Graph],
+    ) -> dict[int, Tensor]:
+        """Run the backward pass of all chunks; the gradients of arguments.
+
+        What the backward pass draws is another draw for each chunk, and not that of the
+        forward pass.
+        """
+        found: dict[int, Tensor] = {}
+        draws = not self.chunks[0].states.are(self._ended)
+        for chunk in reversed(self.chunks):  # the last comes first: it may be kept
+            now = States(self._arguments.devices) if draws else None
+            graph = kept.pop(chunk, None)
+            if graph is None:
+                if draws:
+                    chunk.states.put_back()
+                graph = self._again(chunk, values)
+            if now is not None:
+                now.put_back()
+            self._pull(chunk, graph, gradients)
+            self._add(found, chunk, graph.leaves, values)
+            del graph  # not beside the next one
+        return found
 
     def _again(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
-        chunk.states.put_back()
         graph = self._graph(chunk, values)
-        if self._strangers:
-            self._look_for_strangers(graph)
         if self._first is None or chunk.start:
             return graph
         before, self._first = self._first, None
@@ -288,12 +260,12 @@ class Call:
     def _may_begin_again(self) -> bool:
         """Whether the rows can run in smaller chunks. Those that drew would draw
         otherwise than in the forward pass."""
-        first = self._done[0].states
-        if not first.are(self._ended) or not self._halves():
+        states = self.chunks[0].states
+        if not states.are(self._ended) or not self._halves():
             return False
-        self._first, self._done = None, self._cut.sizes.cut(self._arguments.rows)
-        for chunk in self._done:
-            chunk.states = first
+        self._first, self.chunks = None, self._cut.sizes.cut(self._arguments.rows)
+        for chunk in self.chunks:
+            chunk.states = states
         return True
 
     def _pull(
@@ -301,69 +273,84 @@ class Call:
     ) -> None:
         """Run the backward pass of a chunk."""
         outputs, given = [], []
-        for index, output in enumerate(graph.outputs):
-            if not _has_gradient(output):
+        for output, joint, gradient, is_expected in zip(
+            graph.outputs, self._plan, gradients, self.differentiable, strict=True
+        ):
+            if not (isinstance(output, Tensor) and output.requires_grad):
                 continue
-            if not self.differentiable[index]:
+            if not is_expected:
                 raise TrainkitError(
-                    f"{self._cut.name}: {self._plan[index].name} has a gradient in "
-                    f"some chunks of rows and none in others. Name a module within "
-                    f"it, or around it."
+                    f"{self._cut.name}: {joint.name} has a gradient in some chunks of "
+                    f"rows and none in others. Name a module within it, or around it."
                 )
-            gradient = self._part(chunk, index, gradients[index])
+            if joint.dim is not None and gradient is not None:
+                gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
+            elif chunk.stop < self._arguments.rows:
+                continue  # a value that all chunks share is the last one's
             if gradient is not None:
                 outputs.append(output)
                 given.append(gradient)
         if outputs:
             torch.autograd.backward(outputs, given)
 
-    def _part(self, chunk: Chunk, index: int, gradient: Tensor | None) -> Tensor | None:
-        """A chunk's part of the gradient of a leaf of the output."""
-        joint = self._plan[index]
-        if joint.dim is not None and gradient is not None:
-            return chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
-        # A value that all chunks share is the last one's.
-        return gradient if chunk.stop == self._arguments.rows else None
-
-
-class Pieces:
-    """The gradients of arguments: a chunk writes its rows, or adds its share.
-
-    Args:
-        values: of the arguments.
-        arguments: of the call.
-    """
-
-    def __init__(self, values: Sequence[Any], arguments: Arguments) -> None:
-        self._values, self._arguments = values, arguments
-        self._found: dict[int, Tensor] = {}
-
-    def add(self, chunk: Chunk, gradients: dict[int, Tensor | None]) -> None:
-        """Take the gradients of a chunk's arguments; None for those it did not use."""
-        arguments = self._arguments
-        for index, gradient in gradients.items():
-            if gradient is None:
+    def _add(
+        self,
+        found: dict[int, Tensor],
+        chunk: Chunk,
+        leaves: dict[int, Tensor],
+        values: Sequence[Any],
+    ) -> None:
+        """Add the gradients of a chunk's arguments to those of the call: its rows, or
+        its share."""
+        for index, leaf in leaves.items():
+            if leaf.grad is None:
                 continue
-            value, is_cut = self._values[index], arguments.cut[index]
-            if index not in self._found:
+            value, is_cut = values[index], self._arguments.cut[index]
+            if index not in found:
                 wide = value.dtype in HALF and not is_cut
-                self._found[index] = torch.zeros_like(
-                    value, dtype=torch.float32 if wide else value.dtype
-                )
-            padded = arguments.padded[index] if arguments.padded else ()
-            own = chunk.part(self._found[index], 0 if is_cut else None, 1, padded)
-            own.add_(gradient)
-
-    def gradients(self, trained: Sequence[int]) -> list[Tensor | None]:
-        """The gradient of each argument that trains; None where nothing came."""
-        return [
-            self._found[i].to(self._values[i].dtype) if i in self._found else None
-            for i in trained
-        ]
+                dtype = torch.float32 if wide else value.dtype
+                found[index] = torch.zeros_like(value, dtype=dtype)
+            padded = self._arguments.padded[index]
+            chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
 
 
-def _has_gradient(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.requires_grad
+class Run(torch.autograd.Function):
+    """A call as autograd sees it: one node, whose inputs are all that trains."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *trained: Tensor) -> tuple[Tensor, ...]:
+        values = call.values
+        ctx.call, call.leaves = call, call.forward(has_graph=True)
+        # Saved, they raise as usual if they are changed before the backward pass.
+        ctx.save_for_backward(*[v for v in values if isinstance(v, Tensor)])
+        call.values = [SAVED if isinstance(v, Tensor) else v for v in values]
+        ctx.set_materialize_grads(False)
+        ctx.outputs = [i for i, v in enumerate(call.leaves) if isinstance(v, Tensor)]
+        tensors = [call.leaves[i] for i in ctx.outputs]
+        pairs = zip(tensors, ctx.outputs, strict=True)
+        plain = [each for each, i in pairs if not call.differentiable[i]]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        values = [next(saved) if v is SAVED else v for v in ctx.call.values]
+        gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
+        for place, gradient in zip(ctx.outputs, given, strict=True):
+            gradients[place] = gradient
+        return (None, *ctx.call.backward(values, gradients))
+
+
+def leaves_in_chunks(call: Call) -> list[Any]:
+    """The leaves of the output of a call that has not run, whose rows run in chunks."""
+    trained = [*call.moment.parameters, *[call.values[i] for i in call.trained]]
+    if not (torch.is_grad_enabled() and trained):
+        return call.forward(has_graph=torch.is_grad_enabled())
+    outputs = iter(Run.apply(call, *trained))  # type: ignore[arg-type]
+    leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
+    call.leaves = []
+    return leaves
 
 
 def _copied(value: Any) -> Any:

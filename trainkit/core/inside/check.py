@@ -2,114 +2,109 @@
 
 The outputs of chunks are compared with those of larger groups of rows, which come from
 all chunks: so a row's place, the number of rows and the rows beside it differ at once.
-The gradient of a few rows is compared with that of their halves.
+Where chunks leave out columns that are padding, the groups have them. The gradient of a
+few rows is compared with that of their halves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.graphs import has_mixed_gradients, refuse_what_is_left
-from trainkit.core.inside.moment import Moment, settings_of
-from trainkit.core.inside.outputs import Joined, Plan, Unfit, plan_of, rows_of
-from trainkit.core.inside.rows import Arguments
-from trainkit.core.inside.shadows import refuse_shards
-from trainkit.core.inside.trial import Trial, looking
+from trainkit.core.inside.moment import Moment, put_back
+from trainkit.core.inside.outputs import (
+    Joined,
+    Joint,
+    Plan,
+    Unfit,
+    plan_of,
+    rows_of,
+    with_columns,
+)
+from trainkit.core.inside.refusals import refuse_module, refusing
+from trainkit.core.inside.rows import Arguments, ByLength
+from trainkit.core.inside.trial import Trial
 from trainkit.core.out_of_memory import is_out_of_memory, release
-
-MOST_KINDS = 99
-"""How many kinds of calls are remembered."""
+from trainkit.errors import TrainkitError
 
 
-class Checks:
-    """Knows how each kind of call is joined, and when it is to be looked at.
+def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
+    """Refuse a call whose rows do not stand alone; else, how it is joined.
 
     Args:
         cut: which is called.
+        arguments: of the call.
+        sizes: of the chunks that are looked at.
+        moment: what the module was like before.
     """
-
-    def __init__(self, cut: Cut) -> None:
-        self._cut = cut
-        self._kinds: dict[Any, tuple[Plan, int]] = {}
-
-    def find(self, arguments: Arguments, sizes: Sizes) -> tuple[Plan, bool]:
-        """How a call is joined, and whether it was looked at now.
-
-        Args:
-            arguments: of the call.
-            sizes: of the chunks that are looked at.
-        """
-        key = self._key(arguments)
-        plan, times = self._kinds.get(key, (None, 0))
-        number = times + 1
-        is_looked_at = plan is None or not number & (number - 1)
-        if plan is None or is_looked_at:
-            plan = self.look(arguments, sizes)
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.clear()
-        self._kinds[key] = plan, number
-        return plan, is_looked_at
-
-    def look(self, arguments: Arguments, sizes: Sizes) -> Plan:
-        """Refuse a call whose rows do not stand alone; else, how it is joined."""
-        cut = self._cut
-        moment = Moment(cut.module, cut.name, arguments.devices)
-        sums = moment.sums()
-        refuse_shards(cut.module, cut.name)
-        while True:
-            try:
-                with looking(cut, arguments, moment) as trial:
-                    plan = _plan(trial, sizes)
-                moment.check_sums(sums)
-                return plan
-            except Exception as error:
-                if not is_out_of_memory(error) or not sizes.halve(arguments.rows):
-                    raise
-                release(error)
-
-    def _key(self, arguments: Arguments) -> Any:
-        """What a call has in common with others of its kind: modes and flags, what
-        trains, and which arguments have rows."""
-        settings = settings_of(self._cut.module).values()
-        values = zip(arguments.paths, arguments.values, arguments.cut, strict=True)
-        return (
-            torch.is_grad_enabled(),
-            *[each for each in settings if isinstance(each, bool | str)],
-            *[each.requires_grad for each in self._cut.module.parameters()],
-            *[
-                (path, is_cut, value.ndim if isinstance(value, Tensor) else type(value))
-                for path, value, is_cut in values
-            ],
+    if found := normalising_by_batch(cut.module):
+        names = [each or "the module itself" for each in found]
+        raise TrainkitError(
+            f"{cut.name}: its rows must not see each other, and BatchNorm normalises "
+            f"by all rows of a batch: {listed(names)}. Freeze it, use "
+            f'BatchNormGuard("exact"), or name a module without it.'
         )
+    refuse_module(cut.module, cut.name)
+    sums = moment.sums()
+    while True:
+        trial = Trial(cut, arguments, moment)
+        try:
+            with refusing(cut.module, cut.name, arguments, moment):
+                plan = _plan(trial, sizes)
+            moment.check_state(sums)
+            return plan
+        except Exception as error:
+            if not is_out_of_memory(error) or not sizes.halve(arguments.rows):
+                raise
+            release(error)
+        finally:  # the module, and what draws, are as before
+            trial.begun.put_back()
+            put_back(cut.module, moment.settings)
+            if torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()
 
 
 def _plan(trial: Trial, sizes: Sizes) -> Plan:
     """How the outputs are joined, if no row depends on another."""
-    rows = trial.arguments.rows
+    rows, by_length = trial.arguments.rows, trial.arguments.by_length
     if rows <= 1:
         raise Unfit("none of its arguments has rows")
-    chunks = sizes.cut(rows)
-    size = chunks[0].num_rows
+    chunks = by_length.chunks if by_length else sizes.cut(rows)
+    size = sizes.cut(rows)[0].stop
     if trial.has_graph:
-        refuse_what_is_left(trial, size)  # first, or a cache is made without a graph
+        # First, or a cache is made without a graph.
+        trial.refuse_what_is_left(range(min(size, 2)))
     # The capacity of experts shows in more rows than a chunk has, if they fit.
     is_full = sizes.is_auto or size == rows
     number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
     groups = _groups(rows, number)
     picked = groups[0]
-    plan = plan_of(trial.run(picked), trial.run(range(size)), len(picked), size)
+    some, others = trial.fields(picked), trial.run(range(size))
+    plan = plan_of(some, others, len(picked), size)
+    is_trimmed = False
+    for chunk in chunks[::-1]:
+        if by_length and not is_trimmed and chunk.columns != (0, by_length.width):
+            chunk = replace(chunk, stop=min(chunk.start + 2, chunk.stop))
+            few = range(chunk.start, chunk.stop)
+            plan = with_columns(plan, trial.run(few), trial.run(chunk))
+            is_trimmed = True
     if trial.has_drawn and not _can_evaluate(trial, picked, plan):
+        if is_trimmed:
+            raise Unfit(
+                "it draws random numbers in evaluation mode too, so that it cannot be "
+                "seen whether a row depends on the columns that are padding. Cut by "
+                "size= alone"
+            )
         return plan
-    is_mixed = trial.has_graph and has_mixed_gradients(
-        trial, plan, size if sizes.is_auto else max(size, 2)
-    )
+    few = size if sizes.is_auto else max(size, 2)
+    is_mixed = trial.has_graph and trial.has_mixed_gradients(plan, few)
     _compare(trial, groups, plan, chunks)
     if is_mixed:
         raise Unfit(
@@ -137,7 +132,7 @@ def _can_evaluate(trial: Trial, picked: Sequence[int], plan: Plan) -> bool:
     found, alone = trial.run(picked), trial.run([picked[at]] * len(picked))
     for joint, one, other in zip(plan, found, alone, strict=True):
         if joint.dim is not None:
-            pair = [rows_of(each.value, joint, [at]) for each in (one, other)]
+            pair = [rows_of(each, joint, [at]) for each in (one, other)]
             if not are_close(*pair, eps=trial.eps):
                 raise Unfit(f"{joint.name} of a row depends on other rows")
     return False
@@ -147,29 +142,49 @@ def _compare(
     trial: Trial, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
 ) -> None:
     """Refuse outputs of chunks that are not those of their rows beside others."""
-    arguments = trial.arguments
-    joined = Joined(plan, arguments.rows, trial.cut.name)
+    arguments, by_length = trial.arguments, trial.arguments.by_length
+    width = by_length.width if by_length else 0
+    joined = Joined(plan, arguments.rows, trial.cut.name, width)
     for chunk in chunks:
-        fields = trial.run(range(chunk.start, chunk.stop))
-        joined.add(chunk, [each.value for each in fields])
+        rows = chunk if by_length else range(chunk.start, chunk.stop)
+        joined.add(chunk, trial.run(rows))
     for rows in groups:
         found = trial.run(rows)
         for index, (joint, whole) in enumerate(zip(plan, joined.values, strict=True)):
             if joint.dim is None:
                 continue
-            own, value = rows_of(whole, joint, rows), found[index].value
+            own, value = rows_of(whole, joint, rows), found[index]
+            if by_length and joint.padded:
+                marks = _marks(own, by_length, joint, rows)
+                own, value = own * marks, value * marks
             if are_close(own, value, eps=trial.eps):
                 continue
-            if not are_close(value, trial.run(rows)[index].value, eps=trial.eps):
+            again = trial.run(rows)[index]
+            if not are_close(found[index], again, eps=trial.eps):
                 raise Unfit(
                     f"{joint.name} is another one each time it runs. It draws from "
                     f"a generator of its own, or counts its runs: draw from "
                     f"torch's generator"
                 )
+            columns = ", or on the columns that are padding" if by_length else ""
             raise Unfit(
                 f"{joint.name} of a row depends on other rows, on its place among "
-                f"them, or on how many there are"
+                f"them, or on how many there are{columns}"
             )
+
+
+def _marks(
+    value: Tensor, by_length: ByLength, joint: Joint, rows: Sequence[int]
+) -> Tensor:
+    """1 where an output of some rows is no padding."""
+    spans = torch.tensor([by_length.spans[row] for row in rows], device=value.device)
+    columns = torch.arange(by_length.width, device=value.device)
+    marks = (columns >= spans[:, :1]) & (columns < spans[:, 1:])
+    marks = marks.repeat_interleave(joint.multiple, 0)
+    shape = [1] * value.ndim
+    assert joint.dim is not None
+    shape[joint.dim], shape[joint.padded[0]] = marks.shape
+    return (marks if joint.dim < joint.padded[0] else marks.T).reshape(shape)
 
 
 def _groups(rows: int, most: int) -> list[list[int]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.core.plan.options import check_whole_number
-from trainkit.core.split.partition import even_runs
-from trainkit.errors import TrainkitError
 
 Span = tuple[int, int]
 
@@ -30,10 +29,6 @@ class Chunk:
     columns: Span | None = None
     states: Any = field(default=None, repr=False)
 
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
     def part(
         self,
         whole: Tensor,
@@ -50,7 +45,8 @@ class Chunk:
             padded: the dimensions of columns, of which it keeps its own.
         """
         if dim is not None:
-            whole = whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
+            length = (self.stop - self.start) * multiple
+            whole = whole.narrow(dim, self.start * multiple, length)
         if self.columns is not None:
             first, behind = self.columns
             for each in padded:
@@ -76,24 +72,20 @@ class Sizes:
     def cut(self, num_rows: int) -> list[Chunk]:
         """All rows in order, in as few chunks as the limit allows, of like size."""
         num = -(-num_rows // (self.limit or num_rows))
-        return [Chunk(*run) for run in even_runs(num_rows, num)]
+        size, more = divmod(num_rows, num)
+        bounds = [number * size + min(number, more) for number in range(num + 1)]
+        return [Chunk(start, stop) for start, stop in pairwise(bounds)]
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""
-        most = max(each.num_rows for each in self.cut(num_rows))
-        if not self.is_auto or most == 1:
+        first = self.cut(num_rows)[0]
+        if not self.is_auto or first.stop == 1:
             return False
-        self.limit = most // 2
+        self.limit = first.stop // 2
         return True
 
 
 def checked_keep(keep: Any) -> int:
     """A number of chunks; refuses all else."""
-    if isinstance(keep, str) or keep is None:
-        raise TrainkitError(
-            f"keep: must be how many chunks of a call keep their graph, a whole "
-            f"number, received {keep!r}. 'auto' and bytes are no longer known: leave "
-            f"it out, or write keep=1."
-        )
     check_whole_number("keep", keep, least=0)
     return keep

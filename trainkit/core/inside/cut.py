@@ -1,20 +1,23 @@
-"""A module that is cut, as each of its calls knows it."""
+"""A module that is cut, as each of its calls knows it.
+
+Chunks run on shadows of its parameters: a shadow shares its parameter's storage and has
+a gradient of its own, in which autograd adds up what the chunks give. So hooks on
+parameters, DDP and tied weights see one gradient, of all rows.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk, Sizes, checked_keep
-from trainkit.core.inside.draws import States
-from trainkit.core.inside.rows import Arguments, without_cache
-from trainkit.core.inside.shadows import Shadows
-from trainkit.core.nested import Field, take_apart
+from trainkit.core.inside.rows import Arguments
+from trainkit.core.nested import Build, Field, take_apart
 from trainkit.errors import TrainkitError
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
@@ -37,9 +40,6 @@ class Cut:
     Attributes:
         around: makes a context for each run of a chunk of a call; the chunk is None
             where rows are only looked at.
-        draws_of_host: whether the module draws from NumPy's or Python's generator.
-        differs: whether chunks gave other values of an output without rows, as far as
-            nobody has waited for the device that knows it.
     """
 
     def __init__(
@@ -47,37 +47,48 @@ class Cut:
     ) -> None:
         self.module, self.name, self.sizes = module, name, sizes
         self.keep = checked_keep(keep)
+        self._before: Any = vars(module).get("forward")
         self.around: Around = nothing_around
-        self.draws_of_host = False
-        self.differs: Tensor | None = None
         self._shadows: Shadows | None = None
 
     @property
-    def original(self) -> Callable[..., Any]:
+    def original(self) -> Any:
         """The module's own forward."""
-        return self.module.forward
+        if self._before is not None:
+            return self._before
+        return type(self.module).forward.__get__(self.module)
 
-    def run(self, arguments: Arguments, values: Sequence[Any]) -> Any:
-        """The output of the module's own forward.
+    def run(
+        self,
+        arguments: Arguments,
+        values: Sequence[Any],
+        call: Any = None,
+        chunk: Chunk | None = None,
+    ) -> tuple[list[Field], Build]:
+        """The parts of the output of the module's own forward.
+
+        Models of transformers return a cache of keys in training too, where nothing
+        reads it, and its rows cannot be joined: so that is turned off meanwhile.
 
         Args:
             arguments: of a call.
             values: other values in place of its own.
+            call: which runs the chunk.
+            chunk: that runs.
         """
-        positional, named = arguments.build(iter(values))
-        with without_cache(self.module):
-            return self.original(*positional, **named)
-
-    def fields(
-        self, call: Any, chunk: Chunk | None, arguments: Arguments, values: Any
-    ) -> list[Field]:
-        """The parts of that output, in the context of a chunk."""
-        with self.around(call, chunk):
-            return take_apart(self.run(arguments, values))[0]
-
-    def states(self, devices: Collection[torch.device]) -> States:
-        """The random states of now."""
-        return States(devices, of_host=self.draws_of_host)
+        config: Any = getattr(self.module, "config", None)
+        caches = getattr(config, "use_cache", False) is True
+        try:
+            if caches:
+                config.use_cache = False
+            with self.around(call, chunk):
+                output = arguments.call(self.original, values)
+            if isinstance(output, Tensor):
+                return [Field("", output)], next
+            return take_apart(output)
+        finally:
+            if caches:
+                config.use_cache = True
 
     def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
         """What stands for the parameters that train."""
@@ -85,23 +96,131 @@ class Cut:
             self._shadows = Shadows(self.module, parameters)
         return self._shadows
 
-    def note(self, differs: Tensor | None) -> None:
-        """Refuse what the call before this one has found on a device."""
-        before, self.differs = self.differs, differs
-        if before is not None and before:
-            self.differs = None
-            raise TrainkitError(
-                f"{self.name}: an output that has no rows must be the same for all "
-                f"chunks, and in the call before this one it was not. Name a module "
-                f"within it, or around it."
-            )
+
+class Shadows:
+    """Stand for some parameters of a module.
+
+    Args:
+        module: which is called.
+        parameters: those that train.
+
+    Attributes:
+        own: the shadows of the parameters, in this order.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._wide: dict[int, Tensor] = {}
+        self.own = [_shadow_of(each, self._widen) for each in parameters]
+        pairs = zip(parameters, self.own, strict=True)
+        by_id = {id(parameter): shadow for parameter, shadow in pairs}
+        self._places = [
+            (each._parameters, name, parameter, by_id[id(parameter)])
+            for each in module.modules()
+            for name, parameter in each._parameters.items()
+            if id(parameter) in by_id
+        ]
+        self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+    def fit(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether they can stand for these parameters, as they are now."""
+        if len(parameters) != len(self._parameters):
+            return False
+        known = zip(parameters, self._parameters, self.own, strict=True)
+        return all(
+            [x is y and x.data_ptr() == own.data_ptr() for x, y, own in known]
+            + [place.get(name) is x for place, name, x, _ in self._places]
+        )
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it, the module has them in place of its parameters."""
+        try:
+            for place, name, _, shadow in self._places:
+                place[name] = shadow
+            for each in self._recurrent:
+                _renew_list(each)
+            yield
+        finally:
+            for place, name, parameter, _ in self._places:
+                place[name] = parameter
+            for each in self._recurrent:
+                _renew_list(each)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._wide.clear()
+        for each in self.own:
+            each.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients that have been added up; None where nothing came."""
+        return [
+            self._wide[id(each)].to(each.dtype) if id(each) in self._wide else each.grad
+            for each in self.own
+        ]
+
+    def _widen(self, shadow: Tensor) -> None:
+        """Add up half precision in float32: in bfloat16 a chunk's share may be too
+        small to move the sum."""
+        assert shadow.grad is not None
+        total, gradient = self._wide.get(id(shadow)), shadow.grad
+        shadow.grad = None
+        self._wide[id(shadow)] = (
+            gradient.float() if total is None else total.add_(gradient)
+        )
 
 
-@contextlib.contextmanager
-def noted(text: str) -> Iterator[None]:
-    """An error that is raised meanwhile gets a note, where Python knows notes."""
-    try:
-        yield
-    except Exception as error:
-        getattr(error, "add_note", lambda _: None)(text)
-        raise
+def _renew_list(layer: Any) -> None:
+    """Recurrent layers hold their weights in a list as well."""
+    layer._flat_weights = [layer._parameters[n] for n in layer._flat_weights_names]
+
+
+def _shadow_of(parameter: Tensor, widen: Callable[[Tensor], None]) -> nn.Parameter:
+    shadow = nn.Parameter(parameter.detach())
+    vars(shadow).update(vars(parameter))
+    if parameter.dtype in HALF:
+        shadow.register_post_accumulate_grad_hook(widen)
+    return shadow
+
+
+def nodes_of(outputs: Sequence[Any]) -> list[Any]:
+    """The nodes of the graph of some outputs."""
+    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    seen: dict[Any, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            for following, _ in node.next_functions:
+                waiting.append(following)
+    return list(seen)
+
+
+def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> Any:
+    """The tensors that get a gradient from some outputs, and are not known; parameters
+    among them are refused.
+
+    Args:
+        outputs: tensors and other values.
+        known: what may get a gradient.
+        name: of the module, for messages.
+    """
+    found = {id(x): x for x in outputs if isinstance(x, Tensor) and x.requires_grad}
+    found = {at: each for at, each in found.items() if each.grad_fn is None}
+    for node in nodes_of(outputs):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+    for each in known:
+        found.pop(id(each), None)
+    foreign = [each for each in found.values() if isinstance(each, nn.Parameter)]
+    if foreign:
+        shapes = ", ".join(str(list(each.shape)) for each in foreign)
+        raise TrainkitError(
+            f"{name}: what trains must be a parameter of it or an argument, and its "
+            f"output depends on a tensor of shape {shapes} that is neither, and would "
+            f"get no gradient. Pass it as an argument, or make it a parameter of this "
+            f"module."
+        )
+    return list(found.values())

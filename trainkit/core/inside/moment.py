@@ -4,9 +4,12 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +23,44 @@ KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch gives each module."""
 
-MANY = 2**16
-"""Of larger tensors so many entries are looked at."""
+
+class States:
+    """The states of the random generators of torch, NumPy and Python at one moment.
+
+    Args:
+        devices: on which a module may draw, besides the CPU.
+        of_host: False leaves out NumPy's and Python's.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], *, of_host: bool = True
+    ) -> None:
+        self._of_torch: dict[Any, Tensor] = {None: torch.get_rng_state()}
+        for each in devices:
+            if each.type == "cuda":
+                self._of_torch[each] = torch.cuda.get_rng_state(each)
+        self._numpy: Any = sys.modules.get("numpy.random") if of_host else None
+        of_numpy = None if self._numpy is None else self._numpy.get_state()
+        self._of_host = random.getstate() if of_host else None, of_numpy
+
+    def put_back(self) -> None:
+        """Let all generators draw from here again."""
+        for device, state in self._of_torch.items():
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        of_python, of_numpy = self._of_host
+        if of_python is not None:
+            random.setstate(of_python)
+        if self._numpy is not None:
+            self._numpy.set_state(of_numpy)
+
+    def are(self, other: States) -> bool:
+        """Whether nothing was drawn between two moments."""
+        pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
+        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
+        return is_same and all([torch.equal(*pair) for pair in pairs])
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -35,26 +74,26 @@ def settings_of(module: nn.Module) -> Settings:
     }
 
 
-def changed(before: Settings, after: Settings) -> set[tuple[nn.Module, str]]:
-    """The attributes that are other ones than before."""
-    if before == after:
-        return set()
-    both = before.keys() & after.keys()
-    return (before.keys() ^ after.keys()) | {k for k in both if before[k] != after[k]}
+def put_back(module: nn.Module, settings: Settings) -> Settings:
+    """Give attributes the values that they had; which they have now."""
+    now = settings_of(module)
+    if now == settings:
+        return now
+    for place, name in now.keys() - settings.keys():
+        del vars(place)[name]
+    for (place, name), value in settings.items():
+        vars(place)[name] = value
+    return now
 
 
-def put_back(settings: Settings, where: Collection[tuple[nn.Module, str]]) -> None:
-    """Give attributes the values that they had."""
-    for module, name in where:
-        if (module, name) in settings:
-            vars(module)[name] = settings[module, name]
-        else:
-            vars(module).pop(name, None)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, where torch counts that."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions_of(values: Iterable[Any]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was changed in place, where torch
+    counts that."""
+    return [
+        (id(each), 0 if each.is_inference() else each._version)
+        for each in values
+        if isinstance(each, Tensor)
+    ]
 
 
 class Moment:
@@ -79,90 +118,82 @@ class Moment:
     ) -> None:
         self._module, self._name = module, name
         self.settings = settings_of(module)
-        self._flags = [(p, p.requires_grad) for p in module.parameters()]
-        self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
-        self._left_out: set[str] = set()
-        self._state = self._state_now()
-        kinds = sorted({"cpu", *(device.type for device in devices)})
+        self.parameters: list[Tensor] = []
+        self._frozen: list[Tensor] = []
+        for each in module.parameters():
+            (self.parameters if each.requires_grad else self._frozen).append(each)
+        self._versions = versions_of(self._tensors())
         self._autocast = [
-            (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
-            for each in kinds
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", *[each.type for each in devices]}
         ]
         self._caches = torch.is_autocast_cache_enabled()
 
-    def check_weights(self, *, with_buffers: bool = True) -> None:
-        """Refuse weights and buffers that were changed since."""
-        moved = self.moved()
-        if moved and not with_buffers:
-            names = {name for name, _ in self._module.named_parameters()}
-            moved = [name for name in moved if name in names]
-        if moved:
+    def _tensors(self) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]
+
+    def check_weights(self) -> None:
+        """Refuse weights and buffers that were changed since the forward pass."""
+        if moved := self._moved():
             raise TrainkitError(
                 f"{self._name}: its weights and buffers must stay as they are between "
                 f"the forward and the backward pass, and {listed(moved)} changed. Call "
                 f"backward before the optimizer steps, and within functional_call."
             )
 
-    def check_state(self) -> None:
+    def check_state(self, sums: dict[str, float] | None = None) -> None:
         """Refuse weights and buffers that the forward pass has moved: once for each
-        chunk."""
-        if moved := self.moved():
-            self._refuse_moved(moved)
+        chunk.
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Let these weights and buffers change."""
-        self._left_out |= set(names)
-        self._state = self._state_now()
+        Args:
+            sums: of them before, if these are looked at too.
+        """
+        moved = self._moved()
+        if sums is not None and not moved:
+            now = self.sums()
+            moved = [each for each in sums if repr(sums[each]) != repr(now[each])]
+        if moved:
+            raise TrainkitError(
+                f"{self._name}: its forward pass must not move buffers or weights, "
+                f"which each part of a batch would do once more, and it moved "
+                f"{listed(moved)}. Name a module within it, or "
+                f"put the layer into evaluation mode. If that is a cache, fill it "
+                f"before, by a call with the longest rows."
+            )
 
-    def moved(self) -> list[str]:
+    def _moved(self) -> list[str]:
         """The names of the weights and buffers that were changed since."""
-        now = self._state_now()
-        if now == self._state:
+        if versions_of(self._tensors()) == self._versions:
             return []
-        names = [*self._state, *now.keys() - self._state.keys()]
-        return [each for each in names if self._state.get(each) != now.get(each)]
+        before, named = set(self._versions), self._named().items()
+        moved = [name for name, x in named if not before.issuperset(versions_of([x]))]
+        return moved or ["the list of them"]
 
-    def _state_now(self) -> dict[str, tuple[int, int]]:
+    def _named(self) -> dict[str, Tensor]:
         return {
-            name: (id(each), version_of(each))
-            for name, each in _own_tensors(self._module)
-            if name not in self._left_out
+            **dict(self._module.named_parameters()),
+            **dict(self._module.named_buffers()),
         }
 
     def sums(self) -> dict[str, float]:
         """The sum of each weight and buffer, which also shows what is written behind
         torch's back, such as by `.data`; waits for the device."""
         return {
-            name: _some_of(each.detach()).sum(dtype=torch.float64).item()
-            for name, each in _own_tensors(self._module)
+            name: each.detach().sum(dtype=torch.float64).item()
+            for name, each in self._named().items()
             if type(each) in (Tensor, nn.Parameter)
             and each.layout is torch.strided
             and not (each.is_complex() or each.is_quantized or each.is_meta)
         }
 
-    def check_sums(self, before: dict[str, float]) -> None:
-        """Refuse weights and buffers that have other sums than before."""
-        now = self.sums()
-        if moved := [name for name in before if repr(before[name]) != repr(now[name])]:
-            self._refuse_moved(moved)
-
-    def _refuse_moved(self, moved: list[str]) -> NoReturn:
-        raise TrainkitError(
-            f"{self._name}: its forward pass must not move buffers or weights, "
-            f"which each part of a batch would do once more, and it moved "
-            f"{listed(moved)}. "
-            f"Name a module within it, or put the layer into evaluation mode. If that "
-            f"is a cache, fill it before, by a call with the longest rows."
-        )
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
-        now = settings_of(self._module)
-        put_back(self.settings, changed(self.settings, now))
-        flags = [(p, p.requires_grad) for p, _ in self._flags]
-        _set_flags(flags, self._flags)
+        now = put_back(self._module, self.settings)
+        thawed = [each for each in self._frozen if each.requires_grad]
         try:
+            for each in thawed:
+                each.requires_grad_(False)
             with ExitStack() as stack:
                 for kind, dtype, is_on in self._autocast:
                     stack.enter_context(
@@ -172,23 +203,6 @@ class Moment:
                     )
                 yield
         finally:
-            put_back(now, changed(now, settings_of(self._module)))
-            _set_flags(self._flags, flags)
-
-
-def _set_flags(
-    now: Sequence[tuple[Any, bool]], wanted: Sequence[tuple[Any, bool]]
-) -> None:
-    for (parameter, is_on), (_, flag) in zip(now, wanted, strict=True):
-        if is_on != flag:
-            parameter.requires_grad_(flag)
-
-
-def _some_of(value: Tensor) -> Tensor:
-    """Its entries, or some of them where they are many."""
-    step = value.numel() // MANY
-    return value.view(-1)[::step] if step > 1 and value.is_contiguous() else value
-
-
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+            put_back(self._module, now)
+            for each in thawed:
+                each.requires_grad_(True)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.closeness import are_close, are_equal, differ
+from trainkit.core.inside.closeness import are_close, are_equal
 from trainkit.core.nested import Field
 from trainkit.errors import TrainkitError
-
-AT_HAND = frozenset({"cpu"})
-"""Where values can be read at once."""
 
 
 class Unfit(TrainkitError):
@@ -40,10 +37,6 @@ class Joint:
     padded: tuple[int, ...] = ()
 
     @property
-    def has_rows(self) -> bool:
-        return self.dim is not None
-
-    @property
     def name(self) -> str:
         """The output's name for messages."""
         return f"its output {self.path!r}" if self.path else "its output"
@@ -54,12 +47,12 @@ Plan = Sequence[Joint]
 
 
 def plan_of(
-    some: Sequence[Field], others: Sequence[Field], num: int, num_others: int
+    some: Sequence[Field], others: Sequence[Any], num: int, num_others: int
 ) -> Plan:
     """Find how outputs are joined, by those of two numbers of rows.
 
     Args:
-        some: the outputs for some rows.
+        some: the outputs for some rows, with their paths.
         others: the outputs for other rows.
         num: how many these are.
         num_others: how many those are; another number.
@@ -67,7 +60,7 @@ def plan_of(
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
     pairs = zip(some, others, strict=True)
-    plan = [_joint(one, other.value, num, num_others) for one, other in pairs]
+    plan = [_joint(one, other, num, num_others) for one, other in pairs]
     if all(joint.dim is None for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
@@ -104,6 +97,24 @@ def _joint(field: Field, other: Any, num: int, num_others: int) -> Joint:
     return Joint(path, dims[0], multiple)
 
 
+def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Plan:
+    """A plan that knows which dimension of each output has columns.
+
+    Args:
+        plan: how outputs are joined.
+        whole: the outputs for some rows with all columns.
+        narrow: those for the same rows without the columns that are padding.
+    """
+    found = []
+    for joint, one, other in zip(plan, whole, narrow, strict=True):
+        if joint.dim is not None:
+            sizes = enumerate(zip(one.shape, other.shape, strict=False))
+            dims = [dim for dim, (all_, some) in sizes if all_ != some]
+            joint = replace(joint, padded=tuple(dims[:1]))
+        found.append(joint)
+    return found
+
+
 def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
     """Some rows of an output that has rows, in this order."""
     assert joint.dim is not None
@@ -123,15 +134,12 @@ class Joined:
 
     Attributes:
         values: the leaves; complete when each chunk was added.
-        differs: whether values without rows were not the same for all chunks, as far as
-            nobody has waited for the device that knows it.
     """
 
     def __init__(self, plan: Plan, num_rows: int, name: str, width: int = 0) -> None:
         self._plan, self._num_rows, self._name = plan, num_rows, name
         self._width = width
         self.values: list[Any] = []
-        self.differs: Tensor | None = None
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """Write a chunk's outputs to their place."""
@@ -147,23 +155,25 @@ class Joined:
                 self._add_same(index, joint, value, is_first=chunk.start == 0)
                 continue
             whole = self.values[index]
-            if whole is None:
-                whole = self.values[index] = self._room(value, joint, chunk)
-            place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
-            if not isinstance(value, Tensor) or place.shape != value.shape:
-                self._refuse(joint, list(place.shape), value)
-            if whole.dtype != value.dtype:
-                self._refuse(joint, whole.dtype, value)
+            if whole is None and isinstance(value, Tensor) and value.ndim > joint.dim:
+                whole = self.values[index] = self._room(value, joint)
+            place = None
+            if whole is not None:
+                place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
+            is_tensor = isinstance(value, Tensor)
+            got = (value.shape, value.dtype) if is_tensor else type(value)
+            wanted = None if place is None else (place.shape, place.dtype)
+            if got != wanted or place is None:
+                raise TrainkitError(
+                    f"{self._name}: {joint.name} must have one shape and dtype beside "
+                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
+                    f"a chunk, received {got}. Name a module within it, or around it."
+                )
             place.copy_(value.detach())
 
-    def _room(self, value: Any, joint: Joint, chunk: Chunk) -> Tensor:
+    def _room(self, value: Tensor, joint: Joint) -> Tensor:
         assert joint.dim is not None
-        wanted = chunk.num_rows * joint.multiple
-        if not isinstance(value, Tensor) or value.ndim <= joint.dim:
-            self._refuse(joint, [wanted], value)
         shape = list(value.shape)
-        if shape[joint.dim] != wanted:
-            self._refuse(joint, [wanted, *shape[1:]], value)
         shape[joint.dim] = self._num_rows * joint.multiple
         for dim in joint.padded:
             shape[dim] = self._width
@@ -176,34 +186,25 @@ class Joined:
     def _add_same(
         self, index: int, joint: Joint, value: Any, *, is_first: bool
     ) -> None:
+        """Keep a value without rows. On a device it is compared when rows are looked
+        at, since reading it waits."""
         before = self.values[index]
         is_tensor = isinstance(value, Tensor)
         self.values[index] = value.detach().clone() if is_tensor else value
         if is_first:
             return
-        is_same = are_equal(before, value)
         if is_tensor and isinstance(before, Tensor):
             is_same = before.shape == value.shape and before.dtype == value.dtype
-            if is_same and before.device.type in AT_HAND:
+            if is_same and value.device.type == "cpu":
                 is_same = are_close(before, value)
-            elif is_same:
-                found = differ(before, value)
-                self.differs = found if self.differs is None else found | self.differs
+        else:
+            is_same = are_equal(before, value)
         if not is_same:
             raise TrainkitError(
                 f"{self._name}: {joint.name} has no rows, and must be the same for all "
                 f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
                 f"another. Name a module within it, or around it."
             )
-
-    def _refuse(self, joint: Joint, wanted: Any, value: Any) -> NoReturn:
-        is_tensor = isinstance(value, Tensor)
-        got = f"{list(value.shape)} {value.dtype}" if is_tensor else type(value)
-        raise TrainkitError(
-            f"{self._name}: {joint.name} must have one shape and dtype beside its "
-            f"rows, to be joined: {wanted} was expected for a chunk, received {got}. "
-            f"Name a module within it, or around it."
-        )
 
 
 def _shown(value: Any) -> str:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import (
+    FlatParameter,
+    FSDPModule,
+    FullyShardedDataParallel,
+)
+from torch.nn.parameter import is_lazy
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.moment import Moment
@@ -15,7 +23,9 @@ from trainkit.core.inside.rows import Arguments
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.errors import TrainkitError
 
-BY_REASON = {
+HINTS = {
+    "batch_sizes": "A PackedSequence cannot be cut: pass the padded "
+    "tensor and the lengths, and pack them inside the module",
     r"is an? \w*Cache": "Pass use_cache=False to it, or name a module within it{}",
     "does not require grad": "Chunks run without a graph first: within its forward, "
     "wrap what calls autograd.grad in torch.enable_grad(), with an input that "
@@ -23,9 +33,16 @@ BY_REASON = {
     r"of shape \[\], has no rows": "Compute that outside of it, and name a module "
     "within it that makes the hidden states{}",
     "": "Name in shared= the arguments that all rows need; or name a module within "
-    "it{}, or one around it",
+    "it{}, or one around it. Rows must be dimension 0 of its arguments, as with "
+    "batch_first=True. If a list holds samples, stack them into one tensor",
 }
-"""What to do, by a pattern of the reason; the first that fits. {} is for names."""
+"""What to do, by a pattern of what was seen; the first that fits. {} is for names."""
+
+OF_TOKENS = (
+    "Every dimension of an argument that is as wide as the mask, {}, is cut, and the "
+    "mask must mark tokens by 1 or True. Give other arguments another width, pass "
+    "position_ids if rows are padded on the left, or cut by size= alone. "
+)
 
 SHARE = 0.1
 """A submodule that holds less of the parameters is not worth a name."""
@@ -61,45 +78,23 @@ def refusing(
 def _refusal(
     reason: str, arguments: Arguments, module: nn.Module, name: str
 ) -> TrainkitError:
-    pairs = zip(arguments.paths, arguments.cut, strict=True)
     cut, whole = [], []
-    for path, is_cut in pairs:
+    for path, is_cut in zip(arguments.paths, arguments.cut, strict=True):
         path = re.sub(r"(\.\d+)+$", "", path)  # a list is one argument
         (cut if is_cut else whole).append(path)
     cut, whole = (list(dict.fromkeys(each)) for each in (cut, whole))
     rest = f", and each chunk gets all of {listed(whole, at_most=9)}" if whole else ""
-    hints = list(_hints(arguments, module, name, reason))
-    return TrainkitError(
+    said = (
         f"{name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows are "
         f"the {arguments.rows} of {listed(cut, at_most=9)}, as long as the first "
-        f"tensor{rest}. {'. '.join(hints)}."
+        f"tensor{rest}. "
     )
-
-
-def _hints(
-    arguments: Arguments, module: nn.Module, name: str, reason: str
-) -> Iterator[str]:
-    if any(path.endswith("batch_sizes") for path in arguments.paths):
-        yield (
-            "A PackedSequence cannot be cut: pass the padded tensor and the lengths, "
-            "and pack them inside the module"
-        )
-    second = [
-        path or name
-        for path, each in module.named_modules()
-        if getattr(each, "batch_first", True) is False
-    ]
-    if second and "depend" in reason and "shape []" not in reason:
-        yield (
-            f"Rows must be dimension 0 of its arguments. Where they are dimension 1, "
-            f"as in {listed(second, at_most=2)}, use batch_first=True, or transpose "
-            f"inside the module"
-        )
-    if any(path.rpartition(".")[2].isdigit() for path in arguments.paths):
-        yield "If a list holds samples, stack them into one tensor"
-    hint = next(text for at, text in BY_REASON.items() if re.search(at, reason))
+    if arguments.by_length is not None:
+        said += OF_TOKENS.format(arguments.by_length.width)
+    hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
     within = [repr(each) for each in paths_within(module, name)]
-    yield hint.format(within and f", such as {' and '.join(within)}" or "")
+    names = f", such as {' and '.join(within)}" if within else ""
+    return TrainkitError(f"{said}{hint.format(names)}.")
 
 
 def paths_within(module: nn.Module, name: str) -> list[str]:
@@ -120,3 +115,35 @@ def paths_within(module: nn.Module, name: str) -> list[str]:
     large = [(path, child) for size, path, child in children if size > least]
     deep = [(path, child) for path, child in large if list(child.children())]
     return [path for path, _ in deep or large][:3]
+
+
+def refuse_module(module: nn.Module, name: str) -> None:
+    """Refuse a module that no chunk of rows can run.
+
+    Args:
+        module: which is cut.
+        name: of it, for messages.
+    """
+    within = [each for each in module.modules() if each is not module]
+    flat: Any = (FullyShardedDataParallel, FlatParameter)
+    every = [*within, module, *module.parameters()]
+    refused = {
+        "its parameters must have a shape, and lazy ones get theirs in a first forward "
+        "pass. Run one batch before it is cut": any(map(is_lazy, module.parameters())),
+        "a scripted module cannot run in chunks. Give the module that was scripted": (
+            isinstance(module, torch.jit.ScriptModule)
+        ),
+        "parts of it are sharded by fully_shard (FSDP2) each for itself, and they free "
+        "and reduce their weights in each chunk. Shard the module that is cut as one "
+        "group, or one around it; or use DDP": (
+            any(isinstance(each, FSDPModule) for each in within)
+        ),
+        "FullyShardedDataParallel flattens weights and frees them after each forward "
+        "pass, so that chunks get no gradient. Shard by torch.distributed.fsdp."
+        "fully_shard (FSDP2; ModelParallelStrategy in Lightning), or use DDP": (
+            any(isinstance(each, flat) for each in every)
+        ),
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise TrainkitError(f"{name}: {reason}.")

@@ -7,20 +7,17 @@ of what `shared=` names.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
-from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk
+from trainkit.core.inside.chunks import Chunk, Span
 from trainkit.core.nested import Build, Field, is_array, is_list, take_apart
 from trainkit.errors import TrainkitError
 
@@ -28,7 +25,82 @@ BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-class Names:
+@dataclass
+class ByLength:
+    """How the rows of a call are sorted by length, and cut.
+
+    Attributes:
+        order: of the rows, longest first.
+        chunks: blocks of rows, as places in that order, and of columns.
+        spans: the columns of each row that are not padding, in that order.
+        width: how many columns there are.
+    """
+
+    order: list[int]
+    chunks: list[Chunk]
+    spans: list[Span]
+    width: int
+
+
+@dataclass
+class Arguments:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        values: of the call.
+        paths: of them, as a user writes them.
+        names: of the arguments, those given by place first.
+        num_by_place: how many are given by place.
+        build: makes the named arguments of as many values; None if none is nested.
+        rows: how many rows they have.
+        cut: whether each has rows.
+        devices: of the tensors.
+        padded: the dimensions of each whose columns chunks leave out.
+        by_length: how rows are sorted, if they are.
+    """
+
+    values: list[Any]
+    paths: list[str]
+    names: list[str]
+    num_by_place: int
+    build: Build | None
+    rows: int
+    cut: list[bool]
+    devices: set[torch.device]
+    padded: list[tuple[int, ...]]
+    by_length: ByLength | None = None
+
+    def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """Call a function with other values in place of its own."""
+        given, num = values, self.num_by_place
+        if self.build is not None:
+            given = list(self.build(iter(values)).values())
+        return function(
+            *given[:num], **dict(zip(self.names[num:], given[num:], strict=True))
+        )
+
+    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
+        """The values that a chunk gets."""
+        found = []
+        for value, is_cut, padded in zip(values, self.cut, self.padded, strict=True):
+            if isinstance(value, Tensor):
+                value = chunk.part(value, 0 if is_cut else None, 1, padded)
+            elif is_cut:
+                value = value[chunk.start : chunk.stop]
+            found.append(value)
+        return found
+
+    def taken(self, rows: Sequence[int]) -> list[Any]:
+        """The values of some rows, in this order, without their graph."""
+        return [
+            reordered(value.detach() if isinstance(value, Tensor) else value, rows)
+            if is_cut
+            else value
+            for value, is_cut in zip(self.values, self.cut, strict=True)
+        ]
+
+
+class Signature:
     """The names of a function's arguments, and those of them that are shared.
 
     Args:
@@ -45,8 +117,7 @@ class Names:
         except (TypeError, ValueError):
             arguments = []
         self._by_place = [each.name for each in arguments if each.kind in BY_PLACE]
-        self._shared = shared
-        self._columns: dict[str, bool] = {}
+        self._shared, self._module = frozenset(shared), module
         is_open = any(each.kind in OPEN for each in arguments) or not arguments
         names = [each.name for each in arguments]
         for path in shared:
@@ -56,119 +127,51 @@ class Names:
                     f"They are {listed(names)}."
                 )
 
-    def path(self, path: str) -> str:
-        """An argument's path as a user writes it: by name, or by its place.
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Take the arguments of a call apart, and find which have rows."""
+        names = [*self._by_place[: len(args)]]
+        names += map(str, range(len(names), len(args)))
+        if not kwargs.keys().isdisjoint(names):
+            names = [str(place) for place in range(len(args))]  # Python will say it
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        fields, build = take_apart(given, _is_column)
+        paths, values = [f.path for f in fields], [f.value for f in fields]
+        rows = self._num_rows(fields)
+        cut = [_length(value) == rows for value in values]
+        if self._shared:
+            pairs = zip(cut, paths, strict=True)
+            cut = [is_cut and not self._is_shared(path) for is_cut, path in pairs]
+        return Arguments(
+            values,
+            paths,
+            names=list(given),
+            num_by_place=len(args),
+            build=None if paths == list(given) else build,
+            rows=rows,
+            cut=cut,
+            devices={each.device for each in values if isinstance(each, Tensor)},
+            padded=[()] * len(values),
+        )
 
-        Args:
-            path: in the pair of positional and named arguments.
-        """
-        kind, _, rest = path.partition(".")
-        if kind == "1":
-            return rest
-        place, dot, inner = rest.partition(".")
-        index = int(place) if place else 0
-        name = self._by_place[index] if index < len(self._by_place) else place
-        return f"{name}{dot}{inner}"
+    def _num_rows(self, fields: Sequence[Field]) -> int:
+        """The length of the first tensor that is not shared; 1 if there is none."""
+        for path, value in fields:
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue
+            if self._shared and self._is_shared(path):
+                continue
+            if value.is_nested or value.layout is not torch.strided:
+                kind = "nested" if value.is_nested else str(value.layout)
+                raise TrainkitError(
+                    f"{self._module}: its rows must be those of a dense tensor, and "
+                    f"{path} is a {kind} tensor. Pad it, or name another module."
+                )
+            return value.shape[0]
+        return 1
 
-    def columns(self, fields: Sequence[Field], rows: int) -> set[str]:
-        """The lists that have one plain value for each row, and had so in all calls
-        before: a pair of numbers is as long as two rows by chance."""
-        if rows < 2:
-            return set()
-        places = [f.path.rpartition(".")[0] for f in fields if _is_plain(f.value)]
-        for place, number in Counter(places).items():
-            before = self._columns.get(place, True)
-            self._columns[place] = number == rows and before
-        return {place for place in places if self._columns[place]}
-
-    def is_shared(self, path: str) -> bool:
-        """Whether every chunk gets the argument at a path whole."""
-        parts = path.split(".") if self._shared else ()
+    def _is_shared(self, path: str) -> bool:
+        parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
-
-
-@dataclass
-class Arguments:
-    """The arguments of a call, taken apart.
-
-    Attributes:
-        values: of the call.
-        paths: of them, as a user writes them.
-        build: makes the positional and the named arguments of as many values.
-        rows: how many rows they have.
-        cut: whether each has rows.
-        padded: the dimensions of each whose columns chunks leave out.
-    """
-
-    values: list[Any]
-    paths: list[str]
-    build: Build
-    rows: int
-    cut: list[bool]
-    padded: Sequence[tuple[int, ...]] = ()
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {each.device for each in self.values if isinstance(each, Tensor)}
-
-    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        """The values that a chunk gets."""
-        found = []
-        for index, (value, is_cut) in enumerate(zip(values, self.cut, strict=True)):
-            if isinstance(value, Tensor):
-                padded = self.padded[index] if self.padded else ()
-                value = chunk.part(value, 0 if is_cut else None, 1, padded)
-            elif is_cut:
-                value = value[chunk.start : chunk.stop]
-            found.append(value)
-        return found
-
-    def taken(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """The values of some rows, in this order, without their graph."""
-        return [
-            reordered(value.detach() if isinstance(value, Tensor) else value, rows)
-            if is_cut
-            else value
-            for value, is_cut in zip(values, self.cut, strict=True)
-        ]
-
-
-def read_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, module: str
-) -> Arguments:
-    """Take the arguments of a call apart, and find which have rows."""
-    fields, build = take_apart((args, kwargs))
-    paths = [names.path(each.path) for each in fields]
-    rows = _num_rows(fields, paths, names, module)
-    if columns := names.columns(fields, rows):
-        fields, build = take_apart((args, kwargs), lambda path, _: path in columns)
-        paths = [names.path(each.path) for each in fields]
-    values = [each.value for each in fields]
-    if len(values) == len(args) and all(map(is_, values, args)):
-        build = _positional
-    cut = [
-        _length(value) == rows and not names.is_shared(path)
-        for value, path in zip(values, paths, strict=True)
-    ]
-    return Arguments(values, paths, build, rows, cut)
-
-
-def _num_rows(
-    fields: Sequence[Field], paths: Sequence[str], names: Names, module: str
-) -> int:
-    """The length of the first tensor that is not shared; 1 if there is no tensor."""
-    for field, path in zip(fields, paths, strict=True):
-        value = field.value
-        if not isinstance(value, Tensor) or not value.ndim or names.is_shared(path):
-            continue
-        if value.is_nested or value.layout is not torch.strided:
-            kind = "nested" if value.is_nested else str(value.layout)
-            raise TrainkitError(
-                f"{module}: its rows must be those of a dense tensor, and {path} is a "
-                f"{kind} tensor. Pad it, or name another module."
-            )
-        return value.shape[0]
-    return 1
 
 
 def _length(value: Any) -> int:
@@ -179,13 +182,11 @@ def _length(value: Any) -> int:
     return len(value) if is_array(value) or is_list(value) else -1
 
 
-def _positional(values: Iterator[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call that has no nested and no named ones."""
-    return list(values), {}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
+def _is_column(path: str, value: Any) -> bool:
+    """Whether a container is a list of plain values, which may be those of rows."""
+    return is_list(value) and all(
+        each is None or isinstance(each, str | int | float) for each in value
+    )
 
 
 def reordered(value: Any, rows: Sequence[int]) -> Any:
@@ -196,18 +197,3 @@ def reordered(value: Any, rows: Sequence[int]) -> Any:
     if is_list(value):
         return type(value)([value[row] for row in rows])
     return value[list(rows)]
-
-
-@contextlib.contextmanager
-def without_cache(module: nn.Module) -> Iterator[None]:
-    """Models of transformers return a cache of keys in training too, where nothing
-    reads it, and its rows cannot be joined."""
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "use_cache", False) is not True:
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True

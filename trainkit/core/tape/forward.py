@@ -13,7 +13,7 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Around, nothing_around
-from trainkit.core.inside.draws import States
+from trainkit.core.inside.moment import States
 from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
@@ -83,7 +83,7 @@ class TapedForward:
         self.was_cut = True
         _refuse_module(self.module, self.name)
         self._num_calls += 1
-        begun = States({x.device for x in tensors((args, kwargs))}, of_host=True)
+        begun = States({x.device for x in tensors((args, kwargs))})
         while True:
             try:
                 return self._run(original, (args, kwargs), rows)

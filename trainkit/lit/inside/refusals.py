@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
+from trainkit.core.inside.cut import Around
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import replaced
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import WindowOwner
 
@@ -31,15 +31,9 @@ def refuse_several_unweighed(
 
 LOGS = ("log", "log_dict", "log_exact")
 
-Around = Callable[[Any, Any], AbstractContextManager[Any]]
-
-
-def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
-    return nullcontext()
-
 
 def refusing_logs(
-    pl_module: Any, module: nn.Module, name: str, then: Around = _nothing
+    pl_module: Any, module: nn.Module, name: str, then: Around | None = None
 ) -> Around:
     """Makes the context of a chunk, in which nothing can be logged.
 
@@ -50,27 +44,24 @@ def refusing_logs(
         then: makes another context within.
     """
     owners = [
-        (each, {log: _refusal(log, name) for log in LOGS if hasattr(each, log)})
+        (vars(each), {log: _refusal(log, name) for log in LOGS if hasattr(each, log)})
         for each in {pl_module, *module.modules()}
         if hasattr(each, "log") and hasattr(each, "log_dict")
     ]
 
-    refusing, open_ = ExitStack(), 0  # chunks that take turns leave in another order
-
     @contextmanager
     def around(call: Any, chunk: Any) -> Iterator[None]:
-        nonlocal open_
-        if not open_:
-            for owner, refusals in owners:
-                refusing.enter_context(replaced(owner, **refusals))
-        open_ += 1
+        before = [(own, {k: own[k] for k in LOGS if k in own}) for own, _ in owners]
         try:
-            with then(call, chunk):
+            for own, refusals in owners:
+                own.update(refusals)
+            with then(call, chunk) if then is not None else nullcontext():
                 yield
         finally:
-            open_ -= 1
-            if not open_:
-                refusing.close()
+            for own, held in before:
+                for log in LOGS:
+                    own.pop(log, None)
+                own.update(held)
 
     return around
 
