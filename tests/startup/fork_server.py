@@ -246,10 +246,11 @@ def import_all() -> None:
     for name in OPTIONAL:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    package = importlib.import_module("trainkit")
-    for found in pkgutil.walk_packages(package.__path__, "trainkit."):
-        if not found.name.endswith("__main__"):
-            importlib.import_module(found.name)
+    for name in ("trainkit", "trainkit.recipes"):
+        path = importlib.import_module(name).__path__[:1]  # in a clone, tests follow
+        for found in pkgutil.walk_packages(path, f"{name}."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
     make_hydra_quicker()
     make_trainings_quicker()
     make_wandb_quicker()
