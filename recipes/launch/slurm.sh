@@ -26,7 +26,7 @@ srun trainkit train "experiment=$experiment" trainer=slurm \
   'paths.run_dir=${paths.output_dir}/slurm-'"$SLURM_JOB_ID" ckpt_path=auto "$@" ||
   status=$?
 
-if [ "$status" -eq 130 ]; then # SIGINT: the time is over. scancel sends SIGTERM
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+case "$status" in # 128 + SIGINT, SIGUSR1, SIGUSR2: the time is over. scancel sends SIGTERM
+  130 | 138 | 140) scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit "$status"

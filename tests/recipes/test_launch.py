@@ -161,7 +161,8 @@ def test_the_experiment_has_to_be_named(script: str, programs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "queued_again"), [(0, False), (1, False), (143, False), (130, True)]
+    ("status", "queued_again"),
+    [(0, False), (1, False), (143, False), (130, True), (138, True), (140, True)],
 )
 def test_slurm_queues_again_what_its_time_limit_ended(
     status: int, queued_again: bool, programs: Path, monkeypatch: pytest.MonkeyPatch

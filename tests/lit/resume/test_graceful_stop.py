@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.helpers import (
     TokenModule,
@@ -24,6 +25,7 @@ from tests.helpers import (
 )
 from tests.lit.resume.interrupting import KillAt
 from trainkit.lit.callback.base import Stopped
+from trainkit.lit.resume.first_signal import PREEMPTION, SIGNALS
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
@@ -54,16 +56,20 @@ class Validated(TokenModule):
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
     """Whatever happens, the handlers of before are those of after."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with quiet_lightning():
         yield
-    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    after = [signal.getsignal(number) for number in SIGNALS]
     assert after == before
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130), (signal.SIGTERM, 143),
+        (signal.SIGUSR1, 138), (signal.SIGUSR2, 140),
+    ],
+)  # fmt: skip
 def test_signal_saves_and_says_how_it_ended(
     tmp_path: Path, capfd: Any, number: signal.Signals, status: int
 ) -> None:
@@ -77,6 +83,47 @@ def test_signal_saves_and_says_how_it_ended(
     assert "since it has no load_state_dict" in stop.caveat
     assert steps_in(stop.checkpoint_path) == 3
     assert f"{number.name}: stopping after this batch" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", PREEMPTION)
+def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As submitit sets one before the training; it is there again afterwards."""
+    found: list[tuple[int, int]] = []
+    path = tmp_path / "last.ckpt"
+    before = signal.signal(number, lambda n, _: found.append((n, steps_in(path))))
+    try:
+        asks = KillAt("on_after_backward", 2, raising(number, number))
+        each = trainer(callbacks=[asks, GracefulStop(tmp_path)])
+        with pytest.raises(Stopped):
+            each.fit(TokenModule(), loader(SEQUENCES, 4))
+        assert found == [(number, 3)]
+        signal.raise_signal(number)
+        assert found == 2 * [(number, 3)]
+    finally:
+        signal.signal(number, before)
+
+
+def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own handler saves `hpc_ckpt` and asks SLURM, now between two steps."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    asks = KillAt("on_after_backward", 2, raising(signal.SIGUSR1))
+    each = trainer(
+        callbacks=[asks, GracefulStop(tmp_path)],
+        plugins=[SLURMEnvironment(auto_requeue=True)],
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(Stopped):
+        each.fit(TokenModule(), loader(SEQUENCES, 4))
+    assert steps_in(tmp_path / "hpc_ckpt_1.ckpt") == 3
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
 def test_it_saves_where_the_checkpoints_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainkit.lit.resume.first_signal import SIGNALS, FirstSignal
 
 
 class Ending(Callback):
-    """Handles SIGINT and SIGTERM after training.
+    """Handles the signals that ask a run to stop after training.
 
     Lightning restores the signal handlers before it closes the loggers, which may
     upload for a long time. A SIGTERM would then end the process before the summary is

@@ -1,17 +1,26 @@
-"""SIGINT and SIGTERM, handled while something must not be interrupted."""
+"""Signals that ask a run to stop, handled while something must not be interrupted."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PREEMPTION = tuple(
+    signal.Signals[name]
+    for name in ("SIGUSR1", "SIGUSR2")
+    if name in signal.Signals.__members__
+)
+"""By these a cluster says that it takes the machine away: Lightning asks SLURM for the
+first, submitit for either of them."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *PREEMPTION)
 
 
 class FirstSignal:
-    """The first SIGINT or SIGTERM that this process gets.
+    """The first of `SIGNALS` that this process gets.
 
     A second Ctrl+C raises KeyboardInterrupt.
 
@@ -29,6 +38,7 @@ class FirstSignal:
         self._announcement = announcement
         self._on_ctrl_c = on_ctrl_c
         self._process = -1
+        self._earlier: dict[int, Callable[..., Any]] = {}
 
     def listen(self) -> None:
         """Handle the signals from now on; outside of the main thread Python forbids it.
@@ -39,7 +49,16 @@ class FirstSignal:
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             for each in SIGNALS:
-                signal.signal(each, self._hear)
+                before = signal.signal(each, self._hear)
+                is_ours = getattr(before, "__func__", None) is FirstSignal._hear
+                if each in PREEMPTION and callable(before) and not is_ours:
+                    self._earlier[each] = before
+
+    def hand_on(self, number: int) -> None:
+        """Call the handler that a signal of preemption had before, if it had one: those
+        of Lightning and submitit put the job into the queue again."""
+        if number in self._earlier:
+            self._earlier[number](number, None)
 
     def _hear(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
@@ -57,7 +76,8 @@ class FirstSignal:
 def _hear_in_worker(number: int) -> None:
     """Handle a signal in a loader's worker, which inherits the handler.
 
-    Ctrl+C reaches it too, and it must work until the run has stopped; SIGTERM ends it.
+    Ctrl+C and a cluster's signals reach it too, and it must work until the run has
+    stopped; SIGTERM ends it.
     """
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)

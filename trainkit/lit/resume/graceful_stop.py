@@ -1,4 +1,4 @@
-"""Stop and save a run at SIGINT or SIGTERM, where it can be resumed exactly."""
+"""Stop and save a run that a signal asks to stop, where it can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from trainkit.lit.resume.stop_request import StopRequest
 class GracefulStop(BetweenSteps):
     """Ends a run that is asked to stop, after the batch or validation under way.
 
-    The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
-    Lightning can resume exactly, and ends `fit` with `Stopped`, a `SystemExit` of
-    status 130 or 143. The second SIGINT ends the run at once and leaves the last
+    The first SIGINT (Ctrl+C), SIGTERM, SIGUSR1 or SIGUSR2 saves `last.ckpt` at the next
+    moment from which Lightning can resume exactly, and ends `fit` with `Stopped`, a
+    `SystemExit` of status 128 + the signal's number. SIGUSR1 and SIGUSR2 then reach the
+    handler that they had before, by which Lightning (under SLURM) or submitit put the
+    job into the queue again. The second SIGINT ends the run at once and leaves the last
     checkpoint as it is. Several ranks stop together if any of them got the signal; all
     but the first end with status 0. Validation, test and prediction outside of `fit`
     end after a batch, on each rank that got the signal itself; there is nothing to
@@ -155,6 +157,8 @@ class GracefulStop(BetweenSteps):
         self._note(trainer, self._request.agreed)
         if trainer.state.fn == "fit" and trainer.validating:
             end_validation(trainer)  # the module may be trained on in this process
+        if trainer.state.fn == "fit":
+            self._request.signals.hand_on(self._request.agreed)
         # If Lightning has started the ranks, it kills the first one when another ends
         # with a status other than 0. All stop together, so the first one's status
         # counts.

@@ -12,7 +12,7 @@ from trainkit.lit.resume.first_signal import FirstSignal
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM, and its news for the other ranks.
+    """The first signal that asks the run to stop, and its news for the other ranks.
 
     Attributes:
         signals: the first of them that this process gets.
