@@ -16,7 +16,7 @@ _READ = {field.name for field in fields(TrainSchema)} | {"hydra"}
 
 
 def refuse_unread(config: DictConfig) -> None:
-    """Refuse a root key that is none of trainkit's, and that no other value uses.
+    """Refuse a root key that trainkit does not have, and that no other value uses.
 
     A key of one's own, for values that are used in several places, is read by
     interpolation: `${size}`.

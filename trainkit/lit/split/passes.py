@@ -79,6 +79,7 @@ class Passes:
     def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
         """Run all micro-batches of a loader batch, with these further arguments of
         `training_step`."""
+        self._is_plain = is_plain(self._trainer, self._module, self._windows)
         for batch in self.transfer.each(current):
             undone = block = said = NOTHING
             is_filler = current.is_filler

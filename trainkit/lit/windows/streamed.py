@@ -39,6 +39,7 @@ class Streamed:
         self._module: Any = module
         self._training_step: Any = trainer.strategy.training_step
         self._pass_back = windows.accumulators[0].pass_back
+        self._lightnings_backward: Any = trainer.strategy.backward
         self._unlike, self._patch = Unlike(), ExitStack()
         self.follow()
 
@@ -59,6 +60,7 @@ class Streamed:
         """Give Lightning's calls back, and hold nothing that has trained."""
         self._patch.close()
         self._training_step = self._module = self._trainer = None
+        self._lightnings_backward = None
 
     def end_epoch(self) -> None:
         """Do what waits for an epoch's end: nothing."""
@@ -120,7 +122,10 @@ class Streamed:
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass in place of Lightning's `backward`, where that is no
         more than `loss.backward()`."""
-        self._windows.batch_is_unfinished = True
+        windows = self._windows
+        if not is_plain(self._trainer, self._module, windows):  # by now
+            return self._lightnings_backward(loss, *args, **kwargs)
+        windows.batch_is_unfinished = True
         self._pass(loss, self._pass_back)
         return loss.detach()
 
