@@ -375,12 +375,8 @@ def test_a_model_of_ones_own_composes(
 
 
 def options_in(cell: str) -> set[str]:
-    """The names in a cell; `each with` adds endings to those before it."""
-    cell, _, more = re.sub(r"\]\([^)]*\)", "", cell).partition(", each with ")
-    endings, _, others = more.partition(";")
-    names = re.findall(r"`(\w+)`", cell)
-    each = [name + end for name in names for end in re.findall(r"`(\w+)`", endings)]
-    return {*names, *each, *re.findall(r"`(\w+)`", others)}
+    """The names in a cell, but for those in addresses of links."""
+    return set(re.findall(r"`(\w+)`", re.sub(r"\]\([^)]*\)", "", cell)))
 
 
 def test_table_of_groups_names_every_group_and_option() -> None:

@@ -61,10 +61,11 @@ def test_a_copy_of_a_recipe_trains_itself(
 def test_words_replace_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(RECIPE.read_text())
-    assert python(path, "experiment=lines_debug", "trainer.max_epochs=1") == 0
+    small = ["debug=default", "data.batch_size=8", "data.num_train=84"]
+    assert python(path, "experiment=lines", *small) == 0
     (run,) = run_dirs(tmp_path)
     assert "_target_: mine.Classifier" in (run / "config.yaml").read_text()
-    assert python(path, "ckpt_path=last", "trainer.max_epochs=2") == 0
+    assert python(path, "ckpt_path=last", "trainer.max_steps=8") == 0
     assert run_dirs(tmp_path) == [run]
 
 
@@ -89,5 +90,5 @@ def test_conf_beside_the_file_is_found_from_any_folder(
     assert python(path, "ckpt_path=last", "trainer.max_epochs=2") == 0
     assert run_dirs(tmp_path) == [run]
     (tmp_path / "other").mkdir()  # the control: a place that is given
-    assert python(path, "-cd", "other", "experiment=lines_debug", "--cfg=job") == 0
+    assert python(path, "-cd", "other", "experiment=lines", "--cfg=job") == 0
     assert python(path, "-cd", "other", "experiment=default", "--cfg=job") == 2

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from recipes.apart import main, weights_at_end, weights_at_start
+from tests.recipes.debugging import small
 
-SMALL = ["experiment=completions_debug", "trainer.max_steps=2", "callbacks.plain=null"]
+SMALL = [*small("completions"), "trainer.max_steps=2", "callbacks.plain=null"]
+SMALL += ["trainer.accumulate_grad_batches=4"]
 
 
 @pytest.mark.filterwarnings("ignore:CompletionLM. its own strategy PerToken")

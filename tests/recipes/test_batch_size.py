@@ -12,6 +12,7 @@ import torch
 from recipes.batch_size import Pieces
 from recipes.batch_size.study import first_at, fit, read, smoothed
 from tests.cli.training import summary_of
+from tests.recipes.debugging import small
 
 WINDOWS = (8, 16, 32, 64, 128)
 
@@ -71,7 +72,11 @@ def test_the_debug_size_trains_and_the_study_reads_it(
     run_train: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = run_train(
-        "experiment=batch_size_debug", "optimizer.lr=0.004", name="seed-1/reference"
+        *small("batch_size", epochs=1),
+        "trainer.val_check_interval=0.25",
+        "callbacks.noise_scale.every_n_steps=1",
+        "optimizer.lr=0.004",
+        name="seed-1/reference",
     )
     summary = summary_of(run)
     assert (summary["status"], summary["steps"]) == ("finished", 20)

@@ -14,6 +14,7 @@ from recipes.code_lm import CodeLM, Functions
 from recipes.code_lm.code_lm import FUNCTION, collate, read_functions
 from tests.cli.training import summary_of
 from tests.helpers import NAIVE
+from tests.recipes.debugging import small
 from tests.recipes.exact import EXACT, window_is_off_by
 from trainkit import PerToken, Uniform
 
@@ -110,7 +111,7 @@ def test_accumulated_functions_equal_the_big_batch(tokens: Functions) -> None:
 
 
 def test_the_debug_size_trains(run_train: Callable[..., Path]) -> None:
-    summary = summary_of(run_train("experiment=code_lm_debug"))
+    summary = summary_of(run_train(*small("code_lm")))
     assert summary["status"] == "finished"
     assert summary["steps"] == 4
     assert summary["micro_batching"]["tokens"] == 1024

@@ -12,6 +12,7 @@ from recipes.completions import CompletionLM, Completions
 from recipes.completions.completions import DOCUMENTED, END, IGNORED, as_row
 from tests.cli.training import summary_of
 from tests.helpers import NAIVE, TOLERANCE
+from tests.recipes.debugging import small
 from tests.recipes.exact import window_is_off_by
 from trainkit import PerToken, Uniform
 
@@ -100,7 +101,7 @@ def test_the_same_rows_each_time(data: Completions) -> None:
 
 
 def test_the_debug_size_trains(run_train: Callable[..., Path]) -> None:
-    run = run_train("experiment=completions_debug", "trainer.max_steps=2")
+    run = run_train(*small("completions"), "trainer.max_steps=2")
     summary = summary_of(run)
     assert summary["status"] == "finished"
     assert summary["steps"] == 2

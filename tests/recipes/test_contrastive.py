@@ -14,9 +14,9 @@ from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.contrastive import Contrastive, Digits
 from recipes.contrastive.contrastive import nt_xent
 from tests.helpers import NAIVE
-from tests.recipes.debugging import run_debug
+from tests.recipes.debugging import run_debug, small
 
-DEBUG = ["experiment=contrastive_debug", "trainer.precision=64-true"]
+DEBUG = [*small("contrastive", epochs=2), "trainer.precision=64-true"]
 PLAIN = ["data.batch_size=8", "trainer.accumulate_grad_batches=4"]
 EXACT = 1e-10
 """Of the distance travelled, in float64."""

@@ -14,7 +14,7 @@ from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.gan import Digits, DigitsGAN
 from recipes.gan.gan import sliced_wasserstein
 from tests.helpers import NAIVE, TOLERANCE
-from tests.recipes.debugging import run_debug
+from tests.recipes.debugging import run_debug, small
 from tests.recipes.exact import doubled, off, whole_gradient, window_gradient
 from trainkit import PerSample, Uniform
 
@@ -72,7 +72,7 @@ def test_training_does_not_depend_on_the_cut(run_train: Callable[..., Path]) -> 
     cuts = {"cut": (8, 4), "big": (32, 1)}
     cut, big = (
         run_train(
-            "experiment=gan_debug",
+            *small("gan", epochs=2),
             f"data.batch_size={size}",
             f"trainer.accumulate_grad_batches={number}",
             "trainer.limit_val_batches=0",

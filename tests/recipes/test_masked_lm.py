@@ -14,6 +14,7 @@ from recipes.masked_lm import MaskedLM, Paragraphs
 from recipes.masked_lm.masked_lm import IGNORED, MASK, mask, read_paragraphs
 from tests.cli.training import same_weights, summary_of, weights_of
 from tests.helpers import NAIVE
+from tests.recipes.debugging import small
 from tests.recipes.exact import EXACT, window_is_off_by
 from trainkit import PerToken, Uniform
 
@@ -115,16 +116,16 @@ def test_the_debug_size_trains_and_goes_on_exactly(
     run_train: Callable[..., Path],
 ) -> None:
     """From the middle of an epoch on: masks are those that would have been drawn."""
-    small = ["experiment=masked_lm_debug", "data.num_train=20", "data.tokens=200"]
-    small += ["trainer.accumulate_grad_batches=3", "trainer.val_check_interval=6"]
-    small += ["scheduler=none"]  # its curve would go by the number of steps
-    whole = run_train(*small, "trainer.max_steps=4", name="whole")
+    words = [*small("masked_lm"), "trainer.accumulate_grad_batches=3"]
+    words += ["trainer.val_check_interval=6"]
+    words += ["scheduler=none"]  # its curve would go by the number of steps
+    whole = run_train(*words, "trainer.max_steps=4", name="whole")
     summary = summary_of(whole)
     assert summary["status"] == "finished"
     assert summary["plain_accumulation"]["mean"] > NAIVE
-    first = run_train(*small, "trainer.max_steps=2", name="first")
+    first = run_train(*words, "trainer.max_steps=2", name="first")
     half_way = weights_of(first)
     last = first / "checkpoints" / "last.ckpt"
-    run_train(*small, "trainer.max_steps=4", f"ckpt_path={last}", name="first")
+    run_train(*words, "trainer.max_steps=4", f"ckpt_path={last}", name="first")
     assert same_weights(weights_of(first), weights_of(whole))
     assert not same_weights(weights_of(whole), half_way)

@@ -12,9 +12,9 @@ from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.moe import Blocks
 from recipes.moe.moe import Experts, Net, balance_loss, loads
 from tests.helpers import NAIVE
-from tests.recipes.debugging import run_debug
+from tests.recipes.debugging import run_debug, small
 
-DEBUG = ["experiment=moe_debug", "trainer.precision=64-true", "model.balance=1"]
+DEBUG = [*small("moe", epochs=1), "trainer.precision=64-true", "model.balance=1"]
 PLAIN = ["data.batch_size=4", "trainer.accumulate_grad_batches=4"]
 EXACT = 1e-10
 """Of the distance travelled, in float64."""

@@ -12,9 +12,9 @@ from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.segmentation import Segmentation, Shapes
 from recipes.segmentation.segmentation import CLASSES, areas, dice, draw_shapes
 from tests.helpers import NAIVE
-from tests.recipes.debugging import run_debug
+from tests.recipes.debugging import run_debug, small
 
-DEBUG = ["experiment=segmentation_debug", "trainer.precision=64-true"]
+DEBUG = [*small("segmentation", epochs=2), "trainer.precision=64-true"]
 UNCUT = [
     "accumulation=per_sample",
     "micro_batching=none",

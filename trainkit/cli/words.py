@@ -139,6 +139,26 @@ def conf_in(folder: Path) -> Path | None:
     return found if found.is_dir() and not found.samefile(conf_dir()) else None
 
 
+def refuse_another_app(words: Sequence[str]) -> None:
+    """Refuse to train in a folder with a `configs/` of another program: the demo, say.
+
+    Who names a class or another place of configurations needs nothing of `configs/`.
+
+    Args:
+        words: in the order of `options_first`.
+
+    Raises:
+        TrainkitError: `configs/train.yaml` is there, and would not be read.
+    """
+    from trainkit.config.conf import of_another_program
+
+    root = Path("configs", "train.yaml")
+    places = {CONFIG_DIR, CONFIG_PATH, "model._target_"}
+    if conf_in(Path()) is None and root.is_file():
+        if not places & {key_of(word) for word in words}:
+            raise of_another_program(root)
+
+
 def _from_here(word: str) -> str:
     """The word with a path from the current folder: Hydra starts at trainkit's code."""
     name, equals, path = word.partition("=")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainkit.config.fitting import fits, remedy_for_text
 from trainkit.config.kinds import CALLBACK_GROUPS, check_kinds
 from trainkit.config.limits import check_limits
+from trainkit.config.schema import TrainSchema
 from trainkit.config.targets import TARGET, locate, targets_of
 from trainkit.config.translate import OF_HYDRA
 from trainkit.config.unread_keys import refuse_unread
@@ -24,6 +26,17 @@ AUTO = "auto"
 
 _PARTIAL = ("optimizer", "scheduler")
 """Groups whose first argument exists only when the training begins."""
+
+
+def refuse_other_root(config: DictConfig) -> None:
+    """Refuse a root configuration that is not built on trainkit's own."""
+    missing = [field.name for field in fields(TrainSchema) if field.name not in config]
+    if missing:
+        raise TrainkitError(
+            f"configuration: must have what trainkit's train.yaml has, received one "
+            f"without {', '.join(missing[:3])}. Give your file another name, and begin "
+            f"its defaults with - train."
+        )
 
 
 def check_all(config: DictConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -50,17 +50,26 @@ def found_first(folder: str | None) -> Iterator[None]:
     root = "train.yaml"
     is_own = path is not None and not _is_of_a_clone(path)
     if path is not None and is_own and (path / root).is_file():
-        raise TrainkitError(
-            f"{path / root}: must have another name, since trainkit's own {root} is "
-            f"read. Put its values into {path / 'experiment' / 'default.yaml'}, or "
-            f"give all of it: --config-path={path} --config-name=NAME."
-        )
+        raise of_another_program(path / root)
     before = TrainkitSearchPath.first
     TrainkitSearchPath.first = path
     try:
         yield
     finally:
         TrainkitSearchPath.first = before
+
+
+def of_another_program(root: Path) -> TrainkitError:
+    """The error for a root configuration that `trainkit train` does not read."""
+    return TrainkitError(
+        f"{root}: trainkit train reads its own train.yaml and not this one, which "
+        f"belongs to another program, so it would train something else. Keep that "
+        f"program, and add two lines to the defaults of this file: "
+        f"- accumulation: per_sample (or per_token) and - trainkit_callbacks. Or let "
+        f"trainkit train the project: into a folder conf/ without a train.yaml, put "
+        f"the groups model and data, and the values of this file as "
+        f"experiment/default.yaml."
+    )
 
 
 def _is_of_a_clone(conf: Path) -> bool:
@@ -90,6 +99,25 @@ def register_types() -> None:
     register_resolver("trainkit.unless_scheduled", unless_scheduled)
     register_resolver("trainkit.name", name_of_model)
     register_resolver("trainkit.direction", lambda mode: f"{mode}imize")
+    register_resolver("trainkit.chosen", chosen)
+    register_resolver("trainkit.accumulation_callback", accumulation_callback)
+
+
+def chosen(group: str, *, _root_: DictConfig) -> Any:
+    """What a group of an application has chosen: None for `none`, and for no group."""
+    return _root_.get(group) or None
+
+
+def accumulation_callback(
+    *, _root_: DictConfig, _parent_: DictConfig
+) -> DictConfig | None:
+    """The callback of `accumulation` and `micro_batching`: None if both are `none`."""
+    groups = ("accumulation", "micro_batching")
+    options = {group: chosen(group, _root_=_root_) for group in groups}
+    if not any(options.values()):
+        return None
+    node = {TARGET: "trainkit.AccumulationCallback", **options}
+    return OmegaConf.create(node, parent=_parent_)
 
 
 def name_of_model(*, _root_: DictConfig) -> str:

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 
 from tests.cli.evaluate.ones_own import Data, Net
 from tests.cli.evaluate.runs import files, result, trained, trainkit
+from tests.recipes.debugging import small
 
 
 def validations(run: Path) -> dict[int, float]:
@@ -80,7 +81,7 @@ def test_of_a_test_with_overrides(tmp_path: Path) -> None:
 def test_log_exact_and_layers_that_a_guard_has_changed(
     policy: str, tmp_path: Path
 ) -> None:
-    words = ["experiment=digits_bn_debug", f"batchnorm={policy}", "pictures=false"]
+    words = [*small("digits_bn", epochs=2), f"batchnorm={policy}", "pictures=false"]
     assert trainkit("train", *words, "name=run") == 0
     (run,) = (tmp_path / "outputs" / "run").iterdir()
     logged = validations(run)

@@ -209,15 +209,47 @@ def test_a_file_of_ones_own_comes_before_trainkits_of_that_name(
         assert Composition(["optimizer=sgd", *more]).config.optimizer == {"lr": 7}
 
 
-def test_a_root_configuration_that_is_not_read_is_refused(
+@pytest.mark.parametrize("folder", ["conf", "configs"])
+@pytest.mark.parametrize("words", [[], ["model=mine"], ["trainer=gpu", "-m"]])
+def test_the_root_configuration_of_another_program_is_refused(
+    folder: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / folder / "train.yaml"
+    root.parent.mkdir()
+    root.write_text("seed: 7\n")
+    for command in (["train"], ["check", "train"]):
+        before = sorted(tmp_path.rglob("*"))
+        assert main([*command, *words]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("trainkit: ")
+        assert f"{folder}/train.yaml: trainkit train reads its own train.yaml" in shown
+        assert "- trainkit_callbacks. Or let trainkit train the project" in shown
+        assert shown.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_names_its_classes_needs_no_configs(tmp_path: Path) -> None:
+    """The control. A `conf/` of one's own does not either, nor who only looks."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train.yaml").write_text("seed: 7\n")
+    assert main(["train", "--cfg=job"]) == 0
+    assert own(*MINE) == 0
+    (tmp_path / "conf").mkdir()
+    assert main(["train", "--cfg=job", "experiment=lines"]) == 0
+
+
+def test_a_root_that_is_not_built_on_trainkits_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "conf").mkdir(exist_ok=True)
-    (tmp_path / "conf" / "train.yaml").write_text("seed: 7\n")
-    assert main(["train"]) == 2
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text("seed: 7\n")
+    words = ["train", "--config-path=configs", "--config-name=mine"]
+    assert main(words) == 2
     shown = capsys.readouterr().err
-    assert "conf/train.yaml: must have another name" in shown
-    assert "Traceback" not in shown
+    assert "configuration: must have what trainkit's train.yaml has" in shown
+    assert "without accumulation, micro_batching, lr_scaling." in shown
+    (tmp_path / "configs" / "mine.yaml").write_text("defaults: [train, _self_]\n")
+    assert main([*words, *MINE, *EPOCHS]) == 0  # the control
 
 
 def test_another_clone_of_trainkit_is_read_as_it_is(

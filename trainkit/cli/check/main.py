@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.loading import say_loading
-from trainkit.cli.words import find_modules_here, options_first
+from trainkit.cli.words import find_modules_here, options_first, refuse_another_app
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
 
@@ -89,7 +89,9 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
     from trainkit.config.build import build
     from trainkit.lit.front.check import checked
 
-    config = Composition(options_first(words)).config
+    words = options_first(words)
+    refuse_another_app(words)
+    config = Composition(words).config
     with open_dict(config):
         config.paths.run_dir = folder
     training = build(config)

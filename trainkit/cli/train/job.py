@@ -37,6 +37,7 @@ from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import key_of, of_this_job
 from trainkit.config.build import Training, build
+from trainkit.config.check import refuse_other_root
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.errors import TrainkitError
@@ -53,6 +54,7 @@ from trainkit.lit.resume.graceful_stop import GracefulStop
 def run(config: DictConfig, log: ScreenLog) -> float | None:
     """Train, write the summary and the report, and return the metric."""
     _quieten()
+    refuse_other_root(config)
     folder = RunFolder(config.paths.run_dir)
     overrides = of_this_job()
     with open_dict(config):  # absolute: the working directory may change

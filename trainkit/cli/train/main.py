@@ -35,6 +35,7 @@ from trainkit.cli.words import (
     key_of,
     option,
     options_first,
+    refuse_another_app,
 )
 from trainkit.config._compat import hydra_arguments, main_options, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
     if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
         argv = resume.expand(resume.as_trial(for_train(argv)))
         argv = options_first(_in_one_folder(argv))
+        refuse_another_app(argv)
     argv = completed(argv)
     _refuse_unknown_options(argv)
     program = _as_program("trainkit train", argv)
