@@ -7,9 +7,10 @@ things fails in the test with its name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -428,11 +429,14 @@ def has_plain_backward(trainer: Any) -> bool:
 
 
 def is_listened_to(
-    hooks: Sequence[str], trainer: Any, pl_module: Any, *, apart_from: Any
+    hooks: tuple[str, ...], trainer: Any, pl_module: Any, *, apart_from: Any
 ) -> bool:
     """Whether the module or a callback has one of these hooks."""
-    owners = [each for each in trainer.callbacks if each is not apart_from]
-    return any(has_own(owner, hook) for owner in (pl_module, *owners) for hook in hooks)
+    for owner in (pl_module, *trainer.callbacks):
+        is_own = not vars(owner).keys().isdisjoint(hooks)
+        if owner is not apart_from and (is_own or _overrides(type(owner), hooks)):
+            return True
+    return False
 
 
 def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
@@ -445,6 +449,11 @@ def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
 
 def has_own(owner: Any, hook: str) -> bool:
     """Whether a module, data module or callback overrides a hook of Lightning."""
-    if hook in vars(owner):
-        return True
-    return not getattr(type(owner), hook).__module__.startswith(_LIGHTNING)
+    return hook in vars(owner) or _overrides(type(owner), (hook,))
+
+
+@lru_cache(maxsize=256)
+def _overrides(kind: type, hooks: tuple[str, ...]) -> bool:
+    """Whether a class has one of these hooks, and not from Lightning."""
+    own = [getattr(kind, hook) for hook in hooks if hasattr(kind, hook)]
+    return any(not each.__module__.startswith(_LIGHTNING) for each in own)

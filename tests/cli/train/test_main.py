@@ -166,7 +166,8 @@ def two_strategies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
     """Where a multirun was, and what it said."""
     where = tmp_path_factory.mktemp("multirun")
     said = io.StringIO()
-    keys = [f"+hub={{api_key: {SECRET}}}", f"+other.api_key={SECRET}"]
+    keys = [f"+hub={{api_key: {SECRET}}}", f"+hub.other.api_key={SECRET}"]
+    keys.append("seed=${oc.select:hub.seed,0}")  # a key that nothing uses is refused
     window = "trainer.accumulate_grad_batches=8"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.chdir(where)

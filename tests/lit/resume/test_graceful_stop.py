@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.helpers import (
     TokenModule,

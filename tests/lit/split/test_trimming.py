@@ -20,7 +20,7 @@ from tests.helpers import deviation
 from tests.lit.split.common import fit as fit_module
 from tests.lit.split.short_of_memory import states
 from tests.zoo import Rows, hooked
-from trainkit import AccumulationMixin, MicroBatching, PerSample
+from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.lit.callback.base import is_rehearsal
 
 SEES = "the model sees its padding"
@@ -219,11 +219,65 @@ def test_micro_batches_are_as_wide_as_their_rows() -> None:
     assert len(widths) == 3 * 4
 
 
+class Tagged(AccumulationMixin, Rows):
+    """A label for some tokens, which see the mean of all that the mask shows."""
+
+    def __init__(self, cut: MicroBatching | None = None, strategy: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.micro_batching, self.accumulation = cut, strategy or PerToken()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 5)
+        del self.net
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden, seen = self.embed(batch["ids"]).tanh(), batch["seen"].unsqueeze(2)
+        mean = (hidden * seen).sum(1, keepdim=True) / seen.sum(1, keepdim=True)
+        logits = self.head((hidden + mean).tanh()).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten())
+
+    configure_optimizers = Pooled.configure_optimizers
+
+
+def tagged(lengths: list[int], num_labels: int) -> dict[str, Tensor]:
+    """Rows whose labels end with the mask, or before it."""
+    batch = batch_of(lengths, 0)
+    mask = batch["attention_mask"]
+    labels = (batch["ids"] % 5).where(mask > 0, -100)
+    labels[:, num_labels:] = -100
+    return {"ids": batch["ids"], "seen": mask, "labels": labels}
+
+
+TO_THE_END, BEFORE, ALIKE = (
+    tagged([9, 4, 14, 2], 14),
+    tagged([14] * 4, 8),
+    tagged([9] * 4, 14),
+)
+
+
+@pytest.mark.parametrize(
+    "batches", [[TO_THE_END, BEFORE], [BEFORE, TO_THE_END], [BEFORE], [ALIKE, BEFORE]]
+)
+def test_labels_that_end_before_their_row_do_not_tell_its_length(batches: Any) -> None:
+    """Whichever batch comes first: it is measured with labels that end halfway."""
+    with pytest.warns(UserWarning, match="sees what stands behind a row's last label"):
+        assert off(Tagged, TWO, batches) < 1e-12
+    assert off(Tagged, MicroBatching(size=2, lengths="seen"), batches) < 1e-12
+
+
+@pytest.mark.parametrize("first", [TO_THE_END, ALIKE])
+def test_labels_that_are_named_are_taken_at_their_word(first: Any) -> None:
+    """The control: the first batch hides that later labels end before their rows."""
+    named = MicroBatching(size=2, lengths="labels")
+    assert off(Tagged, named, [first, BEFORE]) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("batches", "sees"),
     [
         (FEW, True),  # the shortest four of four rows have all columns of the batch
         ([FULL, FULL, BATCHES[0]], True),
+        ([batch_of([9] * 8, 0)], True),  # all rows have one length
         ([FULL, FULL], False),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
@@ -67,6 +68,24 @@ def test_hooks_that_nobody_has_are_not_called(
         made = {"cut": cut}
         fit("callback", Plain, *callbacks, made=made, window=window, max_epochs=1)
         assert ("ours" in SEEN) is is_called
+
+
+class Late(pl.Callback):
+    """Brings a listener once training has begun."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callbacks += listening()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.on_after_backward = noted("module")
+
+
+@pytest.mark.parametrize(("cut", "window"), [(None, 4), (MicroBatching(size=3), 1)])
+def test_hooks_that_come_late_are_called(cut: Any, window: int) -> None:
+    SEEN.clear()
+    fit("callback", Plain, Late(), made={"cut": cut}, window=window, max_epochs=1)
+    names = {"on_before_backward", "on_after_backward", "module"}
+    assert {name: SEEN.count(name) > 1 for name in names} == dict.fromkeys(names, True)
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (torch.tensor(3.0), torch.tensor(1))])

@@ -75,7 +75,7 @@ class FirstBatches:
         if split is not None and split.trims is None:
             has_padding = split.has_padding(batch)
             if has_padding is not False:
-                split.trims = bool(has_padding) and self.may_trim(batch)
+                split.trims = self.may_trim(batch) if has_padding else False
         if not self._is_proven:
             self._is_proven = True
             self.proof.run(batch)
@@ -97,17 +97,33 @@ class FirstBatches:
         how = windows.strategies, windows.cut, rehearsals, rows
         return Subject(*of[:2], *how, [], has_batches=False)
 
-    def may_trim(self, batch: Any) -> bool:
-        """Whether rows compute the same without columns that are only padding."""
+    def may_trim(self, batch: Any) -> bool | None:
+        """Whether rows compute the same without columns that are only padding; None if
+        another batch must show it.
+
+        Where labels alone tell lengths, a row may continue behind its last one. So they
+        are made to end earlier.
+        """
         try:
             refuse_backend(self._trainer)
-            off = self._subject(self._rows(batch)).off_without_padding()
+            rows = self._rows(batch)
+            by_labels = rows.have_labels_alone
+            if by_labels and (rows := rows.with_labels_cut()) is None:
+                return None
+            off = self._subject(rows).off_without_padding()
             if not off:
                 return True
+            sees, remedy = "its padding", "mask padding in the model"
+            if by_labels:
+                sees = "what stands behind a row's last label"
+                remedy = (
+                    "name the mask, lengths='path.to.mask', or the labels if each row "
+                    "ends with its last one"
+                )
             text = (
-                f"the model sees its padding: without it, the gradient of some rows is "
-                f"off by {off:.2g} of its size. Micro-batches keep the loader batch's "
-                f"width; to compute less, mask padding in the model"
+                f"the model sees {sees}: without it, the gradient of some rows is off "
+                f"by {off:.2g} of its size. Micro-batches keep the loader batch's "
+                f"width; to compute less, {remedy}"
             )
             warnings.warn(f"MicroBatching: {text}.", stacklevel=2)
         except Exception as error:

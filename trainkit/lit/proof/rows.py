@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainkit.core.generators import random_kept
-from trainkit.core.nested import take_apart, with_tensors
+from trainkit.core.nested import lookup, take_apart, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.rows import Rows
+from trainkit.core.split.rows import Marks, Rows, marks_of
 from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.lit.probe.rows import num_elements, rows_at
 from trainkit.lit.proof.copying import read_apart
@@ -104,6 +104,13 @@ class FewRows:
             return [num_elements(sample) for sample in self._samples]
         return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
 
+    @property
+    def width(self) -> int:
+        """How long a row is that fills the batch."""
+        if self.collates:
+            return max(self.lengths())
+        return sum(group.padded_length for group in self._groups)
+
     def make(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """A batch of some rows.
 
@@ -187,6 +194,39 @@ class FewRows:
         found = FewRows(batch, self._options, self._strategy, pads=True)
         counts = found.counts(rows, [self._strategy.weight])
         return found if bool((counts > 0).all()) else None
+
+    @property
+    def have_labels_alone(self) -> bool:
+        """Whether the strategy's labels tell lengths, since nobody names what does."""
+        return self._labels is not None
+
+    def with_labels_cut(self) -> FewRows | None:
+        """The rows whose labels can end where half of the longest row's do, and whose
+        other fields continue; None if there is no such row."""
+        assert self._labels is not None
+        counts = self._labels.counts
+        stop = _half(counts[counts.sum(1).argmax()][None])
+        lasting = counts[:, :stop].any(1) & counts[:, stop:].any(1)
+        rows = lasting.nonzero().flatten().tolist()
+        if not rows:
+            return None
+        with _unheard():
+            _, batch = self._cutter.pair(self._batch, rows)
+        labels = lookup(batch, self._labels.path)
+        ended = labels.clone()
+        ended[:, stop:] = getattr(self._strategy, "ignore_index", -100)
+        changed = {id(labels): ended}
+        batch = with_tensors(batch, lambda each: changed.get(id(each), each))
+        return FewRows(batch, self._options, self._strategy)
+
+    @property
+    def _labels(self) -> Marks | None:
+        options = self._options
+        if options is None or options.lengths is not None or self.collates:
+            return None
+        marks = marks_of(self._batch, (), self._strategy)
+        are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
+        return marks[0] if are_alone else None
 
     def _changed(
         self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False

@@ -135,8 +135,8 @@ class Subject:
         return self._off_without_padding(1)
 
     def _off_without_padding(self, number: int) -> float:
-        lengths = self.rows.lengths()
-        few = [row for row in self.rows.shortest(number) if lengths[row] < max(lengths)]
+        lengths, width = self.rows.lengths(), self.rows.width
+        few = [row for row in self.rows.shortest(number) if lengths[row] < width]
         if not few:
             return 0.0
         base = replace(self.base, fixes_draws=True)

@@ -12,7 +12,7 @@ from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.said_weight import Weighed
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.plain_backward import is_plain
+from trainkit.lit.callback.plain_backward import PlainBackward
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
 from trainkit.lit.split.micro_batches import CutBatch, counts_of
@@ -56,8 +56,8 @@ class Passes:
         self.is_apart = may_repeat and self._has_ranks
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         self._training_step = trainer.strategy.training_step
-        self._is_plain = is_plain(trainer, pl_module, windows)
         self._backward = trainer.strategy.backward
+        self._plain = PlainBackward(trainer, pl_module, windows)
 
     def announce(self, current: CutBatch) -> None:
         """Tell the accumulator what comes, so that ranks begin to exchange it."""
@@ -79,7 +79,7 @@ class Passes:
     def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
         """Run all micro-batches of a loader batch, with these further arguments of
         `training_step`."""
-        self._is_plain = is_plain(self._trainer, self._module, self._windows)
+        self._skips_hooks = self._plain.is_there()
         for batch in self.transfer.each(current):
             undone = block = said = NOTHING
             is_filler = current.is_filler
@@ -125,7 +125,7 @@ class Passes:
             current.value = values[name]
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        if self._is_plain:
+        if self._skips_hooks:
             self._windows.batch_is_unfinished = True
             self._pass(current, loss, accumulator.pass_back)
         else:

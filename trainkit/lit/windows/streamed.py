@@ -16,7 +16,7 @@ from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.plain_backward import is_plain
+from trainkit.lit.callback.plain_backward import PlainBackward
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
@@ -38,8 +38,9 @@ class Streamed:
         self._trainer: Any = trainer
         self._module: Any = module
         self._training_step: Any = trainer.strategy.training_step
-        self._pass_back = windows.accumulators[0].pass_back
-        self._lightnings_backward: Any = trainer.strategy.backward
+        self._backward_with_hooks: Any = trainer.strategy.backward
+        self._plain: Any = PlainBackward(trainer, module, windows)
+        self._skips_hooks = False
         self._unlike, self._patch = Unlike(), ExitStack()
         self.follow()
 
@@ -47,9 +48,7 @@ class Streamed:
         """Take Lightning's calls, until `stop`."""
         of = self._trainer, self._windows
         mine: dict[str, Any] = {"training_step": self._run}
-        if self._module.automatic_optimization and is_plain(
-            self._trainer, self._module, self._windows
-        ):
+        if self._module.automatic_optimization:
             mine["backward"] = self._backward
         self._patch.enter_context(taken_calls(*of, **mine))
         first = first_batches(self._trainer, self._module, self._windows)
@@ -60,7 +59,7 @@ class Streamed:
         """Give Lightning's calls back, and hold nothing that has trained."""
         self._patch.close()
         self._training_step = self._module = self._trainer = None
-        self._lightnings_backward = None
+        self._backward_with_hooks = self._plain = None
 
     def end_epoch(self) -> None:
         """Do what waits for an epoch's end: nothing."""
@@ -120,13 +119,15 @@ class Streamed:
             say(self._trainer, row)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass in place of Lightning's `backward`, where that is no
-        more than `loss.backward()`."""
-        windows = self._windows
-        if not is_plain(self._trainer, self._module, windows):  # by now
-            return self._lightnings_backward(loss, *args, **kwargs)
+        """Run a backward pass, without Lightning's hooks if nobody has them when the
+        window begins."""
+        windows, accumulator = self._windows, self._windows.accumulators[0]
+        if not accumulator.window.is_open:
+            self._skips_hooks = self._plain.is_there()
+        if not self._skips_hooks:
+            return self._backward_with_hooks(loss, *args, **kwargs)
         windows.batch_is_unfinished = True
-        self._pass(loss, self._pass_back)
+        self._pass(loss, accumulator.pass_back)
         return loss.detach()
 
     def weigh(self, loss: Tensor) -> None:
