@@ -9,7 +9,7 @@ import torch
 
 from tests.core.common import Toy, big_batch, cut, fresh_net, joined, relative
 from tests.helpers import gradients, ragged_sequences, token_loss
-from trainkit import Accumulator, PerToken, TrainkitError
+from trainkit import Accumulator, PerSample, PerToken, TrainkitError
 from trainkit.core.announced import weights_by_term
 
 PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
@@ -115,3 +115,10 @@ def test_announcing_a_window_that_skips_micro_batches_is_refused() -> None:
     """What is skipped cannot be taken out of a total that is known."""
     with pytest.raises(TrainkitError, match="expect.*: nonfinite='skip' leaves"):
         Toy(nonfinite="skip").accumulator.expect([1])
+
+
+def test_terms_with_different_numbers_of_weights_are_refused() -> None:
+    accumulator = Accumulator({"a": PerSample(), "b": PerSample()})
+    with pytest.raises(TrainkitError, match=r"different numbers of them: {'a': 1, 'b'"):
+        accumulator.expect(weights={"a": [1], "b": [1, 2]})
+    accumulator.expect(weights={"a": [1, 0], "b": [1, 2]})

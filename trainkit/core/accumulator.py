@@ -310,6 +310,7 @@ class Accumulator:
         if weights is None:
             checked = weights_by_term(self.strategies, batches)
         else:
+            refusals.refuse_unequal_terms(weights)
             checked = {term: list(map(on_host, row)) for term, row in weights.items()}
         self.tell(checked)
 

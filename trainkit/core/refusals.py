@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.announced import Told
 from trainkit.core.ranks import Ranks
-from trainkit.core.strategies import AccumulationStrategy, kind_of
+from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
@@ -103,6 +103,16 @@ def refuse_expect(window: Window, told: Told | None) -> NoReturn:
         "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
         "total is not known beforehand. Use nonfinite='raise', or do not call it."
     )
+
+
+def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
+    numbers = {term: len(row) for term, row in weights.items()}
+    if len(set(numbers.values())) > 1:
+        raise TrainkitError(
+            f"expect(weights=...): each micro-batch needs a weight in each term, and "
+            f"the terms have different numbers of them: {numbers}. Give 0 where a "
+            f"micro-batch has nothing of a term."
+        )
 
 
 def refuse_other_state(
