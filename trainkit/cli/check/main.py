@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from trainkit.cli.arguments import Arguments
+from trainkit.cli.door import Door, in_words, spoken
 from trainkit.cli.loading import say_loading
 from trainkit.cli.words import find_modules_here, options_first, refuse_another_app
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
 
 CHECKED = ("train", "fit")
 """The commands that may stand behind it."""
 
-HELP = """\
-usage: trainkit check [--json] [--html[=FILE]] [--rows N] train [OVERRIDES]
-       trainkit check [--json] [--html[=FILE]] [--rows N] fit [OPTIONS]
-
+_ABOUT = """\
 Measure whether a window of a training is the big batch, and say why not. After
 `trainkit check` stand the words with which one would train. A few rows of the training
 data run through training_step, as one batch and in parts, and gradients are compared.
 Nothing is trained or logged, and nothing but the page of --html is saved.
-
-options, before the word train or fit:
-  --json         print the report as JSON
-  --html[=FILE]  write the report as a page too (default check.html)
-  --rows N       use at most so many rows (default 24)
-
+"""
+_EXIT = """\
 exit status: 0 exact, 1 not, 2 a mistake in what was asked
 
 examples:
@@ -44,31 +42,71 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Run `trainkit check`, and return the exit status."""
-    options, words = _taken_apart(argv)
-    if options is None:
-        print(HELP, end="")
-        return 0
+    options = _parse(argv)
     say_loading("check", argv)
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()
+    door = cast(Door, options.words[0])
     folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
-    with without_advice(), folders as folder:
-        build = {"train": _of_train, "fit": _of_fit}[words[0]]
-        trainer, report = build(words[1:], folder, options["rows"])
+    with spoken(door), without_advice(), folders as folder:
+        build = {"train": _of_train, "fit": _of_fit}[door]
+        trainer, report = build(options.words[1:], folder, options.rows)
     if not trainer.is_global_zero:
         return 0 if report.exact else 1
-    if options["json"]:
+    report = _in_words(door, report)
+    if options.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         show(report.rows())
-    if options["html"] is not None:
+    if options.html is not None:
         command = shlex.join(["trainkit", "check", *argv])
-        _write_page(report, options["html"], command)
+        _write_page(report, options.html, command)
         # With --json, what is printed must be JSON.
-        aside = sys.stderr if options["json"] else sys.stdout
-        print(f"trainkit | page: {options['html']}", file=aside)
+        aside = sys.stderr if options.json else sys.stdout
+        print(f"trainkit | page: {options.html}", file=aside)
     return 0 if report.exact else 1
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Our own options, and behind them the `words` of the training."""
+    place = next((n for n, word in enumerate(argv) if word in CHECKED), len(argv))
+    # argparse would take the word that follows for the page's name.
+    own = ["--html=check.html" if word == "--html" else word for word in argv[:place]]
+    parser = Arguments(prog="trainkit check", description=_ABOUT, epilog=_EXIT)
+    parser.usage = "trainkit check [--json] [--html[=FILE]] [--rows N] train|fit ..."
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the report as JSON")
+    page = "write the report as a page too, without =FILE as check.html"
+    add("--html", metavar="FILE", help=page)
+    few = "use at most so many rows (default 24)"
+    add("--rows", type=int, default=24, metavar="N", help=few)
+    add("words", nargs="*", help="train or fit, and the words one would train with")
+    options = parser.parse_args(own)
+    check_whole_number("trainkit check --rows", options.rows, least=2)
+    if options.words or place == len(argv):
+        received = repr(options.words[0]) if options.words else "nothing"
+        raise TrainkitError(
+            f"trainkit check: must be followed by train or fit, and the words that one "
+            f"would train with, received {received}. For example: trainkit check train "
+            f"experiment=digits_bn"
+        )
+    options.html = None if options.html is None else _page(options.html)
+    options.words = list(argv[place:])
+    return options
+
+
+def _in_words(door: Door, report: Any) -> Any:
+    """The report with what helps in the words of the command."""
+    causes = (
+        replace(
+            each,
+            text=in_words(door, each.text),
+            remedy=tuple(in_words(door, line) for line in each.remedy),
+        )
+        for each in report.causes
+    )
+    return replace(report, causes=tuple(causes))
 
 
 def _write_page(report: Any, path: Path, command: str) -> None:
@@ -87,7 +125,7 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
     from trainkit.cli.composition import Composition
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.config.build import build
-    from trainkit.lit.front.check import checked
+    from trainkit.lit.front.check import check
 
     words = options_first(words)
     refuse_another_app(words)
@@ -97,7 +135,7 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
     training = build(config)
     with ranks_of_one_run(training.trainer):
         of = training.module, training.data
-        report = checked(*of, None, None, training.trainer, rows, "train")
+        report = check(*of, trainer=training.trainer, rows=rows)
     return training.trainer, report
 
 
@@ -106,7 +144,7 @@ def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
 
     from trainkit.cli.fit.cli import TrainkitCLI
     from trainkit.lit._compat import replaced
-    from trainkit.lit.front.check import checked
+    from trainkit.lit.front.check import check
 
     try:
         # Given as arguments, Lightning warns that they are not the process's own.
@@ -119,47 +157,8 @@ def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
             )
     except ArgumentError as error:
         raise TrainkitError(str(error)) from error
-    report = checked(cli.model, cli.datamodule, None, None, cli.trainer, rows, "fit")
+    report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
     return cli.trainer, report
-
-
-def _taken_apart(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Our own options, and the words of the training behind them; None for help."""
-    options: dict[str, Any] = {"json": False, "html": None, "rows": 24}
-    words = list(argv)
-    while words and words[0].startswith("-"):
-        name, has_value, value = words.pop(0).partition("=")
-        if name in ("-h", "--help"):
-            return None, []
-        if name == "--json" and not has_value:
-            options["json"] = True
-        elif name == "--html":
-            options["html"] = _page(value if has_value else "check.html")
-        elif name == "--rows" and (has_value or words):
-            options["rows"] = _whole(value if has_value else words.pop(0))
-        else:
-            raise TrainkitError(
-                f"trainkit check {name}: must be --json, --html, --html=FILE or "
-                f"--rows N, before the word train or fit. trainkit check --help "
-                f"describes them."
-            )
-    if not words or words[0] not in CHECKED:
-        received = repr(words[0]) if words else "nothing"
-        raise TrainkitError(
-            f"trainkit check: must be followed by train or fit, and the words that one "
-            f"would train with, received {received}. For example: trainkit check train "
-            f"experiment=digits_bn"
-        )
-    return options, words
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
-        raise TrainkitError(
-            f"trainkit check --rows: must be a whole number of at least 2, received "
-            f"{text!r}."
-        )
-    return int(text)
 
 
 def _page(text: str) -> Path:

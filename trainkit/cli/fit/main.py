@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from trainkit.cli.door import spoken
 from trainkit.cli.errors import TrainingFailed, is_mistake
 from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
@@ -72,13 +73,15 @@ def main(argv: list[str]) -> int:
             trainers.append(trainer)
             return trainer
 
+    # Lightning warns if it gets arguments that are not the process's own.
+    words = None if argv == sys.argv[1:] else argv
     try:
-        Command(
-            # Lightning warns if it gets arguments that are not the process's own.
-            args=None if argv == sys.argv[1:] else argv,
-            save_config_callback=RedactedConfig,
-            parser_kwargs={"prog": "trainkit", "exit_on_error": False},
-        )
+        with spoken("fit"):
+            Command(
+                args=words,
+                save_config_callback=RedactedConfig,
+                parser_kwargs={"prog": "trainkit", "exit_on_error": False},
+            )
     except ArgumentError as error:
         raise TrainkitError(str(error)) from error
     except Exception as error:

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.noise import facts_of_noise
@@ -190,7 +191,8 @@ def _fit(
     monitors: Monitors,
 ) -> None:
     try:
-        training.fit(ckpt_path)
+        with spoken("train"):
+            training.fit(ckpt_path)
         _refuse_no_batches(training.trainer)
     except Exception as error:
         missing = monitors.explained(training.trainer, error)

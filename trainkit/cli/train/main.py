@@ -20,6 +20,7 @@ from trainkit.cli.comparison import (
     some_failed,
 )
 from trainkit.cli.composition import LOOP
+from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
@@ -128,7 +129,8 @@ def run_job(config: DictConfig) -> float | None:
         try:
             from trainkit.cli.train.job import run
 
-            return run(config, log)
+            with spoken("train"):
+                return run(config, log)
         except Exception as error:
             log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
             if HydraConfig.get().mode is RunMode.RUN:

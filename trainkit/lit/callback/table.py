@@ -5,10 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 Row = tuple[str, str]
 """A label and its text."""
+
+wording: ContextVar[Callable[[str], str]] = ContextVar("wording", default=str)
+"""How a command says what the library says in Python."""
 
 
 def show(rows: list[Row], trainer: Any = None) -> None:
@@ -24,6 +29,7 @@ def show(rows: list[Row], trainer: Any = None) -> None:
     """
     if not rows:
         return
+    rows = [(label, wording.get()(text)) for label, text in rows]
     if not is_terminal():
         for label, text in rows:
             _print(f"trainkit | {label}: {text}", trainer)
@@ -48,7 +54,7 @@ def say(trainer: Any, row: Row) -> None:
         trainer: in `fit`.
         row: a label and its text.
     """
-    line = f"trainkit | {row[0]}: {row[1]}"
+    line = f"trainkit | {row[0]}: {wording.get()(row[1])}"
     if is_terminal():  # which would cut words
         width = shutil.get_terminal_size().columns
         line = textwrap.fill(

@@ -28,7 +28,7 @@ from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.measure import measured, name_of
 from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
 from trainkit.lit.proof.rehearse import Rehearsals
-from trainkit.lit.proof.remedies import Door, of_precision
+from trainkit.lit.proof.remedies import of_precision
 from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import few_rows, has_equal_batches
 from trainkit.lit.proof.subject import (
@@ -74,26 +74,13 @@ def check(
         trainer: the Trainer that is to train, for its hooks, precision and device.
         rows: how many rows to use at most.
     """
-    return checked(module, data, strategy, micro_batches, trainer, rows, "python")
-
-
-def checked(
-    module: Any,
-    data: Any,
-    strategy: Any,
-    micro_batches: Any,
-    trainer: Any,
-    rows: int,
-    door: Door,
-) -> Report:
-    """Check, with remedies in the words of a door."""
     check_whole_number("check rows", rows)
     with without_advice():
         trainer = trainer or _trainer_for(module)
         of = module, trainer
         strategy = _option(strategy, "accumulation", "strategy", *of)
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)
-        measure = _Check(trainer, strategy, options, rows, door)
+        measure = _Check(trainer, strategy, options, rows)
         fit_aside(
             trainer,
             _copied(module, trainer),
@@ -175,18 +162,14 @@ class _Check(Callback):
         strategy: what a micro-batch weighs.
         options: how loader batches are cut.
         most: the most rows.
-        door: in whose words remedies are.
     """
 
-    def __init__(
-        self, trainer: Any, strategy: Any, options: Any, most: int, door: Door
-    ) -> None:
+    def __init__(self, trainer: Any, strategy: Any, options: Any, most: int) -> None:
         self._callbacks = list(trainer.callbacks)
         self._accumulates = trainer.accumulate_grad_batches > 1
         self._strategies = {} if strategy is None else dict(named_strategies(strategy))
         refuse_said_terms(self._strategies)
         self._options, self._most = options, most
-        self._door: Door = door
         self._stack = ExitStack()
         self.report: Report | None = None
 
@@ -226,14 +209,14 @@ class _Check(Callback):
             raise TrainkitError(f"check: not measured: {error}.") from error
 
     def _report(self, subject: Subject) -> Report:
-        report, options = measured(subject, PRECISIONS, self._door), subject.options
+        report, options = measured(subject, PRECISIONS), subject.options
         trims = options is not None and options.inside is None and options.trim
         if options is not None and trims and not report.exact:
             if subject.off_without_padding():  # then the run trims nothing
                 options = replace(options, trim=False)
                 alike = not subject.has_batches  # which have widths of their own
                 subject = replace(subject, options=options, are_alike=alike)
-                report = measured(subject, PRECISIONS, self._door)
+                report = measured(subject, PRECISIONS)
                 report = replace(report, notes=(WIDE,))
         return _beside_plain(report, subject)
 

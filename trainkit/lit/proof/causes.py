@@ -39,7 +39,7 @@ from trainkit.lit.proof.places import (
     values_of,
 )
 from trainkit.lit.proof.rehearse import PARAMETER_HOOKS, Taken, may_change_steps
-from trainkit.lit.proof.remedies import BY_HAND, WITH_MIXIN, Door, Remedies
+from trainkit.lit.proof.remedies import BY_HAND, WITH_MIXIN
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.subject import Subject
 
@@ -60,11 +60,10 @@ class Causes:
 
     Args:
         subject: what was measured, and is off.
-        door: in whose words remedies are.
     """
 
-    def __init__(self, subject: Subject, door: Door = "python") -> None:
-        self._subject, self._say = subject, Remedies(door)
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
         self._most = subject.most_rounding
         self._sampled: dict[Any, Tensor] = {}
         self._is_split = False
@@ -142,7 +141,7 @@ class Causes:
         for hook, place in self._hooks(HOOKS):
             self._subject = self._with(without=frozenset({hook}), as_whole=True)
             if self._gap() <= self._most:
-                self.found.append(self._say.of_hook(place))
+                self.found.append(remedies.of_hook(place))
                 return
             self._subject = before
         names = self._moved()
@@ -221,7 +220,7 @@ class Causes:
         for hook, place in self._hooks(TRANSFERS):
             self._subject = self._with(without=before.base.without | {hook})
             if self._adds_up():
-                self.found.append(self._say.of_hook(place))
+                self.found.append(remedies.of_hook(place))
                 return True
             self._subject = before
         return False
@@ -236,15 +235,15 @@ class Causes:
             if self._adds_up():  # rows of its input stand in no order
                 first = Located(next(iter(norms)), False, "", "")
                 layer = norms[first.path]
-                self.found.append(self._say.of_rows(first, layer, len(norms)))
+                self.found.append(remedies.of_rows(first, layer, len(norms)))
                 return True
             self._subject = subject
         if not located.path:
             if not (self._is_function() or self._has_two_denominators()):
-                self.found.append(self._say.of_loss(located))
+                self.found.append(remedies.of_loss(located))
             return False
         layer = subject.module.get_submodule(located.path)
-        self.found.append(self._say.of_rows(located, layer, len(norms)))
+        self.found.append(remedies.of_rows(located, layer, len(norms)))
         if not isinstance(layer, BatchNorm):
             return False
         self._subject = self._with(change=_in_eval)
@@ -287,9 +286,9 @@ class Causes:
             self.found.append(remedies.of_host(numbers[0]))
         elif fits and fits[0] is SUM:
             own = leading(subject.strategies) if subject.strategies else None
-            self.found.append(self._say.of_sum(self._said(), own))
+            self.found.append(remedies.of_sum(self._said(), own))
         elif fits:
-            self.found.append(self._ways_in(self._say.of_weights(fits, self._said())))
+            self.found.append(self._ways_in(remedies.of_weights(fits, self._said())))
         elif not self._is_function():
             self._of_unknown(best_fit(whole, parts).weights)
 
@@ -344,11 +343,11 @@ class Causes:
             if bool((solved > 0).all()) and torch.allclose(
                 counts @ solved, weights, rtol=1e-6
             ):
-                self.found.append(self._say.of_classes(solved.tolist(), at))
+                self.found.append(remedies.of_classes(solved.tolist(), at))
                 return
         least = min((abs(float(w)) for w in weights if w), default=1.0)
         shares = ", ".join(f"{float(w) / least:.4g}" for w in weights)
-        cause = self._say.of_unknown_weights(shares)
+        cause = remedies.of_unknown_weights(shares)
         self.found.append(self._ways_in(cause))
 
     def _is_function(self) -> bool:
@@ -368,7 +367,7 @@ class Causes:
             for function, scale in scales.items():
                 weights = counts / number * scale if number else counts
                 if off_by(whole, parts, weights) <= self._most:
-                    self.found.append(self._say.of_function(function, candidate))
+                    self.found.append(remedies.of_function(function, candidate))
                     return True
         return False
 

@@ -14,7 +14,6 @@ from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.parts import shares_of
 from trainkit.lit.proof.rehearse import Taken
-from trainkit.lit.proof.remedies import Door
 from trainkit.lit.proof.report import Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.subject import Subject, check_size, left_out_of
@@ -39,9 +38,7 @@ MAYBE_ROUNDING = (
 )
 
 
-def measured(
-    subject: Subject, precisions: Sequence[torch.dtype], door: Door = "python"
-) -> Report:
+def measured(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     """How far the run's window is from the big batch, and why.
 
     Rows that all count alike are made to differ, if that can be had.
@@ -49,12 +46,11 @@ def measured(
     Args:
         subject: the rows, and how they are run.
         precisions: of the arithmetic, that first which is tried first.
-        door: in whose words remedies are.
     """
-    unlike, doubt = _unlike(subject, precisions, door)
+    unlike, doubt = _unlike(subject, precisions)
     if unlike is not None and not unlike.is_off:
         return unlike
-    found = _compared(subject, precisions, door)
+    found = _compared(subject, precisions)
     if not doubt or not found.exact:
         return found
     if unlike is not None and unlike.notes:
@@ -63,7 +59,7 @@ def measured(
 
 
 def _unlike(
-    subject: Subject, precisions: Sequence[torch.dtype], door: Door
+    subject: Subject, precisions: Sequence[torch.dtype]
 ) -> tuple[Report | None, str]:
     """What is measured where rows that are all alike are made to differ, and what
     nobody can say without it; None and "" where they differ anyway."""
@@ -78,7 +74,7 @@ def _unlike(
         if changed is None:
             continue
         try:
-            unlike = _compared(replace(subject, rows=changed), precisions, door)
+            unlike = _compared(replace(subject, rows=changed), precisions)
         except Exception:  # the step refuses what was changed
             continue
         if rows.has_one_length:
@@ -102,9 +98,7 @@ def _count_alike(subject: Subject) -> bool:
     return bool((shares - shares[:, :1]).abs().max() < 1e-6)
 
 
-def _compared(
-    subject: Subject, precisions: Sequence[torch.dtype], door: Door
-) -> Report:
+def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     subject, whole, window = _rehearsed(subject, precisions)
     off, dtype = window.off_from(whole), subject.rehearsals.dtype
     report = Report(
@@ -124,7 +118,7 @@ def _compared(
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
         off_by_name = _off(whole, window, subject.most_rounding)
-        report = replace(report, parameters=off_by_name, causes=_causes(subject, door))
+        report = replace(report, parameters=off_by_name, causes=_causes(subject))
         if rows.is_stream and [each.kind for each in report.causes] == ["padding"]:
             report = replace(report, doubt=ONE_WIDTH.format(off))
     elif not report.exact:
@@ -166,8 +160,8 @@ def _rehearsed(
     return found
 
 
-def _causes(subject: Subject, door: Door) -> tuple[Cause, ...]:
-    causes = Causes(subject, door)
+def _causes(subject: Subject) -> tuple[Cause, ...]:
+    causes = Causes(subject)
     with contextlib.suppress(Exception):  # what is found so far is said
         causes.look()
     return tuple(causes.found)

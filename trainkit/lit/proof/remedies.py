@@ -1,39 +1,22 @@
-"""Causes in words, each with what to do about it in the words of the door."""
+"""Causes in words, each with what to do about it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    PerSample,
-    PerToken,
-)
+from trainkit.core.strategies import PerSample, PerToken
 from trainkit.lit.proof.denominators import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.lit.proof.places import Located
 from trainkit.lit.proof.report import Cause
 
-Door = Literal["python", "train", "fit"]
-"""Where a training was asked for: a script, `trainkit train` or `trainkit fit`."""
-
-INSIDE = {
-    "python": 'micro_batching = MicroBatching(size=8, inside="auto")',
-    "train": "micro_batching=inside micro_batching.size=8",
-    "fit": "--micro_batching.size=8 --micro_batching.inside=auto",
-}
-GUARD = {
-    "python": 'BatchNormGuard("{}")',
-    "train": "batchnorm={}",
-    "fit": "--batchnorm.policy={}",
-}
-
+INSIDE = 'micro_batching = MicroBatching(size=8, inside="auto")'
 STEP = "training_step"
 OFTEN_MEANT = 4  # a candidate's simplicity
 NO_STRATEGY = "no strategy can make it exact; the inner cut can"
@@ -171,158 +154,130 @@ def _term(candidate: Candidate) -> str:
     return candidate.line if candidate is CONSTANT else f"a mean over {candidate.line}"
 
 
-class Remedies:
-    """Writes what to do where that depends on the door.
+def of_strategy(strategy: Any, line: str = "") -> str:
+    """The line that chooses a strategy."""
+    line = line or line_of(strategy)
+    if "self." not in line:
+        return f"accumulation = {line}"
+    said = f"self.accumulation = {line}  # in __init__, at its end"
+    if isinstance(strategy, PerClassWeight):
+        numbers = [round(float(each), 6) for each in strategy.class_weights]
+        said += f"; with its numbers: PerClassWeight(weight={numbers})"
+    return said
 
-    Args:
-        door: in whose words.
-    """
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+def of_weights(fits: Sequence[Candidate], said: str) -> Cause:
+    """The loss divides by something else than the strategy counts."""
+    first, *others = fits
+    if first is UNIFORM:
+        text = f"the loss weighs every micro-batch alike, and {said} does not"
+    else:
+        lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT]
+        lines = [line for line in lines if line != SUM.line][:2]
+        also = f" (on these rows {' and '.join(lines)} count as much)" * bool(lines)
+        text = f"the loss divides by what {first.line} counts, and not by {said}"
+        text += also
+    return _denominator(text, of_strategy(first.strategy, first.line))
 
-    def strategy(self, strategy: Any, line: str = "") -> str:
-        """The words that choose a strategy."""
-        line, name = line or line_of(strategy), type(strategy).__name__
-        if self._door == "python":
-            if "self." in line:  # it names the module, and stands in a method
-                return f"self.accumulation = {line}  # in __init__, at its end"
-            return f"accumulation = {line}"
-        begin = "--" if self._door == "fit" else ""
-        name = name if begin else _snake(name)
-        words = [f"{begin}accumulation={name}"]
-        for key, value in _options(strategy).items():
-            words.append(f"{begin}accumulation.{key}={value}")
-        return " ".join(words)
 
-    def of_weights(self, fits: Sequence[Candidate], said: str) -> Cause:
-        """The loss divides by something else than the strategy counts."""
-        first, *others = fits
-        if first is UNIFORM:
-            text = f"the loss weighs every micro-batch alike, and {said} does not"
-        else:
-            lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT]
-            lines = [line for line in lines if line != SUM.line][:2]
-            also = f" (on these rows {' and '.join(lines)} count as much)" * bool(lines)
-            text = f"the loss divides by what {first.line} counts, and not by {said}"
-            text += also
-        return _denominator(text, self.strategy(first.strategy, first.line))
+def of_sum(said: str, own: Any) -> Cause:
+    """The loss is a sum."""
+    kept = own if isinstance(own, PerSample | PerToken) else PerSample()
+    total = dataclasses.replace(kept, loss_reduction="total")
+    line = line_of(total).replace("'total'", '"total"')
+    text = f"the loss is a sum over rows, and {said} takes it for a mean"
+    return _denominator(text, of_strategy(total, line))
 
-    def of_sum(self, said: str, own: Any) -> Cause:
-        """The loss is a sum."""
-        kept = own if isinstance(own, PerSample | PerToken) else PerSample()
-        total = dataclasses.replace(kept, loss_reduction="total")
-        line = line_of(total).replace("'total'", '"total"')
-        text = f"the loss is a sum over rows, and {said} takes it for a mean"
-        return _denominator(text, self.strategy(total, line))
 
-    def of_unknown_weights(self, shares: str) -> Cause:
-        return _denominator(
-            f"the parts of the loss add up to the whole, but with weights that nothing "
-            f"in the batch counts; they are as {shares}",
-            f"{self.strategy(Weighed())}, and in training_step self.weigh(n) with the "
-            f"number that the loss divides by",
-            "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
+def of_unknown_weights(shares: str) -> Cause:
+    return _denominator(
+        f"the parts of the loss add up to the whole, but with weights that nothing "
+        f"in the batch counts; they are as {shares}",
+        f"{of_strategy(Weighed())}, and in training_step self.weigh(n) with the "
+        f"number that the loss divides by",
+        "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
+    )
+
+
+def of_classes(weights: Sequence[float], at: Any) -> Cause:
+    """The loss divides by weights of classes."""
+    smallest = min((w for w in weights if w > 0), default=1.0)
+    numbers = [round(float(w / smallest), 6) for w in weights]
+    strategy = PerClassWeight(weight=numbers, labels=at)
+    line = f"PerClassWeight(weight={numbers}, labels={at!r})"
+    text = f"the loss divides by the sum of class weights, which are as {numbers}"
+    return _denominator(text, of_strategy(strategy, line))
+
+
+def of_function(function: str, fit: Candidate) -> Cause:
+    said = of_strategy(fit.strategy, fit.line)
+    return Cause(
+        "loss",
+        STEP,
+        f"the loss is the {function} of a mean over {fit.line}; no weights of "
+        f"micro-batches make that exact",
+        (f"return the mean itself from training_step, with {said}",),
+    )
+
+
+def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
+    """A module's output for a row changes with the other rows."""
+    name, inside = type(layer).__name__, INSIDE
+    if isinstance(layer, BatchNorm):
+        more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
+        exact, *others = (
+            f'BatchNormGuard("{policy}")'
+            for policy in ("exact", "group_norm", "freeze")
         )
-
-    def of_classes(self, weights: Sequence[float], at: Any) -> Cause:
-        """The loss divides by weights of classes."""
-        smallest = min((w for w in weights if w > 0), default=1.0)
-        numbers = [round(float(w / smallest), 6) for w in weights]
-        strategy = PerClassWeight(weight=numbers, labels=at)
-        line = f"PerClassWeight(weight={numbers}, labels={at!r})"
-        text = f"the loss divides by the sum of class weights, which are as {numbers}"
-        return _denominator(text, self.strategy(strategy, line))
-
-    def of_function(self, function: str, fit: Candidate) -> Cause:
-        said = self.strategy(fit.strategy, fit.line)
-        return Cause(
-            "loss",
-            STEP,
-            f"the loss is the {function} of a mean over {fit.line}; no weights of "
-            f"micro-batches make that exact",
-            (f"return the mean itself from training_step, with {said}",),
-        )
-
-    def of_rows(self, located: Located, layer: nn.Module, num_norms: int) -> Cause:
-        """A module's output for a row changes with the other rows."""
-        name, inside = type(layer).__name__, INSIDE[self._door]
-        if isinstance(layer, BatchNorm):
-            more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
-            exact, *others = (
-                GUARD[self._door].format(policy)
-                for policy in ("exact", "group_norm", "freeze")
-            )
-            return Cause(
-                "rows",
-                located.path,
-                f"{name} normalises each micro-batch by itself{more}",
-                (
-                    f"{exact}, and the loader yields whole windows, which are cut: "
-                    f"{inside}",
-                    f"or {' or '.join(others)}, for a net that is trained already; "
-                    f"these change the model",
-                ),
-            )
-        where = "before" if located.is_before else "in"
         return Cause(
             "rows",
             located.path,
-            f"{where} {name}, a row gets another value when other rows are beside it; "
-            f"{NO_STRATEGY}",
-            (inside, "or let no operation mix rows"),
-        )
-
-    def of_loss(self, located: Located) -> Cause:
-        """The rows agree up to the loss, which looks across them."""
-        after = f" after {located.after}" if located.after else ""
-        return Cause(
-            "loss",
-            located.of_loss or STEP,
-            f"all modules treat rows apart, and the loss{after} looks across them, as "
-            f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
+            f"{name} normalises each micro-batch by itself{more}",
             (
-                INSIDE[self._door],
-                "with accumulate_grad_batches=1 and larger loader batches",
+                f"{exact}, and the loader yields whole windows, which are cut: "
+                f"{inside}",
+                f"or {' or '.join(others)}, for a net that is trained already; "
+                f"these change the model",
             ),
         )
-
-    def of_hook(self, place: str) -> Cause:
-        """A hook does to each micro-batch what is meant for a step."""
-        if "batch_transfer" in place or "transfer_batch" in place:
-            text = f"this hook looks across the rows of a loader batch; {NO_STRATEGY}"
-            return Cause("rows", place, text, (INSIDE[self._door],))
-        if "on_train_batch" in place or "zero_grad" in place:
-            return of_state([place])
-        return Cause(
-            "order",
-            place,
-            "it changes the gradient of each micro-batch, before the window's is "
-            "complete",
-            (
-                "move it to on_before_optimizer_step",
-                "or, if it clips: Trainer(gradient_clip_val=...)",
-            ),
-        )
+    where = "before" if located.is_before else "in"
+    return Cause(
+        "rows",
+        located.path,
+        f"{where} {name}, a row gets another value when other rows are beside it; "
+        f"{NO_STRATEGY}",
+        (inside, "or let no operation mix rows"),
+    )
 
 
-def _options(strategy: AccumulationStrategy) -> dict[str, Any]:
-    """What is not left at its default, as words of a command."""
-    if isinstance(strategy, PerClassWeight):
-        numbers = ",".join(f"{weight:g}" for weight in strategy.class_weights)
-        found = {"weight": f"[{numbers}]", "labels": strategy.labels}
-        ignored = strategy.ignore_index
-        return found | ({"ignore_index": ignored} if ignored != -100 else {})
-    fields = dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ()
-    held = {field.name: getattr(strategy, field.name) for field in fields}
-    return {
-        field.name: str(held[field.name]).lower()
-        if isinstance(held[field.name], bool)
-        else held[field.name]
-        for field in fields
-        if held[field.name] != field.default
-    }
+def of_loss(located: Located) -> Cause:
+    """The rows agree up to the loss, which looks across them."""
+    after = f" after {located.after}" if located.after else ""
+    return Cause(
+        "loss",
+        located.of_loss or STEP,
+        f"all modules treat rows apart, and the loss{after} looks across them, as "
+        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
+        (
+            INSIDE,
+            "with accumulate_grad_batches=1 and larger loader batches",
+        ),
+    )
 
 
-def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+def of_hook(place: str) -> Cause:
+    """A hook does to each micro-batch what is meant for a step."""
+    if "batch_transfer" in place or "transfer_batch" in place:
+        text = f"this hook looks across the rows of a loader batch; {NO_STRATEGY}"
+        return Cause("rows", place, text, (INSIDE,))
+    if "on_train_batch" in place or "zero_grad" in place:
+        return of_state([place])
+    return Cause(
+        "order",
+        place,
+        "it changes the gradient of each micro-batch, before the window's is complete",
+        (
+            "move it to on_before_optimizer_step",
+            "or, if it clips: Trainer(gradient_clip_val=...)",
+        ),
+    )
