@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,6 +166,18 @@ def _from_here(word: str) -> str:
     if name != CONFIG_PATH or "://" in path:
         return word
     return f"{name}{equals}{Path(path).absolute()}"
+
+
+def to_paste(words: Sequence[str]) -> str:
+    """A command of trainkit as a line for any folder and any environment.
+
+    The current folder is in it, where a run's modules and its `conf/` are found, and
+    the program, which need not be on the `PATH`.
+    """
+    here, program = Path.cwd(), Path(sys.executable).with_name("trainkit")
+    begin = [str(program)] if program.is_file() else [sys.executable, "-m", "trainkit"]
+    begin[0] = begin[0].removeprefix(f"{here}{os.sep}")
+    return f"cd {shlex.quote(str(here))} && {shlex.join([*begin, *words])}"
 
 
 def find_modules_here() -> None:

@@ -34,6 +34,7 @@ from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
+from trainkit.lit.proof.denominators import line_of
 from trainkit.lit.proof.verdict import checked_proof
 from trainkit.lit.schedule.total_steps import total_steps
 
@@ -192,8 +193,8 @@ def _accumulation(
     is_own = own is not AccumulationMixin.accumulation
     if strategy is not None and own is not None and is_own and own != strategy:
         warnings.warn(
-            f"{type(module).__name__}: its own strategy {own!r} is "
-            f"replaced by the configuration's {strategy!r}. "
+            f"{type(module).__name__}: its own strategy {line_of(own)} is "
+            f"replaced by the configuration's {line_of(strategy)}. "
             f"accumulation=none keeps it.",
             stacklevel=2,
         )

@@ -255,7 +255,10 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     assert fit("--accumulation=PerToken") == status
     last = Path("checkpoints/last.ckpt").absolute()
     said = capsys.readouterr().out
-    assert f"to resume: the same command with --ckpt_path={last}\n" in said
+    _, _, line = said.partition("to resume: ")
+    assert line.startswith(f"cd {Path.cwd()} && ")
+    assert f"trainkit fit {MODEL} --data=" in line
+    assert line.endswith(f" --accumulation=PerToken --ckpt_path={last}\n")
     assert ends == []
 
     assert fit("--accumulation=PerToken", f"--ckpt_path={last}") == 0

@@ -342,7 +342,7 @@ class Odd(CodeLM):
 def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
     odd, one = "model._target_=tests.cli.train.test_main.Odd", "trainer.max_steps=1"
     with pytest.warns(
-        UserWarning, match=r"PerSample\(.*\) is replaced by .* PerToken\("
+        UserWarning, match="=per_sample is replaced by .* accumulation=per_token"
     ):
         assert train(odd, one, "name=replaced") == 0
     assert train(odd, one, "name=kept", "accumulation=none") == 0

@@ -116,7 +116,7 @@ def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
     found = the_run(where)
     assert summary_of(found)["status"] == "interrupted"
     assert 1 <= summary_of(found)["steps"] < 4
-    assert f"stopped by {name}; to resume: trainkit train ckpt_path=" in stopped.stdout
+    assert f"stopped by {name}; to resume: cd {where} && " in stopped.stdout
     assert stopped.stdout.count("trainkit | stopped by") == 1
     return found
 

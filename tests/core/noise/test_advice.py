@@ -1,8 +1,9 @@
-"""Three lines of advice, and other windows where those of a run were far off."""
+"""Two lines of advice, and other windows where those of a run were far off."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -44,11 +45,31 @@ def test_the_lines_are_the_prescribed_ones() -> None:
     assert said(ONE) == [
         "noise scale: 210 samples (160 to 280, 90 %), over the last 120 measured "
         "windows",
-        "window of 512: 71 % of the progress per step of an endless window, 29 % (24 "
-        "to 35 %) per sample of a tiny one",
-        "more devices: pay while the whole window stays near 210; a model's estimate, "
-        "good to about a factor of 2",
+        "window of 512: above the noise scale, so a larger one hardly helps: twice as "
+        "large takes 15 % fewer steps and 71 % more samples to the same loss, by the "
+        "estimate of a simple model",
     ]
+
+
+@pytest.mark.parametrize(
+    ("window", "what"),
+    [
+        (40.0, "below the noise scale, so a larger one on more devices saves time"),
+        (159.0, "below the noise scale"),
+        (160.0, "near the noise scale, so keep it"),
+        (280.0, "near the noise scale, so keep it"),
+        (281.0, "above the noise scale, so a larger one hardly helps"),
+    ],
+)
+def test_the_window_is_judged_by_the_interval(window: float, what: str) -> None:
+    estimate = replace(ONE, window=window)
+    line = said(estimate)[1]
+    assert what in line
+    # https://arxiv.org/abs/1812.06162: steps go as 1 + B / W, samples as W + B
+    fewer = 1 - (1 + 210 / (2 * window)) / (1 + 210 / window)
+    more = (2 * window + 210) / (window + 210) - 1
+    assert f"takes {fewer:.0%}".replace("%", " %") in line
+    assert f"and {more:.0%}".replace("%", " %") in line
 
 
 def test_tokens_stand_beside_samples_only_where_weights_are_tokens() -> None:
@@ -66,9 +87,8 @@ def test_without_an_upper_end_it_is_at_least() -> None:
         assert lines[0].startswith(
             "noise scale: at least 160 samples, at least 16,000 tokens, over"
         )
-        assert "at most 76 % of the progress per step" in lines[1]
-        assert "at least 24 % per sample" in lines[1]
-        assert "stays below 160, and maybe beyond; a model's" in lines[2]
+        assert "near the noise scale, so keep it" in lines[1]  # it may be far above
+        assert "takes at least 12 % fewer steps and at most 76 % more" in lines[1]
         assert "inf" not in " ".join(lines)
         assert "900" not in " ".join(lines)
 

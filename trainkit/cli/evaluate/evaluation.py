@@ -19,9 +19,9 @@ from trainkit.cli._compat import loaders_by_position
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import Checkpoint
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.summary import show_written
 from trainkit.config.redact import redact_words
 from trainkit.errors import TRACEBACK, TrainkitError
-from trainkit.lit.callback.table import show
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADERS = {
@@ -111,8 +111,7 @@ class Evaluation:
             else:
                 files.append(facts["file"])
             rows.append(("predictions", counted))
-        written = f"{self.folder.path}: {', '.join(sorted(files))}"
-        show([*rows, ("written to", written)])
+        show_written(rows, self.folder.path, sorted(files))
 
     def _facts(self, writer: Predictions | None) -> dict[str, Any]:
         found = self.trainer.callback_metrics.items()

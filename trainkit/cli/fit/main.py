@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from itertools import chain, count
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import TrainingFailed, is_mistake
 from trainkit.cli.fit.cli import TrainkitCLI
-from trainkit.cli.words import find_modules_here
+from trainkit.cli.words import find_modules_here, to_paste
 from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback
@@ -90,7 +89,7 @@ def main(argv: list[str]) -> int:
             raise TrainingFailed.by(error) from error
         raise
     except SystemExit as end:
-        return _status(end, trainers)
+        return _status(end, trainers, argv)
     return 0
 
 
@@ -111,7 +110,7 @@ def _unused(path: Path) -> Path:
     return next(each for each in chain([path], others) if not each.exists())
 
 
-def _status(end: SystemExit, trainers: list[Trainer]) -> int:
+def _status(end: SystemExit, trainers: list[Trainer], argv: list[str]) -> int:
     """The exit status after an interruption, `--help` and the like."""
     status = end.code
     if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
@@ -123,18 +122,18 @@ def _status(end: SystemExit, trainers: list[Trainer]) -> int:
     if not isinstance(status, int):
         raise end  # with a text, which Python prints
     for trainer in trainers:
-        _say_how_to_resume(trainer)
+        _say_how_to_resume(trainer, argv)
     return status
 
 
-def _say_how_to_resume(trainer: Any) -> None:
+def _say_how_to_resume(trainer: Any, argv: list[str]) -> None:
     stop = find_callback(trainer, GracefulStop)
     if stop is None or stop.stopped_by is None or not trainer.is_global_zero:
         return
     how = ""
     if stop.checkpoint_path is not None:
-        path = shlex.quote(stop.checkpoint_path)
-        how = f"; to resume: the same command with --ckpt_path={path}{stop.caveat}"
+        line = to_paste([*argv, f"--ckpt_path={stop.checkpoint_path}"])
+        how = f"; to resume{stop.caveat}: {line}"
     elif trainer.state.fn == "fit":
         how = "; nothing was saved"
     print(f"trainkit | stopped by {stop.stopped_by.name}{how}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,10 +70,17 @@ def show(facts: dict[str, Any], folder: RunFolder) -> None:
         for each in folder.path.iterdir()
         if not each.name.startswith(".")
     )
-    written = f"{folder.path}: {', '.join(files)}"
     rows = summary_rows.rows(facts)
     new = [row for row in rows if not row[1].startswith(NOT_MEASURED)]  # said before
-    show_rows([*new, ("written to", written)])
+    show_written(new, folder.path, files)
+
+
+def show_written(
+    rows: Sequence[summary_rows.Row], path: Path, files: Sequence[str]
+) -> None:
+    """Print a table, and below it the files: in the table a path would be cut."""
+    show_rows(list(rows))
+    print(f"trainkit | written to: {path}: {', '.join(files)}", flush=True)
 
 
 def git_commit(where: str | Path = ".") -> str | None:

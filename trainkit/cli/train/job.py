@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shlex
 import signal
 import time
 import warnings
@@ -36,7 +35,7 @@ from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
 from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
-from trainkit.cli.words import key_of, of_this_job
+from trainkit.cli.words import key_of, of_this_job, to_paste
 from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root
 from trainkit.config.public_config import public_config
@@ -223,8 +222,8 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     where = stop.checkpoint_path or folder.newest_checkpoint()
     how = "there is no checkpoint yet, so it cannot be resumed"
     if where is not None:
-        path = shlex.quote(f"ckpt_path={where}")
-        how = f"to resume: trainkit train {path}{stop.caveat}"
+        line = to_paste(["train", f"ckpt_path={where}"])
+        how = f"to resume{stop.caveat}: {line}"
     print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
         # A sweep stops a poor trial with SIGTERM. That is no failure: after three of
