@@ -13,18 +13,21 @@ help:  ## show this list
 	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
 
 $(DEMO): pyproject.toml constraints.txt
+	@echo 'Installing torch, Lightning and what they need into $(VENV), once: 1 to 5 minutes.'
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: a second resolve could take another build of it
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
 	touch $@
 
 $(READY): $(DEMO)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# One thread: on busy cores several wait for each other, up to nine times as long.
 demo: $(DEMO)  ## train a small language model, with a table before and after
-	$(BIN)/trainkit train
+	@echo 'Training 200 steps of a small language model: 1 to 3 minutes.'
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/trainkit train
 
 side_by_side: $(DEMO)  ## the same training by plain Lightning, trainkit and the big batch
 	$(BIN)/python recipes/side_by_side.py

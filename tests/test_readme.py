@@ -315,7 +315,7 @@ def test_every_check_it_names_measures(
     small = ["model.d_model=8"] if "experiment=digits_bn" not in words else []
     assert main([*words[1:at], "--rows=8", *words[at:], *small]) == 1
     out = capsys.readouterr().out
-    assert "rows see each other" in out or "PerToken()" in out
+    assert "rows see each other" in out or "accumulation=per_token" in out
     assert (tmp_path / "check.html").exists() == ("--html" in words)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -16,8 +15,6 @@ from omegaconf import OmegaConf
 from tests.cli.training import run_dirs
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
-from trainkit.cli.new.main import DEFAULT
-from trainkit.cli.new.recipe import Recipe
 
 FEW = [
     "trainer.max_epochs=1",
@@ -38,8 +35,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     GlobalHydra.instance().clear()
 
 
-def made(*words: str) -> Path:
-    assert main(["new", "mine", *words]) == 0
+def made() -> Path:
+    assert main(["new", "mine"]) == 0
     return Path("mine").resolve()
 
 
@@ -51,47 +48,43 @@ def composed(*words: str) -> dict[str, Any]:
     return yaml.safe_load(re.sub(r"trainkit\.recipes\.", "", text))
 
 
-@pytest.mark.parametrize("name", Recipe.names())
-def test_a_folder_has_the_configuration_of_its_recipe(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_has_the_configuration_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe = composed(f"experiment={name}")
-    folder = made("--like", name)
+    recipe = composed("experiment=lines")
+    folder = made()
     assert composed() == composed("experiment=demo") != recipe  # the control: outside
     monkeypatch.chdir(folder)
     assert composed() == recipe
     assert Composition([]).config.name == "mine"
-    assert Composition([]).config.model._target_.startswith(f"{name}.")
+    assert Composition([]).config.model._target_ == "lines.Classifier"
 
 
-@pytest.mark.parametrize("name", Recipe.names())
-def test_its_sweep_is_around_its_own_rate(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(made("--like", name))
+def test_its_sweep_is_around_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made())
     sweep = yaml.safe_load(Path("sweep.yaml").read_text())
+    config = Composition([]).config
     ((key, swept),) = sweep["parameters"].items()
-    rate = OmegaConf.select(Composition([]).config, key)
-    assert swept["values"] == pytest.approx([rate / 10, rate * 0.3, rate, rate * 3])
-    assert sweep["metric"]["name"] == Composition([]).config.metric
-    other = OmegaConf.select(Composition([f"{key}=5"]).config, key)
-    assert other not in swept["values"]  # the control
+    assert OmegaConf.select(config, key) in swept["values"]
+    assert (sweep["metric"]["name"], sweep["project"]) == (config.metric, "mine")
 
 
-@pytest.mark.parametrize("name", Recipe.names())
-def test_a_folder_needs_no_recipe_of_trainkit(name: str) -> None:
-    folder = made(f"--like={name}")
-    for path in folder.rglob("*.*"):
-        if path.is_file():
-            assert "trainkit.recipes" not in path.read_text(), path
-            assert f"experiment={name}" not in path.read_text(), path
-    modules = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
-    for path in folder.glob("conf/*/*.yaml"):
-        for module, cls in re.findall(r"_target_: (\w+)\.(\w+)$", path.read_text()):
-            defined = [
-                n.name for n in modules[module].body if isinstance(n, ast.ClassDef)
-            ]
-            assert cls in defined, path
+def test_a_folder_needs_nothing_of_a_recipe() -> None:
+    paths = [path for path in made().rglob("*") if path.is_file()]
+    texts = {path.name: path.read_text() for path in paths}
+    assert {"README.md", ".gitignore", "lines.py", "test_lines.py"} < set(texts)
+    for name, text in texts.items():
+        assert "trainkit.recipes" not in text, name
+        assert "experiment=lines" not in text, name
+        assert "my_project" not in text, name
+    # a script, too, trains the numbers of this folder
+    assert 'train_file(__file__, "experiment=default"' in texts["lines.py"]
+
+
+def test_its_readme_names_the_extra_of_its_sweep() -> None:
+    readme = (made() / "README.md").read_text()
+    assert "pip install 'lightning-trainkit[sweeps]'" in readme
+    assert readme.index("[sweeps]") < readme.index("trainkit sweep sweep.yaml")
 
 
 def test_it_trains_what_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +131,12 @@ def test_the_experiment_default_of_a_folder_stays_for_other_choices(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "followed by the name of one folder, received none"),
-        (["a", "b"], "one folder, received a b"),
-        (["mine", "--like"], "--like"),
-        (["mine", "--like", "line"], "received 'line'. Did you mean lines?"),
-        (["mine", "--like="], "must be one of batch_size, code_lm"),
-        (["mine", "--liek=moe"], "--liek: must be --like RECIPE"),
+        ([], "the following arguments are required: FOLDER"),
+        (["a", "b"], "unrecognized arguments: b"),
+        (["mine", "--like", "moe"], "unrecognized arguments: --like"),
         (["it's"], "letters, digits"),
         (["a b"], "letters, digits"),
-        (["-"], "must be --like"),
+        (["-"], "letters, digits"),
         (["full"], "new or empty, received full"),
         (["file.txt"], "new or empty, received file.txt"),
         (["file.txt/deep"], "cannot be written"),
@@ -159,25 +149,8 @@ def test_a_mistake_makes_nothing(
     Path("full", "a").touch()
     Path("file.txt").touch()
     before = sorted(Path().rglob("*"))
-    assert main(["new", *(words or ["--like=moe"])]) == 2
+    assert main(["new", *words]) == 2
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
     assert sorted(Path().rglob("*")) == before
-
-
-def test_the_help_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in Recipe.names())
-    assert DEFAULT in Recipe.names()
-
-
-def test_a_package_that_is_missing_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made("--like=moe")
-    assert "needs" not in capsys.readouterr().out  # the control
-    monkeypatch.setattr("trainkit.cli.new.recipe.find_spec", lambda name: None)
-    assert main(["new", "other"]) == 0
-    assert "pip install 'lightning-trainkit[recipes]'" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import shlex
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 
 from trainkit.cli.arguments import Arguments, offer
@@ -20,7 +20,6 @@ from trainkit.cli.completion import overrides
 from trainkit.cli.completion.lightning_options import parser_of
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
-from trainkit.cli.new.recipe import Recipe
 
 
 def answer() -> NoReturn:
@@ -30,8 +29,6 @@ def answer() -> NoReturn:
     if len(before) < 2:
         offer(_parser_of_all())
     program, command, *before = before
-    if command == "new":
-        offer(_parser_of_new())
     if command == "check":
         at = next((i for i, each in enumerate(before) if each in CHECKED), None)
         if at is None:
@@ -68,15 +65,6 @@ def _parser_of_check(*, is_file: bool) -> Arguments:
     page.completer = FilesCompleter() if is_file else lambda **_: ()
     parser.add_argument("--rows")
     parser.add_argument("checked", choices=CHECKED)
-    return parser
-
-
-def _parser_of_new() -> Arguments:
-    parser = Arguments(prog="trainkit")
-    parser.add_argument("command")
-    folder: Any = parser.add_argument("folder")
-    folder.completer = DirectoriesCompleter()
-    parser.add_argument("--like", choices=Recipe.names())
     return parser
 
 
