@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import types
-from copy import deepcopy
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-_UNIONS = (Union, types.UnionType)
-_PLAIN = (bool, int, float, str)
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value has a type, without any conversion.
+
+    A list may stand for a tuple or a set, and a text for a path, as YAML has neither.
 
     Args:
         value: a plain value, without nodes of a configuration.
@@ -22,106 +23,70 @@ def fits(value: Any, hint: Any) -> bool:
 
     >>> fits(8, int), fits("8", int), fits("8", int | str)
     (True, False, True)
-    >>> fits(None, Literal["a", None]), fits([1, "2"], list[int])
+    >>> fits([1, 2], tuple[int, int]), fits([1, "2"], list[int])
     (True, False)
     """
-    if value is None:  # the parser would read it as "not given"
-        return _takes_none(hint)
-    if hint in (Any, object):
-        return True
-    if get_origin(hint) is Literal:
-        return any(
-            type(value) is type(each) and value == each for each in get_args(hint)
-        )
-    if type(value) in _PLAIN and type(value) in (hint, *_parts(hint)):
-        return True  # to make a parser takes long
     try:
-        read = _read(value, hint)
-    except ArgumentError:
-        return False
-    # The parser converts texts; Hydra passes them to the target unchanged.
-    return _keeps_texts(value, read) or _fits_in_parts(value, hint)
+        adapter = _adapter(hint)
+    except Exception:  # of pydantic, which knows no such type, or of the type's module
+        return True
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return _fits_as_json(value, adapter)
+    except TypeError:  # isinstance refuses the type
+        return True
+    return True
 
 
 def remedy_for_text(value: Any, hint: Any) -> str:
-    """Advice about a text that could be read as the type; else an empty text.
+    """Advice about a text that stands for something of the type; else an empty text.
 
     >>> print(remedy_for_text("8", int)[:43])
     The text is not converted. Write it without
     """
-    try:
-        read = _read(value, hint)
-    except ArgumentError:
-        return ""
-    if isinstance(value, str) and not isinstance(
-        read, bool | int | float | complex | list | tuple | set | dict | None
-    ):
+    if fits(_decoded(value), hint):
+        return (
+            "The text is not converted. Write it without quotes, or put "
+            "${oc.decode:...} around its source."
+        )
+    if isinstance(value, str) and any(map(_is_of_objects, (hint, *get_args(hint)))):
         return (
             "The text is not converted to the object that it names. Name the object by "
             "_target_, with _partial_: true for the class or function itself."
         )
-    return (
-        "The text is not converted. Write it without quotes, or put ${oc.decode:...} "
-        "around its source."
-    )
+    return ""
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in _UNIONS else ()
-
-
-def _takes_none(hint: Any) -> bool:
-    if isinstance(hint, TypeVar):
-        if hint.__bound__ is not None:
-            return _takes_none(hint.__bound__)
-        return not hint.__constraints__ or any(map(_takes_none, hint.__constraints__))
-    if get_origin(hint) in (*_UNIONS, Literal):
-        return any(map(_takes_none, get_args(hint)))
-    return hint in (Any, None, object, types.NoneType)
-
-
-def _read(value: Any, hint: Any) -> Any:
-    """The value that a command line would make of it.
-
-    Raises:
-        ArgumentError: it has another type.
-    """
-    parser = ArgumentParser(exit_on_error=False)
+def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
-        parser.add_argument("--value", type=hint)
-    except ValueError:
-        return value  # the type cannot be checked
-    # The parser changes the lists and dicts that it receives.
-    return parser.parse_object({"value": deepcopy(value)}).value
+        return TypeAdapter(hint, config=_STRICT)
+    except Exception:  # a dataclass or a model has a configuration of its own
+        return TypeAdapter(hint)
 
 
-def _keeps_texts(value: Any, read: Any) -> bool:
-    if isinstance(value, str):
-        return isinstance(read, os.PathLike) or read == value
-    if isinstance(value, list):
-        if isinstance(read, set | frozenset):
-            return all(each in read for each in value)
-        return all(map(_keeps_texts, value, read))
-    if isinstance(value, dict) and not isinstance(read, Namespace):
-        return all(
-            name in read and _keeps_texts(each, read[name])
-            for name, each in value.items()
-        )
+def _fits_as_json(value: Any, adapter: TypeAdapter[Any]) -> bool:
+    if isinstance(value, Mapping) and {*map(_decoded, value)} != {*value}:
+        return False  # in JSON a key that is a number is a text
+    try:
+        adapter.validate_json(json.dumps(value), strict=True)
+    except (TypeError, ValueError):  # of either; a ValidationError is a ValueError
+        return False
     return True
 
 
-def _fits_in_parts(value: Any, hint: Any) -> bool:
-    """Whether a value fits a part of its type, as "1" fits `int | str`, although the
-    parser prefers the number."""
-    kinds = get_args(hint)
-    if _parts(hint):
-        return any(fits(value, each) for each in kinds)
-    if isinstance(value, list) and kinds[1:] == (...,):
-        return all(fits(each, kinds[0]) for each in value)
-    if isinstance(value, list) and kinds:
-        if len(kinds) == len(value):
-            return all(map(fits, value, kinds))
-        return all(fits(each, kinds[0]) for each in value)
-    if isinstance(value, dict) and len(kinds) == 2:
-        return all(fits(n, kinds[0]) and fits(v, kinds[1]) for n, v in value.items())
-    return False
+def _decoded(value: Any) -> Any:
+    """A value whose texts are read as YAML, at any depth."""
+    if isinstance(value, str):
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+    if isinstance(value, Mapping):
+        return {_decoded(key): _decoded(each) for key, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_of_objects(hint: Any) -> bool:
+    """Whether a type is no plain one, so that `_target_` makes its values."""
+    return callable(hint) and (hint is type or hint.__module__ != "builtins")

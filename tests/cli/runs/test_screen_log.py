@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -9,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
+from tqdm import tqdm
 
-from trainkit.cli.runs.screen_log import ScreenLog, screen_log
+from trainkit.cli.runs.screen_log import ScreenLog, _Shown, screen_log
 
 
 def test_it_has_what_was_printed_warned_and_logged(
@@ -40,7 +44,7 @@ def test_it_has_what_was_printed_warned_and_logged(
     print("after it was closed")
     found = path.read_text().splitlines()
     assert found == [
-        *("before it is opened", "to stdout", "to stderr", "logged", "999 of 1000"),
+        *("before it is opened", "to stdout", "to stderr", "logged"),
         *("bold", "without an end", "only in the file"),
     ]
     shown = capsys.readouterr()
@@ -68,15 +72,55 @@ def test_a_log_that_is_not_opened_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
-    """A run that is killed leaves them all, also those that a bar may still change."""
+    """A run that is killed leaves them all."""
     path = tmp_path / "train.log"
     with screen_log() as log:
         log.open(path)
         for number in range(100):
             print(number)
             assert path.read_text().split() == [str(n) for n in range(number + 1)]
-        print("\x1b[2A\x1b[2K98!\n\n", end="")
-    assert path.read_text().split() == [*map(str, range(98)), "98!", "99"]
+
+
+@pytest.mark.parametrize("num_bars", [1, 2])
+def test_a_bar_of_rich_leaves_what_is_printed_above_it_and_its_end(
+    num_bars: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.log"
+    out = io.StringIO()
+    with screen_log() as log:
+        log.open(path)
+        print("before")
+        stream = _Shown(out, log)
+        console = Console(file=stream, force_terminal=True, width=80)  # type: ignore[arg-type]
+        with Progress(console=console, auto_refresh=False) as bar:
+            tasks = [bar.add_task(f"bar {n}", total=50) for n in range(num_bars)]
+            for number in range(50):
+                for task in tasks:
+                    bar.advance(task)
+                bar.refresh()
+                if number == 20:
+                    bar.print("between")
+        print("after")
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if "bar" not in line] == [
+        "before",
+        "between",
+        "after",
+    ]
+    assert out.getvalue().count("bar 0") > 50  # the control: so many were drawn
+    assert len(lines) <= 3 + 2 * num_bars
+    assert "100%" in lines[-2]
+
+
+def test_a_bar_of_tqdm_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    with screen_log() as log:
+        log.open(path)
+        print("before")
+        for _ in tqdm(range(9), mininterval=0, file=sys.stderr, ncols=60):
+            pass
+        print("after")
+    assert path.read_text().splitlines() == ["before", "after"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

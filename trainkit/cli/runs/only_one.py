@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from trainkit.errors import TrainkitError
 
 FILE = ".lock"
-
-_held: set[Path] = set()
-"""The locks of this process, to which the system would grant them a second time."""
 
 
 @contextmanager
@@ -21,7 +18,7 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
     """Lock a folder, and refuse it to a second process.
 
     The lock ends with the process, however that ends. Child processes do not inherit
-    it. On a system without such locks the folder is not locked.
+    it. On a file system without locks the folder is not locked.
 
     Args:
         folder: created if it does not exist.
@@ -30,33 +27,18 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
     Raises:
         TrainkitError: another process has locked the folder.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     folder.mkdir(parents=True, exist_ok=True)
-    path = (folder / FILE).absolute()
-    with path.open("a+") as file:
-        try:
-            if path in _held:
-                raise BlockingIOError
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (None, errno.EACCES, errno.EAGAIN):
-                yield
-                return
-            file.seek(0)
-            raise TrainkitError(
-                f"{what}: {folder} is in use by process "
-                f"{file.read().strip() or 'unknown'}, which is running. Wait until "
-                f"it ends, or stop it."
-            ) from error
-        _held.add(path)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield
-        finally:
-            _held.discard(path)
+    lock = FileLock(folder.absolute() / FILE)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise TrainkitError(
+            f"{what}: {folder} is in use by another process, which is running. Wait "
+            f"until it ends, or stop it."
+        ) from error
+    except (NotImplementedError, OSError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,36 +1,41 @@
-"""`train.log`: what stood on the screen while a run trained."""
+"""`train.log`: what was shown while a run trained."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainkit.cli.loading import is_first_rank
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.screen_text import ScreenText
 
-_MAY_CHANGE = 20
-"""The lines at the end over which a progress bar may still draw."""
+_ERASE = "\x1b[2K"
+"""After it a progress bar of rich draws itself again, or what is printed above it."""
+_UP = "\x1b[1A"
+"""How a drawing of several lines begins; so many of its lines are drawn again."""
+_CODES = re.compile(
+    r"\x1b\[[0-9;?]*[@-~]"  # such as: bold, erase the line
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # a title or a link
+    r"|\x1b[^\[\]]"
+)
 
 
 class ScreenLog:
-    """Writes a file with the lines that stand on the screen.
+    """Writes a file with the lines that are shown, but for those of progress bars.
 
     They are kept until the file is opened, and are forgotten if it never is. Only the
     process that made it writes: forked workers share the screen, but not the file.
     """
 
     def __init__(self) -> None:
-        self._text = ScreenText()
+        self._lines: list[str] = []
+        self._rest = ""
         self._file: Any = None
-        self._end = 0
-        self._lock = threading.RLock()
         self._process = os.getpid()
         self._is_over = False
 
@@ -45,11 +50,7 @@ class ScreenLog:
             self._file = path.open("a+b", buffering=0)
             self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - 1))
             if self._file.read(1) not in (b"", b"\n"):  # killed within a line
-                self._file.write(b"\n")
-            # Appending ignores the place at which to write.
-            self._file.close()
-            self._file = path.open("r+b", buffering=0)
-            self._end = self._file.seek(0, os.SEEK_END)
+                self._lines.insert(0, "")
             self._save()
         except OSError as error:
             self._fail(path, error)
@@ -58,38 +59,37 @@ class ScreenLog:
         """Add a text, without showing it."""
         if self._is_over or os.getpid() != self._process:
             return
-        with self._lock:
-            self._text.write(text)
-            if "\n" in text and self._file is not None:
-                try:
-                    self._save()
-                except OSError as error:
-                    self._fail(Path(self._file.name), error)
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = _last_drawn(rest)
+        lines = lines[: len(lines) - text.count(_UP)]
+        drawn = map(_last_drawn, lines)
+        # What begins with a return is a bar of tqdm.
+        self._lines += [_CODES.sub("", each) for each in drawn if "\r" not in each]
+        if self._file is not None and self._lines:
+            try:
+                self._save()
+            except OSError as error:
+                self._fail(Path(self._file.name), error)
 
     def close(self) -> None:
+        if self._rest:
+            self.write("\n")
         if self._file is not None and os.getpid() == self._process:
-            with self._file, suppress(OSError):
-                self._save()
+            self._file.close()
         self._is_over = True
 
     def _save(self) -> None:
-        done = _bytes(self._text.take(_MAY_CHANGE))
-        last = self._text.lines
-        if not last[-1]:
-            last = last[:-1]
-        self._file.seek(self._end)
-        self._file.write(done + _bytes(last))
-        self._file.truncate()
-        self._end += len(done)
+        text = "".join(f"{line.rstrip()}\n" for line in self._lines)
+        self._lines = []
+        self._file.write(text.encode(errors="backslashreplace"))
 
     def _fail(self, path: Path, error: OSError) -> None:
         self._is_over = True  # a training must not fail because of its log
         print(f"trainkit | {path.name}: is not written: {error}", file=sys.stderr)
 
 
-def _bytes(lines: list[str]) -> bytes:
-    text = "".join(f"{line.rstrip()}\n" for line in lines)
-    return text.encode(errors="backslashreplace")
+def _last_drawn(line: str) -> str:
+    return line.rpartition(_ERASE)[2]
 
 
 class _Shown:
