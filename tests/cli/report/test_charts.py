@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from trainkit.cli.report.charts import Chart, Charts, choose
+from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.charts import choose
 from trainkit.cli.report.series import Series
 
 WINDOW = ["loss", "weight", "micro_batches", "imbalance", "uniform_gap", "padding"]
@@ -34,13 +35,13 @@ def chart(found: Charts, title: str) -> Chart:
 
 
 def lines(found: Charts, title: str) -> list[tuple[str, str]]:
-    return [(line.label, line.role) for line in chart(found, title).lines]
+    return [(line.label, line.colour) for line in chart(found, title).lines]
 
 
 def test_a_run_with_everything_has_every_chart_and_no_excuse() -> None:
     found = charts(ALL, plan=["lr-SGD"])
     assert [each.title for each in found.shown] == TITLES
-    assert found.left_out == ()
+    assert not found.left_out
     assert lines(found, "Loss") == [
         ("window/loss", "train"),
         ("val/loss", "validation"),
@@ -81,9 +82,10 @@ def test_several_optimizers_have_a_line_each() -> None:
     found = charts(["window/0/loss", "window/1/loss", "lr-Adam", "lr-Adam-1"])
     assert lines(found, "Loss") == [
         ("window/0/loss", "train"),
-        ("window/1/loss", "other"),
+        ("window/1/loss", "other1"),
     ]
-    assert [role for _, role in lines(found, "Learning rate")] == ["train", "other"]
+    rates = [colour for _, colour in lines(found, "Learning rate")]
+    assert rates == ["train", "other1"]
 
 
 def test_why_there_is_no_plan_is_said() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.report.runs import WINDOW, charts, page_of, points, run_folder
+from tests.cli.report.runs import WINDOW, charts_of, legends, page_of, run_folder
 from tests.startup import CHILD_PATH
 from trainkit.cli.main import main
 
@@ -20,7 +20,7 @@ def test_it_loads_neither_torch_nor_lightning(tmp_path: Path) -> None:
     program = (
         "import sys; from trainkit.cli.main import main; "
         "status = main(['report', '--no-pictures', '.']); "
-        "print(status, {'torch', 'lightning', 'hydra', 'wandb', 'matplotlib'}"
+        "print(status, {'torch', 'lightning', 'hydra', 'wandb', 'matplotlib.pyplot'}"
         " & set(sys.modules))"
     )
     done = subprocess.run(
@@ -40,8 +40,8 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
     with folder.path.joinpath("metrics.csv").open("a") as file:
         file.write("10,1.2")  # killed while 1.25 was written
-    (chart,) = charts(page_of(folder))
-    assert [points(line) for line in chart["lines"]] == [[(0, 2)]]
+    (chart,) = charts_of(folder).shown
+    assert [line.series.shown for line in chart.lines] == [[(0, 2)]]
 
 
 @pytest.mark.parametrize(
@@ -110,5 +110,4 @@ def test_a_damaged_plan_is_as_good_as_none(plan: str, tmp_path: Path) -> None:
     (tmp_path / "learning_rate_plan.json").write_text(plan)
     page = page_of(folder)
     assert "No plan: " in page
-    (chart,) = charts(page)
-    assert [line["label"] for line in chart["lines"]] == ["lr-SGD"]
+    assert list(legends(page)["Learning rate"]) == ["lr-SGD"]

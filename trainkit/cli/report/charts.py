@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from trainkit.cli.report.chart import Chart, Charts, Line, Role
+from trainkit.cli.report.chart import Chart, Charts, Line
 from trainkit.cli.report.noise_chart import HIGH, LOW, noise_chart
 from trainkit.cli.report.noise_chart import KEYS as NOISE_KEYS
 from trainkit.cli.report.series import WINDOW, Series
+from trainkit.cli.report.throughput import RATES as THROUGHPUTS
+from trainkit.cli.runs.summary_rows import three_digits
 
+_LOSSES = ("train/loss", "train_loss", "train/loss_step", "train_loss_step")
+"""The names of a loss without windows; the first one that was logged is drawn."""
 _VALIDATION = re.compile(r"^(val|valid|validation)[/_](.*[/_])?loss(_epoch)?$")
 _PHASES = ("train/", "val/", "valid/", "validation/", "test/")
 _NOT_CHARTS = ("window/seen", "window/samples_seen")
@@ -41,8 +46,13 @@ _WEIGHT = Chart(
     "How much each optimizer step counted, as the strategy weighs.",
     from_zero=True,
 )
-_WINDOWS = (
-    _WEIGHT,
+_THROUGHPUT = Chart(
+    "throughput",
+    "Throughput",
+    "What was trained on in a second, without validations and checkpoints.",
+    from_zero=True,
+)
+_OTHERS = (
     Chart(
         "imbalance",
         "Imbalance",
@@ -81,31 +91,19 @@ _WINDOWS = (
         "to the farthest one of a micro-batch: by nothing if all of them agree, by "
         "more than the gap if they are far apart.",
     ),
+    Chart(
+        "micro_batch_size",
+        "Micro-batch size",
+        "The limit of each micro-batch, which is found while the training runs.",
+        from_zero=True,
+        as_stairs=True,
+    ),
 )
-_THROUGHPUT = Chart(
-    "throughput",
-    "Throughput",
-    "What was trained on in a second, validation left out.",
-    from_zero=True,
-)
-_CUT = Chart(
-    "micro_batch_size",
-    "Micro-batch size",
-    "The limit of each micro-batch, which is found while the training runs.",
-    from_zero=True,
-    as_stairs=True,
-)
-
-_RATES_OF_DATA = {"tokens per second": "tokens_per_second"}
-_RATES_OF_DATA |= {"samples per second": "samples_per_second"}
-"""The keys of the charts of throughput by the names of their columns."""
-KEYS = frozenset(
-    (
-        *(chart.key for chart in (_LOSS, *_WINDOWS, _CUT)),
-        *_RATES_OF_DATA.values(),
-        *NOISE_KEYS,
-    )
-)
+_IF_THERE = ("micro_batch_size", *THROUGHPUTS.values())
+"""The keys of charts that nobody misses."""
+KEYS = {chart.key for chart in (_LOSS, _WEIGHT, *_OTHERS)}
+KEYS |= {*THROUGHPUTS.values(), *NOISE_KEYS}
+"""The keys of all charts that have a name of ours."""
 
 
 def choose(
@@ -115,6 +113,7 @@ def choose(
     why_no_plan: str = "",
     unit: str = "",
     optimizers: Mapping[str, str] | None = None,
+    speed: Mapping[str, Any] | None = None,
 ) -> Charts:
     """Sort a run's columns into charts.
 
@@ -124,50 +123,109 @@ def choose(
         why_no_plan: the reason if there is no plan.
         unit: what weights count, if it has a name.
         optimizers: the names of several optimizers by the beginnings of their columns.
+        speed: the throughput of all steps, as `throughput` gives it.
     """
-    loss = replace(_LOSS, lines=_losses(columns), note=_skipped(columns))
-    charts = [loss]
-    for chart in (*_WINDOWS, _CUT):
-        if chart is _RATES:
-            charts.append(_rates(columns, plan, why_no_plan))
-        else:
-            charts.append(replace(chart, lines=_window_lines(columns, chart.key)))
-        if chart is _WEIGHT:
-            charts[-1] = _in_unit(charts[-1], unit)
-            charts += _throughputs(columns)
+    weight = replace(_WEIGHT, lines=_of_windows(columns, "weight"))
+    if unit:
+        caption = f"How many {unit} each optimizer step counted."
+        weight = replace(weight, title=f"Window weight, in {unit}", caption=caption)
+    charts = [
+        replace(_LOSS, lines=_losses(columns), note=_skipped(columns)),
+        weight,
+        *_throughputs(columns, speed or {}),
+        *(
+            _rates(columns, plan, why_no_plan)
+            if chart is _RATES
+            else replace(chart, lines=_of_windows(columns, chart.key))
+            for chart in _OTHERS
+        ),
+    ]
     used = {line.series.name for chart in charts for line in chart.lines}
     noise = noise_chart(columns)
     if noise is not None:
         charts.append(noise)
         used |= {noise.lines[0].series.name, LOW, HIGH}
-    others, too_many = _others(columns, used)
     missing = [
         f"{chart.title.lower()} ({_column_of(chart)} was not logged)"
         for chart in charts
-        if not chart.lines and chart.key != _CUT.key
+        if not chart.lines and chart.key not in _IF_THERE
     ]
     shown = [_named(chart, optimizers or {}) for chart in charts if chart.lines]
+    others, too_many = _rest(columns, used)
     return Charts((*shown, *others), (*missing, *too_many))
 
 
-def _in_unit(weight: Chart, unit: str) -> Chart:
-    if not unit:
-        return weight
-    caption = f"How many {unit} each optimizer step counted."
-    return replace(weight, title=f"Window weight, in {unit}", caption=caption)
+def _lines(columns: Mapping[str, Series], names: Iterable[str]) -> tuple[Line, ...]:
+    """A line for each name; all after the first one are dashed."""
+    return tuple(
+        Line(name, f"other{(place - 1) % 4 + 1}", columns[name], "dashed")
+        if place
+        else Line(name, "train", columns[name])
+        for place, name in enumerate(names)
+    )
 
 
-def _throughputs(columns: Mapping[str, Series]) -> list[Chart]:
-    return [
-        replace(
+def _of_windows(columns: Mapping[str, Series], key: str) -> tuple[Line, ...]:
+    """One line for each optimizer."""
+    of_key = re.compile(rf"^{WINDOW}(?:\d+/)?{key}$")
+    return _lines(columns, sorted(filter(of_key.match, columns)))
+
+
+def _losses(columns: Mapping[str, Series]) -> tuple[Line, ...]:
+    known = [name for name in _LOSSES if name in columns][:1]
+    lines = _of_windows(columns, "loss") or _lines(columns, known)
+    validations = filter(_VALIDATION.match, columns)
+    return (*lines, *(Line(n, "validation", columns[n]) for n in validations))
+
+
+def _throughputs(
+    columns: Mapping[str, Series], speed: Mapping[str, Any]
+) -> Iterator[Chart]:
+    for name, key in THROUGHPUTS.items():
+        mean = speed.get(key)
+        yield replace(
             _THROUGHPUT,
             key=key,
             title=f"Throughput, in {name}",
-            lines=(Line(name, "train", columns[name]),),
+            lines=_lines(columns, [name] if name in columns else []),
+            note=f"Over all steps: {three_digits(mean)} {name}." if mean else "",
         )
-        for name, key in _RATES_OF_DATA.items()
-        if name in columns
-    ]
+
+
+def _skipped(columns: Mapping[str, Series]) -> str:
+    """A remark if there were windows between those that were logged."""
+    seen, weight = columns.get(f"{WINDOW}seen"), columns.get(f"{WINDOW}weight")
+    if seen is None or weight is None or seen.steps != weight.steps:
+        return ""
+    skipped = any(
+        now - own > before + 0.5 * own
+        for before, now, own in zip(
+            seen.values, seen.values[1:], weight.values[1:], strict=False
+        )
+    )
+    return skipped * (
+        "Between these points are windows that were not logged. "
+        "callbacks.monitor.every_n_steps=1 logs all of them."
+    )
+
+
+def _rates(
+    columns: Mapping[str, Series], plan: Mapping[str, Series], why_no_plan: str
+) -> Chart:
+    lines: list[Line] = []
+    for line in _lines(columns, filter(_RATE.match, columns)):
+        if line.label in plan:
+            lines.append(Line(f"{line.label}, planned", "plan", plan[line.label]))
+        lines.append(line)
+    if any(line.colour == "plan" for line in lines):
+        return replace(_RATES, lines=tuple(lines))
+    note = f"No plan: {why_no_plan or 'none was written down'}."
+    caption = "What the optimizer used."
+    return replace(_RATES, lines=tuple(lines), caption=caption, note=note)
+
+
+def _column_of(chart: Chart) -> str:
+    return "lr-..." if chart.key == _RATES.key else f"{WINDOW}{chart.key}"
 
 
 def _named(chart: Chart, optimizers: Mapping[str, str]) -> Chart:
@@ -185,70 +243,7 @@ def _named(chart: Chart, optimizers: Mapping[str, str]) -> Chart:
     return replace(chart, lines=tuple(map(named, chart.lines)))
 
 
-def _skipped(columns: Mapping[str, Series]) -> str:
-    """A remark if there were windows between those that were logged."""
-    seen, weight = columns.get(f"{WINDOW}seen"), columns.get(f"{WINDOW}weight")
-    if seen is None or weight is None or seen.steps != weight.steps:
-        return ""
-    skipped = sum(
-        now - own > before + 0.5 * own
-        for before, now, own in zip(
-            seen.values, seen.values[1:], weight.values[1:], strict=False
-        )
-    )
-    if not skipped:
-        return ""
-    return (
-        "Between these points are windows that were not logged. "
-        "callbacks.monitor.every_n_steps=1 logs all of them."
-    )
-
-
-def _column_of(chart: Chart) -> str:
-    return "lr-..." if chart.key == _RATES.key else f"{WINDOW}{chart.key}"
-
-
-def _losses(columns: Mapping[str, Series]) -> tuple[Line, ...]:
-    lines = list(_window_lines(columns, "loss", role="train"))
-    if not lines:
-        names = ("train/loss", "train_loss", "train/loss_step", "train_loss_step")
-        lines += [Line(n, "train", columns[n]) for n in names if n in columns][:1]
-    lines += [
-        Line(name, "validation", series)
-        for name, series in columns.items()
-        if _VALIDATION.match(name)
-    ]
-    return tuple(lines)
-
-
-def _window_lines(
-    columns: Mapping[str, Series], key: str, *, role: Role = "train"
-) -> tuple[Line, ...]:
-    """One line for each optimizer."""
-    of_key = re.compile(rf"^{WINDOW}(?:\d+/)?{key}$")
-    names = sorted(name for name in columns if of_key.match(name))
-    return tuple(
-        Line(name, role if place == 0 else "other", columns[name])
-        for place, name in enumerate(names)
-    )
-
-
-def _rates(
-    columns: Mapping[str, Series], plan: Mapping[str, Series], why_no_plan: str
-) -> Chart:
-    lines: list[Line] = []
-    for place, name in enumerate(name for name in columns if _RATE.match(name)):
-        if name in plan:
-            lines.append(Line(f"{name}, planned", "plan", plan[name]))
-        lines.append(Line(name, "other" if place else "train", columns[name]))
-    if any(line.role == "plan" for line in lines):
-        return replace(_RATES, lines=tuple(lines))
-    why = why_no_plan or "none was written down"
-    caption = "What the optimizer used."
-    return replace(_RATES, lines=tuple(lines), caption=caption, note=f"No plan: {why}.")
-
-
-def _others(
+def _rest(
     columns: Mapping[str, Series], used: set[str]
 ) -> tuple[list[Chart], list[str]]:
     """Charts of all other columns; those of training and validation share one."""
@@ -258,18 +253,20 @@ def _others(
         if not is_known:
             phase = next((p for p in _PHASES if name.startswith(p)), "")
             groups.setdefault(name.removeprefix(phase), []).append(name)
-    charts = [_other(names, columns) for names in groups.values()]
+    charts = [_chart_of(names, columns) for names in groups.values()]
     rest = [line.label for chart in charts[_MOST_OTHERS:] for line in chart.lines]
     too_many = [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
     return charts[:_MOST_OTHERS], too_many
 
 
-def _other(names: list[str], columns: Mapping[str, Series]) -> Chart:
-    role: Role = "validation" if names[0].startswith("val") else "train"
-    lines = [Line(names[0], role, columns[names[0]])]
-    for name in names[1:]:
-        is_second = role == "train" and name.startswith("val")
-        lines.append(Line(name, "validation" if is_second else "other", columns[name]))
+def _chart_of(names: list[str], columns: Mapping[str, Series]) -> Chart:
+    """The chart of columns that no chart is made for."""
+    lines = [
+        Line(line.label, "validation", line.series)
+        if line.label.startswith("val")
+        else line
+        for line in _lines(columns, names)
+    ]
     key = re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:_LONGEST_KEY]
     return Chart(
         key=f"{METRIC}{key}",

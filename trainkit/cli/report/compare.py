@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from trainkit.cli.report.chart import STEP, Chart, Charts, Line, run_dash, run_style
-from trainkit.cli.report.page import page
+from trainkit.cli.report.chart import Chart, Charts, Line, look_of_run
+from trainkit.cli.report.page import mark, page
 from trainkit.cli.report.series import WINDOW
-from trainkit.cli.report.write import read_charts, read_facts, summary_rows
+from trainkit.cli.report.write import read_charts, read_facts, summary_rows, times_of
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
@@ -26,6 +26,8 @@ _MANY = 15
 """More values that differ are folded away."""
 _FEW = 4
 """Up to so many runs are the columns of the table; more are its rows."""
+_MOST_BANDS = 3
+"""Of more runs there are only lines: their bands would lie on each other."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +73,31 @@ def read_run(folder: RunFolder, name: str) -> Run:
     Raises:
         TrainkitError: a file of it is damaged, or it has no rows.
     """
-    charts = read_charts(folder)
+    times = times_of(folder)
+    charts = read_charts(folder, times)
     if not charts.shown:
         raise TrainkitError(
             f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
             f"{folder.path} has none yet. Leave it out, or wait until it logs one."
         )
     facts = read_facts(folder)
-    ended = dict(summary_rows(facts, charts))
+    ended = dict(summary_rows(facts, charts, times))
     if not facts:
-        last = max((step for step, _ in _last_points(charts)), default=0)
-        ended["training"] = f"under way or killed, step {last:,.0f}"
-        ended |= _last_values(charts)
+        ended["training"] = f"under way or killed, step {charts.last_step:,.0f}"
+        ended |= {
+            line.label: chart.text(line.series.shown[-1][1])
+            for chart in charts.shown
+            for line in chart.lines
+            if line.colour == "validation"
+        }
     return Run(name, charts, _config(folder), ended)
 
 
 def comparison(runs: Sequence[Run], *, where: str, left_out: Sequence[str]) -> str:
     """The text of the page of several runs."""
     differing = _differing([run.config for run in runs])
-    labels = [_label(run, differing) for run in runs]
-    charts = Charts(tuple(_together(runs, labels)), tuple(left_out))
     return page(
-        charts,
+        Charts(list(_together(runs, differing)), left_out),
         title=f"{len(runs)} runs",
         where=where,
         table=_tables(runs, differing),
@@ -112,33 +117,30 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
+def _together(runs: Sequence[Run], differing: Sequence[str]) -> Iterator[Chart]:
     """A chart for each column, with a line for each run."""
     found: dict[tuple[str, str], tuple[Chart, list[Line]]] = {}
     for place, run in enumerate(runs):
+        colour, dash = look_of_run(place)
+        label = _label(run, differing)
         for chart in run.charts.shown:
             for line in chart.lines:
-                if line.role != "plan":
+                if line.colour != "plan":
                     _, lines = found.setdefault((chart.key, line.label), (chart, []))
-                    one = replace(line, label=labels[place], role="run", place=place)
-                    lines.append(one)
+                    lines.append(replace(line, label=label, colour=colour, dash=dash))
     keys = [key for key, _ in found]
     for (key, label), (chart, lines) in found.items():
         is_only = keys.count(key) == 1 or chart.title == label
+        is_logged = key == "loss" and not lines[0].series.name.startswith(WINDOW)
+        caption = chart.caption.partition(", and ")[0].rstrip(".") + "."
         yield replace(
             chart,
             title=chart.title if is_only else f"{chart.title}: {label}",
-            caption=_caption(chart, lines[0].series.name),
+            caption="As it was logged." if is_logged else caption,
             lines=tuple(lines),
+            has_bands=len(runs) <= _MOST_BANDS,
             note="",
         )
-
-
-def _caption(chart: Chart, column: str) -> str:
-    """The caption of the chart of one column."""
-    if chart.key == "loss" and not column.startswith(WINDOW):
-        return "As it was logged."
-    return chart.caption.partition(", and ")[0].rstrip(".") + "."
 
 
 def _label(run: Run, differing: Sequence[str]) -> str:
@@ -166,11 +168,7 @@ def _tables(runs: Sequence[Run], differing: Sequence[str]) -> str:
 
 
 def _table(runs: Sequence[Run], texts: Mapping[str, Sequence[str]]) -> str:
-    heads = [
-        f'<i class="mark {run_style(place)} dash{run_dash(place)}"></i>'
-        f"{escape(run.name)}"
-        for place, run in enumerate(runs)
-    ]
+    heads = [mark(*look_of_run(n)) + escape(run.name) for n, run in enumerate(runs)]
     rows = [["", *heads]]
     rows += [[escape(name), *map(escape, cells)] for name, cells in texts.items()]
     if len(runs) > _FEW:
@@ -191,22 +189,6 @@ def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys under which not all have the same text."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if len({each.get(key) for each in found}) > 1]
-
-
-def _last_points(charts: Charts) -> list[tuple[float, float]]:
-    over_steps = [chart for chart in charts.shown if chart.over == STEP]
-    lines = [line for chart in over_steps for line in chart.lines]
-    return [line.series.shown[-1] for line in lines if line.role != "plan"]
-
-
-def _last_values(charts: Charts) -> dict[str, str]:
-    """The last validation of a run that has no summary."""
-    return {
-        line.label: chart.text(line.series.shown[-1][1])
-        for chart in charts.shown
-        for line in chart.lines
-        if line.role == "validation"
-    }
 
 
 def _config(folder: RunFolder) -> dict[str, str]:

@@ -103,19 +103,17 @@ def _refuse(folder: RunFolder, runs: Sequence[RunFolder]) -> None:
 
 def _one(folder: RunFolder, *, pictures: bool) -> None:
     try:
-        missing = write_report(folder, pictures=pictures)
+        is_written = write_report(folder, pictures=pictures)
     except OSError as error:
         raise TrainkitError(
             f"RUN_DIR: its report cannot be written: {error}. Make the folder "
             f"writable, or copy {folder.METRICS} to another one."
         ) from error
-    if missing is None:
+    if not is_written:
         raise TrainkitError(
             f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
             f"{folder.path} has none yet. Wait until the run logs its first one."
         )
-    if missing:
-        print(f"trainkit | report: {missing}")
     print(f"trainkit | report: {folder.path / folder.REPORT}")
 
 

@@ -23,7 +23,7 @@ _OVER_STEPS = Chart(
     "Noise scale",
     "The window in samples whose noise is as large as its gradient, with its 90 % "
     "interval, and the size of the window.",
-    is_always_log=True,
+    is_log=True,
     note=_NOTE,
 )
 _OVER_SAMPLES = replace(_OVER_STEPS, key="noise_scale", over="samples seen")
@@ -53,7 +53,7 @@ def noise_chart(columns: Mapping[str, Series]) -> Chart | None:
     lines = [Line(SCALE, "train", _of(SCALE, scale.steps, known), band=band)]
     if sizes:
         lines.append(
-            Line("size of the window", "other", _of(SEEN, tuple(sizes), sizes))
+            Line("size of the window", "other1", _of(SEEN, [*sizes], sizes), "dashed")
         )
     if not over_samples:
         return replace(_OVER_STEPS, lines=tuple(lines))

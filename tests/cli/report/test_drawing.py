@@ -1,9 +1,8 @@
-"""PNGs of the charts; without matplotlib there are none, and this is said."""
+"""What stands in a chart, in the page and in its PNG."""
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
-from tests.cli.report.runs import WINDOW, page_of, run_folder
-from trainkit.cli.main import main
+from tests.cli.report.runs import page_of, run_folder
 from trainkit.cli.report.chart import Chart, Line
-from trainkit.cli.report.png import draw
+from trainkit.cli.report.drawing import _add_head
+from trainkit.cli.report.drawing import draw as draw_with
 from trainkit.cli.report.series import LARGEST, Series
 from trainkit.pages.look import LIGHT
 
@@ -56,23 +55,13 @@ def test_each_metric_has_one_of_its_own_and_those_of_others_stay(
     assert found == [*drawn, long, "samples.png"]
 
 
-def test_without_matplotlib_it_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_folder(tmp_path, [{"step": 0, **WINDOW}])
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    assert main(["report", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "no PNGs, for which matplotlib is needed" in first
-    assert second == f"trainkit | report: {tmp_path / 'report.html'}"
-    assert (tmp_path / "report.html").is_file()
-    assert not (tmp_path / "pictures").exists()
-
-
 def chart(*values: float, steps: Sequence[float] = (), **options: Any) -> Chart:
     series = Series("loss", tuple(steps or map(float, range(len(values)))), values)
     return Chart("loss", "Loss", "", (Line("loss", "train", series),), **options)
+
+
+def draw(chart: Chart) -> Any:
+    return draw_with(chart, 250)
 
 
 def labels(axis: Axis) -> list[str]:
@@ -139,7 +128,7 @@ def test_what_holds_until_the_next_is_drawn_as_stairs() -> None:
             [str(n) for n in range(0, 51, 10)],
         ),
         ([0.0, 0.2], {"is_share": True}, "linear", ["0%", "5%", "10%", "15%", "20%"]),
-        ([0.0, 7.0], {"from_zero": True}, "linear", [str(n) for n in range(8)]),
+        ([0.0, 7.0], {"from_zero": True}, "linear", ["0", "2", "4", "6"]),
         ([1.0, 1.0], {}, "linear", ["0.9", "0.95", "1", "1.05", "1.1"]),
         (
             [1.0, 1 + 1e-9],
@@ -165,7 +154,7 @@ def test_numbers_along_the_axis_are_round(
         ([7, 7], ["7"]),
         ([0, 0], ["0"]),
         ([0, 40], ["0", "10", "20", "30", "40"]),
-        ([0, 2_345_678], "0 500,000 1,000,000 1,500,000 2,000,000 2,345,678".split()),
+        ([0, 2_345_678], "0 500,000 1,000,000 1,500,000 2,345,678".split()),
         ([0, 199], "0 50 100 150 199".split()),  # the last one, and none too near
     ],
 )
@@ -176,15 +165,16 @@ def test_steps_are_whole_numbers_along_the_axis(
     assert labels(panel.xaxis) == said
 
 
-def test_any_name_stands_in_the_legend_as_it_is() -> None:
+def test_any_name_stands_in_the_picture_as_it_is() -> None:
     series = Series("loss", (0.0, 1.0), (1.0, 2.0))
     names = ["_hidden", "$x^$", "<b>&"]
-    lines = tuple(Line(name, "other", series) for name in names)
-    figure = draw(Chart("loss", "$x^$ and <b>", "", lines))
+    lines = tuple(Line(name, "other1", series) for name in names)
+    named = Chart("loss", "$x^$ and <b>", "", lines)
+    figure = draw(named)
+    _add_head(figure, named)
     FigureCanvasAgg(figure).draw()
-    legend = figure.axes[0].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == names
+    said = [text.get_text() for text in figure.texts]
+    assert said == [named.title, *(f"{name}  2 at step 1" for name in names)]
 
 
 @settings(max_examples=10, deadline=None)
