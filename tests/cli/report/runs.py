@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.report.chart import Charts
-from trainkit.cli.report.write import read_charts, times_of, write_report
+from trainkit.cli.report.write import read_run, write_report
 from trainkit.cli.runs.folder import RunFolder
 
 WINDOW = {
@@ -37,13 +37,13 @@ def run_folder(path: Path, rows: Iterable[Mapping[str, Any]]) -> RunFolder:
 
 
 def page_of(folder: RunFolder, *, pictures: bool = False) -> str:
-    write_report(folder, pictures=pictures)
+    write_report(read_run(folder), pictures=pictures)
     return (folder.path / "report.html").read_text(encoding="utf-8")
 
 
 def charts_of(folder: RunFolder) -> Charts:
     """What is drawn in the page."""
-    return read_charts(folder, times_of(folder))
+    return read_run(folder).charts
 
 
 def titles(page: str) -> list[str]:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from trainkit.cli.report.chart import Chart, Line
+from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.drawing import draw
-from trainkit.cli.report.series import Series
+from trainkit.cli.report.line import Line
 
 LAST = 199
 
 
 def chart(value: Callable[[int], float], *, last: int = LAST) -> Chart:
     steps = range(last + 1)
-    series = Series("loss", tuple(map(float, steps)), tuple(map(value, steps)))
-    return Chart("loss", "", "", (Line("loss", "train", series),), may_be_log=True)
+    series = Line("loss", tuple(map(float, steps)), tuple(map(value, steps)))
+    return Chart("loss", "", "", (series,), may_be_log=True)
 
 
 def steep(step: int) -> float:
@@ -53,11 +53,11 @@ def test_a_few_values_are_all_shown() -> None:
 
 
 def test_a_chart_that_is_clipped_says_so() -> None:
-    low, high = draw(chart(steep), 250).axes[0].get_ylim()
+    low, high = draw(chart(steep), 1000).axes[0].get_ylim()
     assert low < 2
     assert 2.3 < high < 2.4
     said = "before step 50 values go up to 9"
-    assert draw(chart(steep), 250).axes[0].get_title(loc="right") == said
-    whole = draw(chart(lambda step: 4 - step / LAST), 250).axes[0]  # the control
+    assert draw(chart(steep), 1000).axes[0].get_title(loc="right") == said
+    whole = draw(chart(lambda step: 4 - step / LAST), 1000).axes[0]  # the control
     assert whole.get_ylim()[1] > 4
     assert whole.get_title(loc="right") == ""

@@ -61,7 +61,7 @@ def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None
         "model.width": ["4", "8"],
         "lr": ["0.1", "–"],
         "name": ["–", EVIL],
-        "training": ["under way or killed, step 2"] * 2,
+        "training": ["has not ended, or was killed; its last row is of step 2"] * 2,
     }
     assert EVIL not in page
     assert escape(EVIL) in page
@@ -95,7 +95,7 @@ def test_metrics_stand_beside(tmp_path: Path) -> None:
     page = page_of(*runs, to=tmp_path / "page.html")
     rows = table(page)  # more than four runs are rows
     assert rows[""] == ["seed", "training", "val/loss"]
-    assert [rows[name][2] for name in "abcde"] == ["0", "1", "2", "3", "4"]
+    assert [rows[name][2] for name in "abcde"] == [f"{n} at step 2" for n in range(5)]
 
 
 def test_many_differences_are_folded_away(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from tests.cli.report.runs import page_of, run_folder
-from trainkit.cli.report.chart import Chart, Line
+from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.drawing import _add_head
 from trainkit.cli.report.drawing import draw as draw_with
-from trainkit.cli.report.series import LARGEST, Series
+from trainkit.cli.report.line import LARGEST, Line
 from trainkit.pages.look import LIGHT
 
 NAN = math.nan
@@ -56,12 +57,12 @@ def test_each_metric_has_one_of_its_own_and_those_of_others_stay(
 
 
 def chart(*values: float, steps: Sequence[float] = (), **options: Any) -> Chart:
-    series = Series("loss", tuple(steps or map(float, range(len(values)))), values)
-    return Chart("loss", "Loss", "", (Line("loss", "train", series),), **options)
+    series = Line("loss", tuple(steps or map(float, range(len(values)))), values)
+    return Chart("loss", "Loss", "", (series,), **options)
 
 
 def draw(chart: Chart) -> Any:
-    return draw_with(chart, 250)
+    return draw_with(chart, 1000)
 
 
 def labels(axis: Axis) -> list[str]:
@@ -166,9 +167,9 @@ def test_steps_are_whole_numbers_along_the_axis(
 
 
 def test_any_name_stands_in_the_picture_as_it_is() -> None:
-    series = Series("loss", (0.0, 1.0), (1.0, 2.0))
+    series = Line("loss", (0.0, 1.0), (1.0, 2.0))
     names = ["_hidden", "$x^$", "<b>&"]
-    lines = tuple(Line(name, "other1", series) for name in names)
+    lines = [replace(series, name=name) for name in names]
     named = Chart("loss", "$x^$ and <b>", "", lines)
     figure = draw(named)
     _add_head(figure, named)

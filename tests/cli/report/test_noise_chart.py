@@ -18,11 +18,11 @@ from tests.cli.report.runs import (
     titles,
 )
 from trainkit.cli.main import main
-from trainkit.cli.report.chart import Chart, Line
+from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.drawing import draw
+from trainkit.cli.report.line import Line, read_lines
 from trainkit.cli.report.noise import curve
 from trainkit.cli.report.noise_chart import noise_chart, window_sizes
-from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.noise.advice import Point
 from trainkit.pages.look import LIGHT
@@ -51,9 +51,9 @@ def rows(
     return found
 
 
-def columns(*args: Any, **options: Any) -> dict[str, Series]:
+def columns(*args: Any, **options: Any) -> dict[str, Line]:
     texts = [{k: str(v) for k, v in row.items()} for row in rows(*args, **options)]
-    return read_series(texts)
+    return read_lines(texts)
 
 
 def chart_of(path: Path, **options: Any) -> Chart:
@@ -62,11 +62,11 @@ def chart_of(path: Path, **options: Any) -> Chart:
 
 
 def points(line: Line) -> list[tuple[float, float]]:
-    return list(zip(line.series.steps, line.series.values, strict=True))
+    return list(zip(line.steps, line.values, strict=True))
 
 
 def edges(line: Line) -> list[list[float]]:
-    return [list(edge.values) for edge in line.band or ()]
+    return [list(line.low), list(line.high)]
 
 
 def test_the_band_and_the_window_lie_over_the_samples(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_the_band_and_the_window_lie_over_the_samples(tmp_path: Path) -> None:
     seen = [320, 640, 1920, 3200]
     assert points(scale) == list(zip(seen, [110, 120, 130, 140], strict=True))
     assert edges(scale) == [[80] * 4, [200] * 4]
-    assert window.label == "size of the window"
+    assert window.name == "size of the window"
     assert points(window)[18:22] == [(608, 32), (640, 32), (768, 128), (896, 128)]
-    assert window.band is None
+    assert not window.low
 
 
 def test_without_samples_it_lies_over_steps(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_with_some_samples_unknown_it_lies_over_steps() -> None:
     for lost, over in ((17, "samples seen"), (20, "step")):  # 17 was not measured
         texts = [{k: str(v) for k, v in row.items()} for row in rows()]
         texts[lost - 1]["window/samples_seen"] = ""
-        chart = noise_chart(read_series(texts))
+        chart = noise_chart(read_lines(texts))
         assert chart is not None
         assert chart.over == over
 
@@ -120,7 +120,7 @@ def test_an_open_end_goes_to_the_top(tmp_path: Path) -> None:
     }
     (scale, _) = chart_of(tmp_path, noise=open_ends).lines
     top = 4 * 140
-    assert scale.series.shown == [(320, 110), (640, 120), (3200, 140)]
+    assert scale.shown == [(320, 110), (640, 120), (3200, 140)]
     assert edges(scale) == [[80] * 4, [top, top, top, 200]]
     page = page_of(RunFolder(tmp_path))
     assert "window/noise_scale: 1 row has no finite value: a gap." in page
@@ -130,7 +130,7 @@ def test_an_open_end_goes_to_the_top(tmp_path: Path) -> None:
 def test_what_a_logarithm_does_not_know_is_drawn_at_the_bottom(tmp_path: Path) -> None:
     none = {10: {"window/noise_scale": 0.0, "window/noise_scale_low": 0.0}}
     scale, _ = chart_of(tmp_path, noise=none).lines
-    assert math.isnan(scale.series.values[0])
+    assert math.isnan(scale.values[0])
     assert edges(scale)[0] == [
         8,
         80,
@@ -144,7 +144,7 @@ def test_what_a_logarithm_does_not_know_is_drawn_at_the_bottom(tmp_path: Path) -
 def test_the_picture_has_the_band_on_a_logarithmic_axis() -> None:
     chart = noise_chart(columns())
     assert chart is not None
-    panel = draw(chart, 250).axes[0]
+    panel = draw(chart, 1000).axes[0]
     assert panel.get_yscale() == "log"
     assert panel.get_xlabel() == "samples seen"
     (band,) = panel.collections
@@ -161,12 +161,12 @@ def test_the_picture_has_the_band_on_a_logarithmic_axis() -> None:
 def test_a_long_line_keeps_its_own_band() -> None:
     chart = noise_chart(columns(20_000))
     assert chart is not None
-    scale, window = (chart.drawn(line, 100) for line in chart.lines)
+    scale, window = (chart.drawn(line, 400) for line in chart.lines)
     assert len(scale.steps) <= 402
     assert {*scale.low} == {80.0}
     assert {*scale.high} == {200.0}
     assert scale.values[-1] == 20_100
-    assert any("Lines of up to 20,000 values" in note for note in chart.notes(100))
+    assert any("Lines of up to 20,000 values" in note for note in chart.notes(400))
     assert max(window.high) == 128
 
 
@@ -206,5 +206,5 @@ def test_the_curve_has_the_window_at_each_measured_step(seen: bool) -> None:
 
 
 def test_windows_that_are_not_logged_are_shared_out_evenly() -> None:
-    every_tenth = Series("", (1.0, 10.0, 20.0), (8.0, 80.0, 240.0))
+    every_tenth = Line("", (1.0, 10.0, 20.0), (8.0, 80.0, 240.0))
     assert window_sizes(every_tenth) == {1.0: 8.0, 10.0: 8.0, 20.0: 16.0}

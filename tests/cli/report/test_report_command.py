@@ -41,7 +41,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     with folder.path.joinpath("metrics.csv").open("a") as file:
         file.write("10,1.2")  # killed while 1.25 was written
     (chart,) = charts_of(folder).shown
-    assert [line.series.shown for line in chart.lines] == [[(0, 2)]]
+    assert [line.shown for line in chart.lines] == [[(0, 2)]]
 
 
 @pytest.mark.parametrize(

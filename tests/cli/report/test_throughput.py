@@ -55,9 +55,9 @@ def test_the_table_the_chart_and_the_summary_agree(tmp_path: Path) -> None:
     seconds = {row["step"]: row["seconds"] for row in known}
     for chart in charts_of(folder).shown:
         if chart.title.startswith("Throughput"):
-            points = chart.lines[0].series.shown
+            points = chart.lines[0].shown
             mean = sum(rate * seconds[step] for step, rate in points) / 2.0
-            assert f"{mean:.0f} {chart.lines[0].label.split()[0]}/s" in said
+            assert f"{mean:.0f} {chart.lines[0].name.split()[0]}/s" in said
     (tmp_path / "summary.json").unlink()  # as of a run that was killed
     assert said in page_of(folder)
 

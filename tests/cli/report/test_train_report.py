@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
     shown = charts_of(RunFolder(run)).shown
     chart = next(each for each in shown if each.title == title)
-    return {line.label: line.series.shown for line in chart.lines}
+    return {line.name: line.shown for line in chart.lines}
 
 
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:

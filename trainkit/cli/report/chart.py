@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from trainkit.cli.report.series import Drawn, Series
+from trainkit.cli.report.line import Line
 from trainkit.pages.look import is_wide, number
 
 STEP = "step"
@@ -19,49 +19,6 @@ _STEEP = 4
 """An axis is clipped if its early values make it so many times as long."""
 _FEW = 20
 """An axis is not clipped if so few values are drawn."""
-_COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
-_DASHES = ("solid", "dashed", "dotted")
-
-
-def look_of_run(place: int) -> tuple[str, str]:
-    """The colour and the dashes of one of several runs."""
-    turn = place // len(_COLOURS) % len(_DASHES)
-    return _COLOURS[place % len(_COLOURS)], _DASHES[turn]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart.
-
-    Attributes:
-        label: its name in the legend.
-        colour: a name in `LIGHT`; "plan" is drawn broad and pale.
-        dash: "solid", "dashed" or "dotted", as both matplotlib and CSS call it.
-        band: the lower and the upper edge of a band, at the steps of the line.
-    """
-
-    label: str
-    colour: str
-    series: Series
-    dash: str = "solid"
-    band: tuple[Series, Series] | None = None
-
-    @property
-    def values(self) -> list[float]:
-        """All that is drawn, its band too."""
-        every = (self.series, *(self.band or ()))
-        return [value for series in every for _, value in series.shown]
-
-    def drawn(self, most: int) -> Drawn:
-        """The points as `Series.drawn` gives them; of a long line with a band of its
-        own, evenly some."""
-        if self.band is None:
-            return self.series.drawn(most)
-        last = len(self.series.steps) - 1
-        stride = math.ceil((last + 1) / (4 * most))
-        places = [*range(0, last, stride), last]
-        every = (self.series.steps, self.series.values, *(s.values for s in self.band))
-        return Drawn(*(tuple(each[n] for n in places) for each in every))
 
 
 @dataclass(frozen=True)
@@ -87,7 +44,7 @@ class Chart:
     key: str
     title: str
     caption: str
-    lines: tuple[Line, ...] = ()
+    lines: Sequence[Line] = ()
     is_share: bool = False
     from_zero: bool = False
     may_be_log: bool = False
@@ -99,8 +56,9 @@ class Chart:
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """The least and the largest value."""
-        values = [value for line in self.lines for value in line.values]
+        """The least and the largest value, bands included."""
+        every = [each for x in self.lines for each in (x.values, x.low, x.high)]
+        values = [value for each in every for value in each if math.isfinite(value)]
         return min(values), max(values)
 
     @cached_property
@@ -110,7 +68,7 @@ class Chart:
         low, high = self.range
         if self.is_log or (self.may_be_log and is_wide(low, high)):
             return "log"
-        num_values = max(len(line.series.shown) for line in self.lines)
+        num_values = max(len(line.shown) for line in self.lines)
         late = self.late[1]
         is_steep = late > low and high - low >= _STEEP * (late - low)
         is_late = self.may_be_log and is_steep and num_values > _FEW
@@ -119,7 +77,7 @@ class Chart:
     @cached_property
     def late(self) -> tuple[float, float]:
         """The step at which the first quarter ends, and the largest value after it."""
-        points = [point for line in self.lines for point in line.series.shown]
+        points = [point for line in self.lines for point in line.shown]
         steps = [step for step, _ in points]
         start = min(steps) + _EARLY * (max(steps) - min(steps))
         return start, max(value for step, value in points if step >= start)
@@ -132,29 +90,25 @@ class Chart:
         start = number(math.ceil(self.late[0]))
         return f"before step {start} values go up to {self.text(self.range[1])}"
 
-    def drawn(self, line: Line, most: int) -> Drawn:
-        """The points of one of its lines, as `Line.drawn` gives them."""
-        drawn = line.drawn(most)
-        return drawn if self.has_bands else Drawn(drawn.steps, drawn.values)
+    def drawn(self, line: Line, most: int) -> Line:
+        """One of its lines with at most so many values."""
+        thin = line.thinned(most)
+        return thin if self.has_bands else replace(thin, low=(), high=())
 
     def notes(self, most: int) -> list[str]:
-        """Remarks below the chart if its long lines are drawn in `most` stretches."""
+        """Remarks below the chart, whose lines have at most so many values."""
         notes = [self.note] if self.note else []
         for line in self.lines:
-            gaps = len(line.series.steps) - len(line.series.shown)
+            gaps = len(line.steps) - len(line.shown)
             rows = "row has" if gaps == 1 else "rows have"
             if gaps:
-                notes.append(f"{line.label}: {gaps:,} {rows} no finite value: a gap.")
-        long = [
-            len(line.series.shown)
-            for line in self.lines
-            if line.series.is_long(most) and line.band is None
-        ]
-        if long:
+                notes.append(f"{line.name}: {gaps:,} {rows} no finite value: a gap.")
+        counts = [len(x.shown) for x in self.lines if x.is_long(most) and not x.low]
+        if counts:
+            band = " in a band from its least to its largest" * self.has_bands
             notes.append(
-                f"Lines of up to {max(long):,} values are shown as the mean of each "
-                f"stretch of steps"
-                f"{' in a band from its least to its largest' * self.has_bands}."
+                f"Lines of up to {max(counts):,} values are shown as the mean of each "
+                f"stretch of steps{band}."
             )
         return notes
 
@@ -162,18 +116,18 @@ class Chart:
         """A value as the axis shows it."""
         return f"{number(100 * value)}%" if self.is_share else number(value)
 
+    def at(self, step: float) -> str:
+        """A place on the horizontal axis in words."""
+        said = number(step)
+        return f"{STEP} {said}" if self.over == STEP else f"{said} {self.over}"
+
     def last(self, line: Line) -> str:
         """The last value of a line, and where."""
-        step, value = line.series.shown[-1]
-        at = (
-            f"step {number(step)}"
-            if self.over == STEP
-            else f"{number(step)} {self.over}"
-        )
-        place = line.series.steps.index(step)
-        ends = [edge.values[place] for edge in line.band or ()]
-        around = f" ({' to '.join(map(self.text, ends))})" if ends else ""
-        return f"{self.text(value)}{around} at {at}"
+        step, value = line.shown[-1]
+        place = line.steps.index(step)
+        ends = [self.text(edge[place]) for edge in (line.low, line.high) if edge]
+        around = f" ({' to '.join(ends)})" if ends else ""
+        return f"{self.text(value)}{around} at {self.at(step)}"
 
 
 @dataclass(frozen=True)
@@ -182,7 +136,7 @@ class Charts:
 
     Attributes:
         shown: the charts that have data.
-        left_out: the names of the others, each with the reason.
+        left_out: what is not drawn, each with the reason.
     """
 
     shown: Sequence[Chart]
@@ -192,5 +146,5 @@ class Charts:
     def last_step(self) -> float:
         """The last step of which something was logged."""
         lines = [x for chart in self.shown if chart.over == STEP for x in chart.lines]
-        ends = [x.series.shown[-1][0] for x in lines if x.colour != "plan"]
+        ends = [line.shown[-1][0] for line in lines if line.colour != "plan"]
         return max(ends, default=0.0)

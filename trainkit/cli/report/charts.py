@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainkit.cli.report.chart import Chart, Charts, Line
+from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.line import WINDOW, Line
 from trainkit.cli.report.noise_chart import HIGH, LOW, noise_chart
 from trainkit.cli.report.noise_chart import KEYS as NOISE_KEYS
-from trainkit.cli.report.series import WINDOW, Series
-from trainkit.cli.report.throughput import RATES as THROUGHPUTS
+from trainkit.cli.report.throughput import RATES
 from trainkit.cli.runs.summary_rows import three_digits
 
 _LOSSES = ("train/loss", "train_loss", "train/loss_step", "train_loss_step")
@@ -28,37 +28,40 @@ METRIC = "metric_"
 _LONGEST_KEY = 100
 """The longest key in characters; a file's name may have 255."""
 
-_LOSS = Chart(
-    "loss",
-    "Loss",
-    "The mean loss of each window over all ranks, and of each validation.",
-    may_be_log=True,
-)
-_RATES = Chart(
-    "learning_rate",
-    "Learning rate",
-    "What the optimizer used, and what was planned when the training began.",
-    from_zero=True,
-)
-_WEIGHT = Chart(
-    "weight",
-    "Window weight",
-    "How much each optimizer step counted, as the strategy weighs.",
-    from_zero=True,
-)
 _THROUGHPUT = Chart(
-    "throughput",
-    "Throughput",
+    "",
+    "Throughput, in ",
     "What was trained on in a second, without validations and checkpoints.",
     from_zero=True,
 )
-_OTHERS = (
+_CHARTS = (
+    Chart(
+        "loss",
+        "Loss",
+        "The mean loss of each window over all ranks, and of each validation.",
+        may_be_log=True,
+    ),
+    Chart(
+        "weight",
+        "Window weight",
+        "How much each optimizer step counted, as the strategy weighs.",
+        from_zero=True,
+    ),
+    *(
+        replace(_THROUGHPUT, key=key, title=_THROUGHPUT.title + name)
+        for name, key in RATES.items()
+    ),
     Chart(
         "imbalance",
         "Imbalance",
         "The largest share of a micro-batch times their number; 1 is even.",
     ),
-    _RATES,
+    Chart(
+        "learning_rate",
+        "Learning rate",
+        "What the optimizer used, and what was planned when the training began.",
+        from_zero=True,
+    ),
     Chart(
         "micro_batches",
         "Accumulation",
@@ -99,16 +102,13 @@ _OTHERS = (
         as_stairs=True,
     ),
 )
-_IF_THERE = ("micro_batch_size", *THROUGHPUTS.values())
-"""The keys of charts that nobody misses."""
-KEYS = {chart.key for chart in (_LOSS, _WEIGHT, *_OTHERS)}
-KEYS |= {*THROUGHPUTS.values(), *NOISE_KEYS}
+KEYS = {*NOISE_KEYS, *(chart.key for chart in _CHARTS)}
 """The keys of all charts that have a name of ours."""
 
 
 def choose(
-    columns: Mapping[str, Series],
-    plan: Mapping[str, Series],
+    columns: Mapping[str, Line],
+    plan: Mapping[str, Line],
     *,
     why_no_plan: str = "",
     unit: str = "",
@@ -125,127 +125,89 @@ def choose(
         optimizers: the names of several optimizers by the beginnings of their columns.
         speed: the throughput of all steps, as `throughput` gives it.
     """
-    weight = replace(_WEIGHT, lines=_of_windows(columns, "weight"))
-    if unit:
-        caption = f"How many {unit} each optimizer step counted."
-        weight = replace(weight, title=f"Window weight, in {unit}", caption=caption)
-    charts = [
-        replace(_LOSS, lines=_losses(columns), note=_skipped(columns)),
-        weight,
-        *_throughputs(columns, speed or {}),
-        *(
-            _rates(columns, plan, why_no_plan)
-            if chart is _RATES
-            else replace(chart, lines=_of_windows(columns, chart.key))
-            for chart in _OTHERS
-        ),
-    ]
-    used = {line.series.name for chart in charts for line in chart.lines}
+    charts = []
+    for chart in _CHARTS:
+        if chart.key == "loss":
+            chart = replace(chart, lines=_losses(columns))
+        elif chart.key == "learning_rate":
+            chart = _with_plan(chart, columns, plan, why_no_plan)
+        elif chart.key in RATES.values():
+            name = next(name for name, key in RATES.items() if key == chart.key)
+            mean = (speed or {}).get(chart.key)
+            note = f"Over all steps: {three_digits(mean)} {name}." if mean else ""
+            chart = replace(chart, lines=_found(columns, [name]), note=note)
+        else:
+            chart = replace(chart, lines=_of_windows(columns, chart.key))
+        if chart.key == "weight" and unit:
+            caption = f"How many {unit} each optimizer step counted."
+            title = f"{chart.title}, in {unit}"
+            chart = replace(chart, title=title, caption=caption)
+        charts.append(chart)
+    used = {line.name for chart in charts for line in chart.lines}
     noise = noise_chart(columns)
     if noise is not None:
         charts.append(noise)
-        used |= {noise.lines[0].series.name, LOW, HIGH}
-    missing = [
-        f"{chart.title.lower()} ({_column_of(chart)} was not logged)"
-        for chart in charts
-        if not chart.lines and chart.key not in _IF_THERE
-    ]
+        used |= {noise.lines[0].name, LOW, HIGH}
     shown = [_named(chart, optimizers or {}) for chart in charts if chart.lines]
-    others, too_many = _rest(columns, used)
-    return Charts((*shown, *others), (*missing, *too_many))
+    others = _others(columns, used)
+    rest = [line.name for chart in others[_MOST_OTHERS:] for line in chart.lines]
+    too_many = [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
+    return Charts([*shown, *others[:_MOST_OTHERS]], too_many)
 
 
-def _lines(columns: Mapping[str, Series], names: Iterable[str]) -> tuple[Line, ...]:
-    """A line for each name; all after the first one are dashed."""
-    return tuple(
-        Line(name, f"other{(place - 1) % 4 + 1}", columns[name], "dashed")
-        if place
-        else Line(name, "train", columns[name])
-        for place, name in enumerate(names)
-    )
+def _found(columns: Mapping[str, Line], names: Iterable[str]) -> list[Line]:
+    """The columns of these names, all after the first one dashed."""
+    lines = [columns[name] for name in names if name in columns]
+    return [
+        replace(line, colour=f"other{(n - 1) % 4 + 1}", dash="dashed") if n else line
+        for n, line in enumerate(lines)
+    ]
 
 
-def _of_windows(columns: Mapping[str, Series], key: str) -> tuple[Line, ...]:
+def _of_windows(columns: Mapping[str, Line], key: str) -> list[Line]:
     """One line for each optimizer."""
     of_key = re.compile(rf"^{WINDOW}(?:\d+/)?{key}$")
-    return _lines(columns, sorted(filter(of_key.match, columns)))
+    return _found(columns, sorted(filter(of_key.match, columns)))
 
 
-def _losses(columns: Mapping[str, Series]) -> tuple[Line, ...]:
-    known = [name for name in _LOSSES if name in columns][:1]
-    lines = _of_windows(columns, "loss") or _lines(columns, known)
-    validations = filter(_VALIDATION.match, columns)
-    return (*lines, *(Line(n, "validation", columns[n]) for n in validations))
+def _losses(columns: Mapping[str, Line]) -> list[Line]:
+    lines = _of_windows(columns, "loss") or _found(columns, _LOSSES)[:1]
+    validations = _found(columns, filter(_VALIDATION.match, columns))
+    return [*lines, *map(_of_validation, validations)]
 
 
-def _throughputs(
-    columns: Mapping[str, Series], speed: Mapping[str, Any]
-) -> Iterator[Chart]:
-    for name, key in THROUGHPUTS.items():
-        mean = speed.get(key)
-        yield replace(
-            _THROUGHPUT,
-            key=key,
-            title=f"Throughput, in {name}",
-            lines=_lines(columns, [name] if name in columns else []),
-            note=f"Over all steps: {three_digits(mean)} {name}." if mean else "",
-        )
+def _of_validation(line: Line) -> Line:
+    return replace(line, colour="validation", dash="solid")
 
 
-def _skipped(columns: Mapping[str, Series]) -> str:
-    """A remark if there were windows between those that were logged."""
-    seen, weight = columns.get(f"{WINDOW}seen"), columns.get(f"{WINDOW}weight")
-    if seen is None or weight is None or seen.steps != weight.steps:
-        return ""
-    skipped = any(
-        now - own > before + 0.5 * own
-        for before, now, own in zip(
-            seen.values, seen.values[1:], weight.values[1:], strict=False
-        )
-    )
-    return skipped * (
-        "Between these points are windows that were not logged. "
-        "callbacks.monitor.every_n_steps=1 logs all of them."
-    )
-
-
-def _rates(
-    columns: Mapping[str, Series], plan: Mapping[str, Series], why_no_plan: str
+def _with_plan(
+    chart: Chart, columns: Mapping[str, Line], plan: Mapping[str, Line], why: str
 ) -> Chart:
     lines: list[Line] = []
-    for line in _lines(columns, filter(_RATE.match, columns)):
-        if line.label in plan:
-            lines.append(Line(f"{line.label}, planned", "plan", plan[line.label]))
+    for line in _found(columns, filter(_RATE.match, columns)):
+        if line.name in plan:
+            name = f"{line.name}, planned"
+            lines.append(replace(plan[line.name], name=name, colour="plan"))
         lines.append(line)
     if any(line.colour == "plan" for line in lines):
-        return replace(_RATES, lines=tuple(lines))
-    note = f"No plan: {why_no_plan or 'none was written down'}."
-    caption = "What the optimizer used."
-    return replace(_RATES, lines=tuple(lines), caption=caption, note=note)
-
-
-def _column_of(chart: Chart) -> str:
-    return "lr-..." if chart.key == _RATES.key else f"{WINDOW}{chart.key}"
+        return replace(chart, lines=lines)
+    note = f"No plan: {why or 'none was written down'}."
+    return replace(chart, lines=lines, caption="What the optimizer used.", note=note)
 
 
 def _named(chart: Chart, optimizers: Mapping[str, str]) -> Chart:
-    """The chart with the names of optimizers in place of their numbers."""
-
-    def named(line: Line) -> Line:
+    """The chart with the names of optimizers behind those of their columns."""
+    lines = []
+    for line in chart.lines:
         for start, name in optimizers.items():
-            if line.label.startswith(WINDOW) and line.label.startswith(start):
-                short = WINDOW + line.label.removeprefix(start)
-                return replace(line, label=f"{short} of {name}")
-            if line.label.partition(",")[0] == start:
-                return replace(line, label=f"{line.label}, of {name}")
-        return line
-
-    return replace(chart, lines=tuple(map(named, chart.lines)))
+            is_rate = line.name.partition(",")[0] == start
+            if is_rate or (start.endswith("/") and line.name.startswith(start)):
+                line = replace(line, name=f"{line.name}, of {name}")
+        lines.append(line)
+    return replace(chart, lines=lines)
 
 
-def _rest(
-    columns: Mapping[str, Series], used: set[str]
-) -> tuple[list[Chart], list[str]]:
+def _others(columns: Mapping[str, Line], used: set[str]) -> list[Chart]:
     """Charts of all other columns; those of training and validation share one."""
     groups: dict[str, list[str]] = {}
     for name in columns:
@@ -253,26 +215,17 @@ def _rest(
         if not is_known:
             phase = next((p for p in _PHASES if name.startswith(p)), "")
             groups.setdefault(name.removeprefix(phase), []).append(name)
-    charts = [_chart_of(names, columns) for names in groups.values()]
-    rest = [line.label for chart in charts[_MOST_OTHERS:] for line in chart.lines]
-    too_many = [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
-    return charts[:_MOST_OTHERS], too_many
-
-
-def _chart_of(names: list[str], columns: Mapping[str, Series]) -> Chart:
-    """The chart of columns that no chart is made for."""
-    lines = [
-        Line(line.label, "validation", line.series)
-        if line.label.startswith("val")
-        else line
-        for line in _lines(columns, names)
+    return [
+        Chart(
+            key=METRIC + re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:_LONGEST_KEY],
+            title=" and ".join(names),
+            caption="As it was logged.",
+            lines=[
+                _of_validation(line) if line.name.startswith("val") else line
+                for line in _found(columns, names)
+            ],
+            may_be_log=True,
+            as_stairs=names[0].startswith(_SCALING),
+        )
+        for names in groups.values()
     ]
-    key = re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:_LONGEST_KEY]
-    return Chart(
-        key=f"{METRIC}{key}",
-        title=" and ".join(names),
-        caption="As it was logged.",
-        lines=tuple(lines),
-        may_be_log=True,
-        as_stairs=names[0].startswith(_SCALING),
-    )

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli.report.chart import Chart, Line
+from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.charts import KEYS, METRIC
+from trainkit.cli.report.line import Line
 from trainkit.pages.look import LIGHT, label_decades, limits, new_figure, number, tidy
 from trainkit.pages.svg import inline_svg
 
@@ -34,7 +35,7 @@ def draw_all(charts: Sequence[Chart], most: int, pictures: Path | None) -> list[
 
     Args:
         charts: what is drawn.
-        most: in how many stretches a long line is drawn.
+        most: how many values of a line are drawn.
         pictures: a folder for the PNGs. It loses the PNGs of charts that are gone;
             other files stay.
     """
@@ -97,7 +98,7 @@ def _draw_line(panel: Axes, chart: Chart, line: Line, most: int) -> None:
             step="post" if chart.as_stairs else None,
         )
     has_dots = len(drawn.steps) <= _FEW and not is_plan
-    dots = range(len(drawn.steps)) if has_dots else drawn.alone()
+    dots = range(len(drawn.steps)) if has_dots else drawn.alone
     panel.plot(
         drawn.steps,
         drawn.values,
@@ -126,7 +127,7 @@ def _draw_axes(panel: Axes, chart: Chart, *, most_ticks: int) -> None:
     else:
         panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
-    shown = [step for line in chart.lines for step, _ in line.series.shown]
+    shown = [step for line in chart.lines for step, _ in line.shown]
     steps = min(shown), max(shown)
     whole = MaxNLocator(most_ticks, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     panel.xaxis.set_ticks(_with_last(whole.tick_values(*steps), *steps))
@@ -169,7 +170,7 @@ def _add_head(figure: Figure, chart: Chart) -> None:
         figure.text(
             left,
             1 - (_TITLE + place * _ROW) * up,
-            f"{line.label}  {chart.last(line)}",
+            f"{line.name}  {chart.last(line)}",
             va="top",
             fontsize=7,
             color=LIGHT[line.colour],

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from trainkit.cli.report.chart import STEP, Chart, Charts, Line
+from trainkit.cli.report.chart import STEP, Chart, Charts
 from trainkit.cli.report.drawing import draw_all
+from trainkit.cli.report.line import Line
 from trainkit.pages.frame import framed
 from trainkit.pages.look import number
 
-_MOST = 250
-"""The most stretches of steps of one line, as `Series.drawn` makes them."""
-_OF_PAGE, _FEWEST = 12_000, 10
-"""The most stretches of all lines together, and the fewest of one line: the page stays
-below 1 MB."""
+_MOST, _OF_PAGE, _FEWEST = 1000, 48_000, 40
+"""The most values that are drawn of a line and of all lines together, and the fewest of
+a line: the page stays below 1 MB."""
 
 
 def page(
@@ -59,7 +58,7 @@ def mark(colour: str, dash: str) -> str:
 
 def _figure(chart: Chart, drawing: str, notes: Sequence[str]) -> str:
     legend = "".join(
-        f"<span>{mark(line.colour, line.dash)}{escape(line.label)}"
+        f"<span>{mark(line.colour, line.dash)}{escape(line.name)}"
         f"<b>{escape(chart.last(line))}</b></span>"
         for line in chart.lines
     )
@@ -84,10 +83,10 @@ def _numbers(charts: Sequence[Chart]) -> str:
 
 
 def _row(chart: Chart, line: Line) -> str:
-    steps, values = zip(*line.series.shown, strict=True)
+    steps, values = zip(*line.shown, strict=True)
     numbers = (values[0], values[-1], min(values), max(values))
     unit = "" if chart.over == STEP else f" {chart.over}"
     cells = [f"{len(values):,}", *map(chart.text, numbers)]
     cells.append(f"{number(steps[0])} to {number(steps[-1])}{unit}")
     texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<th scope="row">{escape(line.label)}</th>{texts}'
+    return f'<th scope="row">{escape(line.name)}</th>{texts}'

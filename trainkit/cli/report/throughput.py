@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.report.series import Series
+from trainkit.cli.report.line import Line
 from trainkit.lit.logs.metric_file import read_rows
 
 STEP_TIMES = "step_times.csv"
@@ -72,7 +72,7 @@ def throughput(rows: Sequence[StepTime]) -> dict[str, Any] | None:
     }
 
 
-def rates(rows: Sequence[StepTime]) -> list[Series]:
+def rates(rows: Sequence[StepTime]) -> list[Line]:
     """Each known rate as a column: that of every step."""
     whole = throughput(rows) or {}
     each = [throughput([row]) or {} for row in rows]
@@ -80,13 +80,11 @@ def rates(rows: Sequence[StepTime]) -> list[Series]:
     for name, key in RATES.items():
         if whole.get(key) is None:
             continue
-        points = [
-            (row["step"], math.nan if (rate := of.get(key)) is None else rate)
-            for row, of in zip(rows, each, strict=True)
-        ]
-        while math.isnan(points[0][1]):  # before the first step time is not measured
-            points.pop(0)
-        found.append(Series(name, *zip(*points, strict=True)))
+        values = [math.nan if of.get(key) is None else of[key] for of in each]
+        while math.isnan(values[0]):  # before the first step time is not measured
+            values.pop(0)
+        steps = [row["step"] for row in rows]
+        found.append(Line(name, steps[-len(values) :], values))
     return found
 
 
