@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.charts import KEYS, METRIC
@@ -24,6 +24,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.2, 0.2, 0.42
 """Inches around what is drawn."""
 _TITLE, _ROW = 0.3, 0.17
 """Inches of a PNG's title and of each line of its legend."""
+_PNG: dict[str, Any] = {"dpi": 180, "pil_kwargs": {"compress_level": 3}}
+"""Dots per inch, and a compression that is quick: a training waits for its pictures."""
 _FEW = 40
 """A line of at most so many points has a dot at each."""
 _NEAR = 0.15
@@ -50,7 +52,7 @@ def draw_all(charts: Sequence[Chart], most: int, pictures: Path | None) -> list[
             pictures.mkdir(exist_ok=True)
             for figure, chart, name in zip(figures, charts, names, strict=True):
                 _add_head(figure, chart)
-                figure.savefig(pictures / f"{name}.png", dpi=200)
+                figure.savefig(pictures / f"{name}.png", **_PNG)
             for path in pictures.glob("*.png"):
                 is_ours = path.stem in KEYS or path.stem.startswith(METRIC)
                 if is_ours and path.stem not in names:
@@ -114,7 +116,7 @@ def _draw_line(panel: Axes, chart: Chart, line: Line, most: int) -> None:
 
 
 def _draw_axes(panel: Axes, chart: Chart, *, most_ticks: int) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     low, high = chart.range
     is_log = chart.axis == "log"
@@ -130,7 +132,8 @@ def _draw_axes(panel: Axes, chart: Chart, *, most_ticks: int) -> None:
     shown = [step for line in chart.lines for step, _ in line.shown]
     steps = min(shown), max(shown)
     whole = MaxNLocator(most_ticks, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    panel.xaxis.set_ticks(_with_last(whole.tick_values(*steps), *steps))
+    ticks = _with_last(whole.tick_values(*steps), *steps)
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
     quiet = {"fontsize": 8, "color": LIGHT["quiet"]}
