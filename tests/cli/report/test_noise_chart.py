@@ -17,7 +17,6 @@ from tests.cli.report.runs import (
     run_folder,
     titles,
 )
-from trainkit.cli.main import main
 from trainkit.cli.report.chart import Chart
 from trainkit.cli.report.drawing import draw
 from trainkit.cli.report.line import Line, read_lines
@@ -179,19 +178,6 @@ def test_it_is_said_over_what_it_lies(tmp_path: Path) -> None:
     steps = page_of(run_folder(tmp_path / "steps", rows(seen=False)))
     said = legends(steps)["Noise scale"]["window/noise_scale"]
     assert said == "140 (80 to 200) at step 40"  # the control
-
-
-def test_several_runs_share_a_chart(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run_folder(tmp_path / name, rows())
-    to = tmp_path / "runs.html"
-    words = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(["report", *words, "--to", str(to)]) == 0
-    page = to.read_text()
-    lines = legends(page)["Noise scale: window/noise_scale"]
-    assert lines == dict.fromkeys("ab", "140 (80 to 200) at 3,200 samples seen")
-    assert "step 40" in page
-    assert "step 3,200" not in page
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -13,7 +13,6 @@ from tests.cli.report.runs import charts_of, page_of, run_folder, titles
 from tests.cli.report.test_page import SUMMARY
 from trainkit.cli.report.throughput import rates, read_step_times, throughput
 from trainkit.cli.runs.summary_rows import rows, throughput_text
-from trainkit.errors import TrainkitError
 
 HEAD = "step,seconds,waiting,samples,tokens,padding\n"
 TIMES = "1,nan,nan,4,60,40\n2,0.5,0.1,8,90,10\n3,0.25,0.05,4,60,0\n4,1.25,0,8,50,50\n"
@@ -99,14 +98,6 @@ def test_of_a_step_that_was_done_again_the_later_row_counts(tmp_path: Path) -> N
     assert measured is not None
     assert (measured["steps"], measured["seconds"]) == (3, 1.0)
     assert math.isnan(known[0]["seconds"])
-
-
-@pytest.mark.parametrize("text", ["step,seconds\n1,x\n", "step,time\n1,2\n"])
-def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
-    times(tmp_path, text)
-    with pytest.raises(TrainkitError, match="step_times.csv: must be a table of num"):
-        page_of(folder)
 
 
 def test_the_last_row_says_it() -> None:
