@@ -95,8 +95,7 @@ def _refuse(folder: RunFolder, runs: Sequence[RunFolder]) -> None:
         )
     raise TrainkitError(
         f"RUN_DIR: must be the folder of a run, with {folder.METRICS} in it, "
-        f"received {folder.path}. `trainkit train` ends with the name of its "
-        f"folder; with logger=none it writes no rows."
+        f"received {folder.path}. `trainkit train` ends with the name of its folder."
     )
 
 
