@@ -125,6 +125,7 @@ def label_decades(axis: Axis) -> None:
 
     low, high = sorted(axis.get_view_interval())
     digits = (1, 2, 5) if high / low < 100 else (1,)
+    several = ticker.LogLocator(subs=digits, numticks=_MOST)
     axis.set_minor_locator(ticker.NullLocator())
-    axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=_MOST))
+    axis.set_major_locator(ticker.MaxNLocator(4) if high / low < 5 else several)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))

@@ -130,12 +130,7 @@ def test_what_a_logarithm_does_not_know_is_drawn_at_the_bottom(tmp_path: Path) -
     none = {10: {"window/noise_scale": 0.0, "window/noise_scale_low": 0.0}}
     scale, _ = chart_of(tmp_path, noise=none).lines
     assert math.isnan(scale.values[0])
-    assert edges(scale)[0] == [
-        8,
-        80,
-        80,
-        80,
-    ]  # a quarter of the least, the window of 32
+    assert edges(scale)[0] == [8, 80, 80, 80]  # a quarter of the window
     no_scale = {step: {"window/noise_scale": 0.0} for step in (10, 20, 30, 40)}
     assert noise_chart(columns(noise=no_scale)) is None
 

@@ -38,7 +38,7 @@ _CHARTS = (
     Chart(
         "loss",
         "Loss",
-        "The mean loss of each window over all ranks, and of each validation.",
+        "The mean loss of all ranks, in each window and in each validation.",
         may_be_log=True,
     ),
     Chart(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from trainkit.cli.report.chart import Chart, Charts
-from trainkit.cli.report.line import WINDOW, Line
+from trainkit.cli.report.line import Line
 from trainkit.cli.report.page import mark, page
 from trainkit.cli.report.write import Run
 from trainkit.cli.runs.folder import RunFolder
@@ -55,8 +55,8 @@ def _by_number(path: Path) -> tuple[str, int, str]:
 
 def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
     """The text of the page of several runs."""
-    paths = [run.folder.path for run in runs]
-    names = short_names(paths)
+    where = os.path.commonpath([run.folder.path for run in runs])
+    names = [os.path.relpath(run.folder.path, where) for run in runs]
     configs = [_config(run.folder) for run in runs]
     differing = _differing(configs)
     labels = [_label(*of, differing) for of in zip(names, configs, strict=True)]
@@ -74,22 +74,9 @@ def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
     return page(
         Charts(list(_together(runs, labels)), left_out),
         title=f"{len(runs)} runs",
-        where=os.path.commonpath(paths),
+        where=where,
         table=table,
     )
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart.
-
-    >>> short_names([Path("/a/x/0"), Path("/a/y/0"), Path("/a/y/1")])
-    ['x/0', 'y/0', 'y/1']
-    """
-    for count in range(1, max(len(path.parts) for path in paths)):
-        names = [os.path.join(*path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def _look(place: int) -> dict[str, str]:
@@ -118,12 +105,10 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
     keys = [key for key, _ in found]
     for (key, name), (chart, lines) in found.items():
         is_only = keys.count(key) == 1 or chart.title == name
-        is_logged = key == "loss" and not name.startswith(WINDOW)
-        caption = chart.caption.partition(", and ")[0].rstrip(".") + "."
         yield replace(
             chart,
             title=chart.title if is_only else f"{chart.title}: {name}",
-            caption="As it was logged." if is_logged else caption,
+            caption=chart.caption.partition(", and ")[0].rstrip(".") + ".",
             lines=lines,
             has_bands=len(runs) <= _MOST_BANDS,
             note="",
