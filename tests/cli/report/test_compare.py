@@ -98,6 +98,19 @@ def test_metrics_stand_beside(tmp_path: Path) -> None:
     assert [rows[name][2] for name in "abcde"] == [f"{n} at step 2" for n in range(5)]
 
 
+def test_runs_with_other_units_share_no_chart(tmp_path: Path) -> None:
+    for unit in ("tokens", "samples", "more"):
+        rows = [{"step": 1, "window/weight": 8, "acc": 1}]
+        run_folder(tmp_path / unit, rows)
+        plan = json.dumps({"unit": unit.replace("more", "samples")})
+        (tmp_path / unit / "learning_rate_plan.json").write_text(plan)
+    page = page_of(tmp_path, to=tmp_path / "page.html")
+    shown = {title: list(lines) for title, lines in legends(page).items()}
+    assert shown["Window weight, in tokens"] == ["tokens"]
+    assert shown["Window weight, in samples"] == ["more", "samples"]
+    assert shown["acc"] == ["more", "samples", "tokens"]  # the control
+
+
 def test_many_differences_are_folded_away(tmp_path: Path) -> None:
     one = made(tmp_path / "a", {f"k{n}": 0 for n in range(16)})
     two = made(tmp_path / "b", {f"k{n}": 1 for n in range(16)})

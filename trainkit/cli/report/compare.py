@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.charts import METRIC
 from trainkit.cli.report.line import Line
 from trainkit.cli.report.page import mark, page
 from trainkit.cli.report.write import Run
@@ -98,13 +99,15 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
     for place, run in enumerate(runs):
         look = {"name": labels[place], **_look(place)}
         for chart in run.charts.shown:
+            # A title has the unit; those of other metrics name what is beside them.
+            same = chart.key if chart.key.startswith(METRIC) else chart.title
             for line in chart.lines:
                 if line.colour != "plan":
-                    _, lines = found.setdefault((chart.key, line.name), (chart, []))
+                    _, lines = found.setdefault((same, line.name), (chart, []))
                     lines.append(replace(line, **look))
-    keys = [key for key, _ in found]
-    for (key, name), (chart, lines) in found.items():
-        is_only = keys.count(key) == 1 or chart.title == name
+    every = [same for same, _ in found]
+    for (same, name), (chart, lines) in found.items():
+        is_only = every.count(same) == 1 or chart.title == name
         yield replace(
             chart,
             title=chart.title if is_only else f"{chart.title}: {name}",
