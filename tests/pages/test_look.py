@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.cli.report.series import LARGEST
+from trainkit.cli.report.line import LARGEST
 from trainkit.pages.look import DARK, LIGHT, is_wide, limits, number
 
 numbers = st.floats(-LARGEST, LARGEST)

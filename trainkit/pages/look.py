@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ DARK = {
 
 _WIDE = 30
 """An axis is logarithmic if the largest value is more than 30 times the least."""
-_FEWEST, _MOST = 3, 6
-"""How many ticks at 1, 2 and 5 times powers of ten a logarithmic axis may have."""
+_MOST = 6
+"""How many powers of ten a logarithmic axis may name."""
 _MARGIN = 0.06
 _SIX_DIGITS = 1e-4
 """An axis spans at least this share of its largest value: six digits tell its labels
@@ -62,7 +61,7 @@ def is_wide(least: float, most: float) -> bool:
 def limits(
     least: float, most: float, *, is_log: bool = False, from_zero: bool = False
 ) -> tuple[float, float]:
-    """Where an axis begins and ends. `page.js` has this function too.
+    """Where an axis begins and ends.
 
     >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
     ((0.0, 106.0), (1.8, 2.2))
@@ -88,7 +87,7 @@ def limits(
 
 
 def number(value: float) -> str:
-    """A number in at most six digits. `page.js` has this function too.
+    """A number in at most six digits.
 
     >>> number(0.1 + 0.2), number(24000.0), number(3e9), number(-0.0)
     ('0.3', '24,000', '3e+09', '0')
@@ -98,15 +97,6 @@ def number(value: float) -> str:
     if 1e6 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value + 0.0:,.6g}"
-
-
-def value_text(value: float, *, is_share: bool) -> str:
-    """A number, or a share as a percentage.
-
-    >>> value_text(0.5, is_share=False), value_text(0.0123456, is_share=True)
-    ('0.5', '1.23456%')
-    """
-    return f"{number(100 * value)}%" if is_share else number(value)
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
@@ -133,25 +123,9 @@ def label_decades(axis: Axis) -> None:
     """
     from matplotlib import ticker
 
-    axis.set_minor_formatter(ticker.NullFormatter())
     low, high = sorted(axis.get_view_interval())
-    ticks = one_two_five(low, high)
-    if len(ticks) > _MOST:  # then at powers of ten, or at some of them
-        axis.set_major_locator(ticker.LogLocator(numticks=_MOST))
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
-        return
-    if len(ticks) < _FEWEST:
-        evenly = ticker.MaxNLocator(4).tick_values(low, high)
-        ticks = [float(tick) for tick in evenly if low <= tick <= high]
-    axis.set_ticks(ticks, [number(tick) for tick in ticks])
-
-
-def one_two_five(low: float, high: float) -> list[float]:
-    """The numbers 1, 2 and 5, times powers of ten, between two others.
-
-    >>> one_two_five(0.03, 1.5)
-    [0.05, 0.1, 0.2, 0.5, 1.0]
-    """
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = (float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5))
-    return [number for number in every if low <= number <= high]
+    digits = (1, 2, 5) if high / low < 100 else (1,)
+    several = ticker.LogLocator(subs=digits, numticks=_MOST)
+    axis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_locator(ticker.MaxNLocator(4) if high / low < 5 else several)
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))

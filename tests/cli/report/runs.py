@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.report.write import write_report
+from trainkit.cli.report.chart import Charts
+from trainkit.cli.report.write import read_run, write_report
 from trainkit.cli.runs.folder import RunFolder
 
 WINDOW = {
@@ -36,21 +37,40 @@ def run_folder(path: Path, rows: Iterable[Mapping[str, Any]]) -> RunFolder:
 
 
 def page_of(folder: RunFolder, *, pictures: bool = False) -> str:
-    write_report(folder, pictures=pictures)
+    write_report(read_run(folder), pictures=pictures)
     return (folder.path / "report.html").read_text(encoding="utf-8")
+
+
+def charts_of(folder: RunFolder) -> Charts:
+    """What is drawn in the page."""
+    return read_run(folder).charts
 
 
 def titles(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
 
 
-def charts(page: str) -> list[dict[str, Any]]:
-    """What the page's script reads, for each chart."""
-    found = re.search(r'<script id="points"[^>]*>(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return list(json.loads(found[1]).values())
+def legends(page: str) -> dict[str, dict[str, str]]:
+    """The last value of each line, by its name and by the title of its chart."""
+    found = {}
+    for figure in re.findall("<figure>(.*?)</figure>", page, re.DOTALL):
+        lines = re.findall(r"</i>(.*?)<b>(.*?)</b>", figure)
+        texts = {unescape(name): unescape(last) for name, last in lines}
+        found[unescape(titles(figure)[0])] = texts
+    return found
 
 
-def points(line: dict[str, Any]) -> list[tuple[float, float | None]]:
-    """Steps and values of a line; a gap is None."""
-    return list(zip(line["steps"], line["values"], strict=True))
+def drawn(page: str, title: str) -> list[list[list[float]]]:
+    """The points of each line of a chart as its last SVG draws them, of each piece
+    between gaps."""
+    place = page.index(f"<h2>{title}</h2>")
+    figure = page[place : page.index("</figure>", place)]
+    svg = figure[figure.rindex("<svg") :]
+    paths = re.findall(
+        r'<path d="([^"]*)" clip-path[^>]*none; stroke: var\(--(?!faint)', svg
+    )
+    found = []
+    for path in paths:
+        pieces = [piece for piece in re.split("M", path) if piece.strip()]
+        found.append([[float(n) for n in re.findall(r"-?[\d.]+", p)] for p in pieces])
+    return found

@@ -13,8 +13,8 @@ from torch import nn
 from trainkit import PerSample, PerToken, Uniform, Weighed
 from trainkit.cli.report import rate_plan
 from trainkit.cli.report.charts import choose
+from trainkit.cli.report.line import Line
 from trainkit.cli.report.rate_plan import _optimizers, unit_of_weights
-from trainkit.cli.report.series import Series
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_a_rate_belongs_to_an_optimizer() -> None:
 
 def test_legends_have_the_names() -> None:
     columns = {
-        name: Series(name, (0.0, 1.0), (1.0, 2.0))
+        name: Line(name, (0.0, 1.0), (1.0, 2.0))
         for name in ("window/0/loss", "window/1/loss", "lr-Adam", "lr-Adam-1")
     }
     known = {"window/0/": "generator", "lr-Adam": "generator", "lr-Adam-1": "critic"}
     found = choose(columns, {}, optimizers=known, unit="tokens")
-    assert [[line.label for line in chart.lines] for chart in found.shown] == [
-        ["window/loss of generator", "window/1/loss"],  # the control: no name
+    assert [[line.name for line in chart.lines] for chart in found.shown] == [
+        ["window/0/loss, of generator", "window/1/loss"],  # the control: no name
         ["lr-Adam, of generator", "lr-Adam-1, of critic"],
     ]

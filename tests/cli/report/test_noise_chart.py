@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.cli.report.runs import WINDOW, charts, page_of, points, run_folder, titles
-from trainkit.cli.main import main
+from tests.cli.report.runs import (
+    WINDOW,
+    charts_of,
+    legends,
+    page_of,
+    run_folder,
+    titles,
+)
+from trainkit.cli.report.chart import Chart
+from trainkit.cli.report.drawing import draw
+from trainkit.cli.report.line import Line, read_lines
 from trainkit.cli.report.noise import curve
 from trainkit.cli.report.noise_chart import noise_chart, window_sizes
-from trainkit.cli.report.png import draw
-from trainkit.cli.report.series import Series, read_series
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.noise.advice import Point
 from trainkit.pages.look import LIGHT
 
@@ -42,39 +50,47 @@ def rows(
     return found
 
 
-def columns(*args: Any, **options: Any) -> dict[str, Series]:
+def columns(*args: Any, **options: Any) -> dict[str, Line]:
     texts = [{k: str(v) for k, v in row.items()} for row in rows(*args, **options)]
-    return read_series(texts)
+    return read_lines(texts)
 
 
-def chart_of(path: Path, **options: Any) -> dict[str, Any]:
-    page = page_of(run_folder(path, rows(**options)))
-    return charts(page)[titles(page).index("Noise scale")]
+def chart_of(path: Path, **options: Any) -> Chart:
+    shown = charts_of(run_folder(path, rows(**options))).shown
+    return next(chart for chart in shown if chart.title == "Noise scale")
+
+
+def points(line: Line) -> list[tuple[float, float]]:
+    return list(zip(line.steps, line.values, strict=True))
+
+
+def edges(line: Line) -> list[list[float]]:
+    return [list(line.low), list(line.high)]
 
 
 def test_the_band_and_the_window_lie_over_the_samples(tmp_path: Path) -> None:
     chart = chart_of(tmp_path)
-    assert (chart["over"], chart["axes"]) == ("samples seen", ["log", "whole"])
-    scale, window = chart["lines"]
+    assert (chart.over, chart.axis) == ("samples seen", "log")
+    scale, window = chart.lines
     seen = [320, 640, 1920, 3200]
     assert points(scale) == list(zip(seen, [110, 120, 130, 140], strict=True))
-    assert (scale["low"], scale["high"]) == ([80] * 4, [200] * 4)
-    assert window["label"] == "size of the window"
+    assert edges(scale) == [[80] * 4, [200] * 4]
+    assert window.name == "size of the window"
     assert points(window)[18:22] == [(608, 32), (640, 32), (768, 128), (896, 128)]
-    assert not window["low"]
+    assert not window.low
 
 
 def test_without_samples_it_lies_over_steps(tmp_path: Path) -> None:
     chart = chart_of(tmp_path, seen=False)
-    assert (chart["over"], len(chart["lines"])) == ("step", 1)
-    assert [step for step, _ in points(chart["lines"][0])] == [10, 20, 30, 40]
+    assert (chart.over, len(chart.lines)) == ("step", 1)
+    assert [step for step, _ in points(chart.lines[0])] == [10, 20, 30, 40]
 
 
 def test_with_some_samples_unknown_it_lies_over_steps() -> None:
     for lost, over in ((17, "samples seen"), (20, "step")):  # 17 was not measured
         texts = [{k: str(v) for k, v in row.items()} for row in rows()]
         texts[lost - 1]["window/samples_seen"] = ""
-        chart = noise_chart(read_series(texts))
+        chart = noise_chart(read_lines(texts))
         assert chart is not None
         assert chart.over == over
 
@@ -101,21 +117,20 @@ def test_an_open_end_goes_to_the_top(tmp_path: Path) -> None:
         20: {"window/noise_scale_high": ""},
         30: {"window/noise_scale": math.inf, "window/noise_scale_high": math.inf},
     }
-    chart = chart_of(tmp_path, noise=open_ends)
+    (scale, _) = chart_of(tmp_path, noise=open_ends).lines
     top = 4 * 140
-    (scale, _) = chart["lines"]
-    assert scale["values"] == [110, 120, None, 140]
-    assert (scale["low"], scale["high"]) == ([80] * 4, [top, top, top, 200])
-    page = (tmp_path / "report.html").read_text()
+    assert scale.shown == [(320, 110), (640, 120), (3200, 140)]
+    assert edges(scale) == [[80] * 4, [top, top, top, 200]]
+    page = page_of(RunFolder(tmp_path))
     assert "window/noise_scale: 1 row has no finite value: a gap." in page
     assert "the band ends at the top" in page
 
 
 def test_what_a_logarithm_does_not_know_is_drawn_at_the_bottom(tmp_path: Path) -> None:
     none = {10: {"window/noise_scale": 0.0, "window/noise_scale_low": 0.0}}
-    scale, _ = chart_of(tmp_path, noise=none)["lines"]
-    assert scale["values"][0] is None
-    assert scale["low"] == [8, 80, 80, 80]  # a quarter of the least, the window of 32
+    scale, _ = chart_of(tmp_path, noise=none).lines
+    assert math.isnan(scale.values[0])
+    assert edges(scale)[0] == [8, 80, 80, 80]  # a quarter of the window
     no_scale = {step: {"window/noise_scale": 0.0} for step in (10, 20, 30, 40)}
     assert noise_chart(columns(noise=no_scale)) is None
 
@@ -123,7 +138,7 @@ def test_what_a_logarithm_does_not_know_is_drawn_at_the_bottom(tmp_path: Path) -
 def test_the_picture_has_the_band_on_a_logarithmic_axis() -> None:
     chart = noise_chart(columns())
     assert chart is not None
-    panel = draw(chart).axes[0]
+    panel = draw(chart, 1000).axes[0]
     assert panel.get_yscale() == "log"
     assert panel.get_xlabel() == "samples seen"
     (band,) = panel.collections
@@ -140,37 +155,24 @@ def test_the_picture_has_the_band_on_a_logarithmic_axis() -> None:
 def test_a_long_line_keeps_its_own_band() -> None:
     chart = noise_chart(columns(20_000))
     assert chart is not None
-    (_, _, scale), (_, _, window) = chart.drawn(100)
+    scale, window = (chart.drawn(line, 400) for line in chart.lines)
     assert len(scale.steps) <= 402
     assert {*scale.low} == {80.0}
     assert {*scale.high} == {200.0}
     assert scale.values[-1] == 20_100
-    assert not any("noise_scale:" in note for note in chart.notes(100))
-    assert any("size of the window: 20,000 values" in n for n in chart.notes(100))
+    assert any("Lines of up to 20,000 values" in note for note in chart.notes(400))
     assert max(window.high) == 128
 
 
 def test_it_is_said_over_what_it_lies(tmp_path: Path) -> None:
     page = page_of(run_folder(tmp_path, rows()))
-    assert "window/noise_scale: 110 at 320 samples seen, 140 at 3,200 samples" in page
+    said = legends(page)["Noise scale"]["window/noise_scale"]
+    assert said == "140 (80 to 200) at 3,200 samples seen"
     assert "<td>320 to 3,200 samples seen</td>" in page
     assert "its last row is of step 40" in page  # and not of step 3,200
     steps = page_of(run_folder(tmp_path / "steps", rows(seen=False)))
-    assert "window/noise_scale: 110 at step 10, 140 at step 40" in steps  # the control
-
-
-def test_several_runs_share_a_chart(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run_folder(tmp_path / name, rows())
-    to = tmp_path / "runs.html"
-    words = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(["report", *words, "--to", str(to)]) == 0
-    page = to.read_text()
-    place = titles(page).index("Noise scale: window/noise_scale")
-    lines = charts(page)[place]["lines"]
-    assert [line["low"] for line in lines] == [[80] * 4, [80] * 4]
-    assert "step 40" in page
-    assert "step 3,200" not in page
+    said = legends(steps)["Noise scale"]["window/noise_scale"]
+    assert said == "140 (80 to 200) at step 40"  # the control
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -185,5 +187,5 @@ def test_the_curve_has_the_window_at_each_measured_step(seen: bool) -> None:
 
 
 def test_windows_that_are_not_logged_are_shared_out_evenly() -> None:
-    every_tenth = Series("", (1.0, 10.0, 20.0), (8.0, 80.0, 240.0))
+    every_tenth = Line("", (1.0, 10.0, 20.0), (8.0, 80.0, 240.0))
     assert window_sizes(every_tenth) == {1.0: 8.0, 10.0: 8.0, 20.0: 16.0}

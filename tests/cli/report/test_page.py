@@ -11,133 +11,53 @@ import pytest
 
 from tests.cli.report.runs import (
     WINDOW,
-    charts,
+    drawn,
+    legends,
     page_of,
-    points,
     run_folder,
     titles,
 )
+from trainkit.pages.look import DARK, LIGHT
 
 
-def test_every_value_that_was_logged_can_be_pointed_at(tmp_path: Path) -> None:
-    losses = [3.0, 2.0, 1.5]
-    rows: list[dict[str, Any]] = [
-        {"step": 10 * n, **WINDOW, "window/loss": loss} for n, loss in enumerate(losses)
-    ]
-    page = page_of(run_folder(tmp_path, [*rows, {"step": 20, "val/loss": 1.75}]))
-    train, validation = charts(page)[0]["lines"]
-    assert points(train) == [(0, 3.0), (10, 2.0), (20, 1.5)]
-    assert points(validation) == [(20, 1.75)]
-    assert len(charts(page)) == len(titles(page)) == page.count('class="plot"') == 8
-
-
-def test_values_are_short_and_steps_are_whole(tmp_path: Path) -> None:
-    rows = [
-        {"step": 12_345_678, "val/loss": 1 / 3},
-        {"step": 12_345_679, "val/loss": 1},
-    ]
-    (chart,) = charts(page_of(run_folder(tmp_path, rows)))
-    assert points(chart["lines"][0]) == [(12_345_678, 0.333333), (12_345_679, 1)]
-
-
-def test_it_needs_no_other_file_and_no_network(tmp_path: Path) -> None:
-    page = page_of(run_folder(tmp_path, [{"step": 0, **WINDOW}]))
-    assert "default-src 'none'" in page
-    elsewhere = r"\b(src|href)=|url\(|@import|https?://(?!www.w3.org/2000/)"
-    assert not re.search(elsewhere, page)
-
-
-def test_names_are_no_markup(tmp_path: Path) -> None:
-    name = "</script><img src=x onerror=alert(1)>&{0}"
-    folder = run_folder(tmp_path / "<b>run", [{"step": 0, name: 1.0}])
-    page = page_of(folder)
-    assert "<img" not in page
-    assert "<b>run" not in page
-    assert page.count("</script>") == 2
-    assert charts(page)[0]["lines"][0]["label"] == name
-
-
-def test_each_chart_is_described_for_those_who_cannot_see_it(tmp_path: Path) -> None:
-    rows = [{"step": n, "window/padding": share} for n, share in enumerate([0.5, 0.1])]
-    page = page_of(run_folder(tmp_path, rows))
-    plot = re.search('<div class="plot" id="(.*?)" (.*?)>', page)
-    assert plot is not None
-    assert 'role="group" tabindex="0" aria-label="Padding"' in plot[2]
-    assert f'aria-describedby="{plot[1]}-says"' in plot[2]
-    said = re.search(f'<p id="{plot[1]}-says" hidden>(.*?)</p>', page)
-    assert said is not None
-    assert said[1] == (
-        "The share of tokens that only pad. window/padding: 50% at step 0, 10% at "
-        "step 1, from 10% to 50%."
-    )
-
-
-def test_without_scripts_the_numbers_are_there_and_it_is_said(tmp_path: Path) -> None:
-    rows = [{"step": n, "val/loss": 4.5 - n} for n in range(3)]
-    page = page_of(run_folder(tmp_path, rows))
-    without = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
-    assert "The charts need scripts, which are switched off here" in without
-    table = without.partition("<details>")[2].partition("</details>")[0]
-    cells = re.findall(r"<t[hd].*?>([^<]*)</t[hd]>", table)
-    assert cells[7:] == ["val/loss", "3", "4.5", "2.5", "2.5", "4.5", "0 to 2"]
-
-
-def test_what_is_not_finite_leaves_a_gap_and_is_counted(tmp_path: Path) -> None:
-    losses = [3.0, 2.0, "nan", "inf", 2.0, 1.0]
-    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
-    page = page_of(run_folder(tmp_path, rows))
-    (line,) = charts(page)[0]["lines"]
-    assert line["values"] == [3, 2, None, None, 2, 1]
-    assert line["alone"] == []
-    assert "val/loss: 2 rows have no finite value: a gap." in page
-    page = page_of(run_folder(tmp_path / "2", [rows[0], rows[1], rows[4]]))
-    assert charts(page)[0]["lines"][0]["values"] == [3, 2, 2]  # the control
-    assert "no finite value" not in page
-
-
-def test_a_point_that_stands_alone_is_drawn(tmp_path: Path) -> None:
-    values = [1, "nan", 2, 3, "nan", 4]
-    rows = [{"step": n, "val/loss": value} for n, value in enumerate(values)]
-    (line,) = charts(page_of(run_folder(tmp_path, rows)))[0]["lines"]
-    assert line["alone"] == [0, 5]
-    (line,) = charts(page_of(run_folder(tmp_path / "1", rows[:1])))[0]["lines"]
-    assert line["alone"] == [0]
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "known"),
-    [
-        ("window/loss", [0.1, 40.0], {"axes": ["log", "whole"], "fromZero": False}),
-        ("window/loss", [-0.1, 40.0], {"axes": ["whole"]}),
-        ("window/loss", [2.0, 2.0], {"axes": ["whole"]}),
-        ("window/loss", [2.0, 4.0], {"axes": ["whole", "log"]}),
-        ("window/weight", [0.1, 40.0], {"axes": ["whole"], "fromZero": True}),
-        ("window/micro_batches", [1.0, 4.0], {"asStairs": True, "isShare": False}),
-        ("window/padding", [0.1, 0.2], {"asStairs": False, "isShare": True}),
-    ],
-)
-def test_the_script_is_told_what_axis_it_is(
-    column: str, values: list[float], known: dict[str, bool], tmp_path: Path
-) -> None:
-    rows = [{"step": n, column: value} for n, value in enumerate(values)]
-    (chart,) = charts(page_of(run_folder(tmp_path, rows)))
-    assert chart.items() >= known.items()
-
-
-def test_many_rows_make_a_page_of_bounded_size_with_the_extremes(
+def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
     tmp_path: Path,
 ) -> None:
-    rows = [{"step": n, "window/loss": 1 + n % 7 / 10} for n in range(20_000)]
-    rows[777]["window/loss"] = 9.5
-    page = page_of(run_folder(tmp_path, rows))
-    assert len(page) < 150_000
-    assert "20,000 values, shown as the mean of each stretch" in page
-    assert "to 9.5." in page
-    (line,) = charts(page)[0]["lines"]
-    assert line["steps"][0] == 0
-    assert line["steps"][-1] == 19_999
-    assert max(line["high"]) == 9.5  # the peak is there
-    assert max(line["values"]) < 2  # and is not the mean's
+    rows = [{"step": 10 * n, **WINDOW, "window/loss": 3 - n} for n in range(3)]
+    page = page_of(run_folder(tmp_path, [*rows, {"step": 20, "val/loss": 1.75}]))
+    assert legends(page)["Loss"] == {
+        "window/loss": "1 at step 20",
+        "val/loss": "1.75 at step 20",
+    }
+    assert page.count("<svg ") == len(titles(page)) + 1 == 9  # the loss is there twice
+    train, validation = drawn(page, "Loss")
+    ((left, top), (middle, half), (right, bottom)) = (
+        train[0][n : n + 2] for n in (0, 2, 4)
+    )
+    assert middle == pytest.approx((left + right) / 2, abs=0.2)
+    assert half == pytest.approx((top + bottom) / 2, abs=0.2)
+    assert left < middle < right
+    assert top < half < bottom
+    x, y = validation[0][:2]
+    assert x == right
+    assert y == pytest.approx(bottom - 0.375 * (bottom - top), abs=0.2)
+
+
+def test_a_thousand_values_are_all_drawn_and_more_are_a_mean_in_a_band(
+    tmp_path: Path,
+) -> None:
+    values = [2 + n * 4 % 7 / 10 for n in range(20_000)]
+    values[777] = 9.5
+    for count in (1000, 20_000):
+        rows = [{"step": n, "metric": value} for n, value in enumerate(values[:count])]
+        page = page_of(run_folder(tmp_path, rows))
+        (line,) = drawn(page, "metric")
+        is_mean = "values are shown as the mean of each stretch" in page
+        assert is_mean == (count > 1000)
+        num_points = sum(len(piece) // 2 for piece in line)
+        assert num_points <= 252 if is_mean else num_points > 800  # straight runs join
+        assert "<td>9.5</td>" in page  # the peak is in the numbers
+        assert len(page.encode()) < 100_000
 
 
 def test_many_lines_of_many_rows_stay_below_a_megabyte(tmp_path: Path) -> None:
@@ -148,8 +68,68 @@ def test_many_lines_of_many_rows_stay_below_a_megabyte(tmp_path: Path) -> None:
         for n in range(1500)
     ]
     page = page_of(run_folder(tmp_path, rows))
-    assert sum(len(chart["lines"]) for chart in charts(page)) == len(names)
+    assert sum(map(len, legends(page).values())) == len(names)
     assert len(page.encode()) < 1_000_000
+
+
+def test_it_runs_nothing_and_needs_no_other_file_and_no_network(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path, [{"step": 0, **WINDOW}]))
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
+    elsewhere = r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import|https?:|\bon\w+="
+    assert not re.search(elsewhere, page)
+    assert page.count('href="#') > 0  # the control: within an SVG
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    name = "</svg><img src=x onerror=alert(1)>&{0}$x^$"
+    page = page_of(run_folder(tmp_path / "<b>run", [{"step": 0, name: 1.0}]))
+    assert "<img" not in page
+    assert "<b>run" not in page
+    assert list(legends(page)) == [name]
+    assert list(legends(page)[name]) == [name]
+
+
+def test_the_colours_are_those_of_the_readers_system(tmp_path: Path) -> None:
+    """What is drawn names them, and they are defined twice."""
+    rows = [{"step": n, **WINDOW, "val/loss": 1} for n in range(3)]
+    page = page_of(run_folder(tmp_path, rows))
+    light, dark = re.findall(r":root\{(.*?)\}", page)
+    for colours, style in ((LIGHT, light), (DARK, dark)):
+        assert all(f"--{name}:{value};" in style for name, value in colours.items())
+    assert "@media screen and (prefers-color-scheme:dark){:root{" in page
+    for svg in re.findall("<svg .*?</svg>", page):
+        assert "var(--train)" in svg
+        assert "var(--quiet)" in svg
+        assert not re.search(r":\s*#", svg)  # no other colour
+
+
+def test_two_charts_share_no_identifier(tmp_path: Path) -> None:
+    rows = [{"step": n, **WINDOW} for n in range(3)]
+    page = page_of(run_folder(tmp_path, rows))
+    known = re.findall(r'\bid="(.*?)"', page)
+    assert len(known) == len(set(known)) > 8
+    used = re.findall(r"(?:url\(|href=\")#(\w+)", page)
+    assert set(used) <= set(known)
+
+
+def test_what_is_not_finite_leaves_a_gap_and_is_counted(tmp_path: Path) -> None:
+    losses = [3.0, 2.0, "nan", "inf", 2.0, 1.0]
+    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
+    page = page_of(run_folder(tmp_path, rows))
+    (line,) = drawn(page, "Loss")
+    assert [len(piece) for piece in line] == [4, 4]
+    assert "val/loss: 2 rows have no finite value: a gap." in page
+    page = page_of(run_folder(tmp_path / "2", [rows[0], rows[1], rows[4]]))
+    assert [len(piece) for piece in drawn(page, "Loss")[0]] == [6]  # the control
+    assert "no finite value" not in page
+
+
+def test_the_lines_are_there_in_numbers(tmp_path: Path) -> None:
+    rows = [{"step": n, "val/loss": 4.5 - n} for n in range(3)]
+    page = page_of(run_folder(tmp_path, rows))
+    table = page.partition("<details>")[2].partition("</details>")[0]
+    cells = re.findall(r"<t[hd].*?>([^<]*)</t[hd]>", table)
+    assert cells[7:] == ["val/loss", "3", "4.5", "2.5", "2.5", "4.5", "0 to 2"]
 
 
 SUMMARY: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.report.runs import WINDOW, charts, page_of, points, run_folder
+from tests.cli.report.runs import WINDOW, charts_of, legends, page_of, run_folder
 from tests.startup import CHILD_PATH
 from trainkit.cli.main import main
 
@@ -20,7 +20,7 @@ def test_it_loads_neither_torch_nor_lightning(tmp_path: Path) -> None:
     program = (
         "import sys; from trainkit.cli.main import main; "
         "status = main(['report', '--no-pictures', '.']); "
-        "print(status, {'torch', 'lightning', 'hydra', 'wandb', 'matplotlib'}"
+        "print(status, {'torch', 'lightning', 'hydra', 'wandb', 'matplotlib.pyplot'}"
         " & set(sys.modules))"
     )
     done = subprocess.run(
@@ -40,59 +40,8 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
     with folder.path.joinpath("metrics.csv").open("a") as file:
         file.write("10,1.2")  # killed while 1.25 was written
-    (chart,) = charts(page_of(folder))
-    assert [points(line) for line in chart["lines"]] == [[(0, 2)]]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            None,
-            "RUN_DIR: must be the folder of a run, with metrics.csv in it, rec",
-        ),
-        (b"", "RUN_DIR: must have rows of numbers in metrics.csv, and .* has none yet"),
-        (b"step,val/loss\n", "has none yet. Wait until the run"),
-        (b"step,val/loss\n0,nan\n", "has none yet"),
-        (b"step,val/loss\n0,\xff\n", "must be a table of numbers in UTF-8, and is dam"),
-    ],
-)
-def test_what_has_no_rows_is_refused(
-    content: bytes | None,
-    message: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    if content is not None:
-        (tmp_path / "metrics.csv").write_bytes(content)
-    assert main(["report", str(tmp_path)]) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert re.search(message, said), said
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
-    (tmp_path / "report.html").mkdir()
-    assert main(["report", str(tmp_path)]) == 2
-    assert "RUN_DIR: its report cannot be written: " in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", '{"status": "finished"}', "[1]"])
-def test_a_damaged_summary_is_named(
-    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
-    (tmp_path / "summary.json").write_text(text)
-    assert main(["report", str(tmp_path)]) == 2
-    said = capfd.readouterr().err
-    assert (
-        "summary.json: must be JSON, as a run writes it at its end, and is damaged"
-        in said
-    )
+    (chart,) = charts_of(folder).shown
+    assert [line.shown for line in chart.lines] == [[(0, 2)]]
 
 
 @pytest.mark.parametrize(
@@ -110,5 +59,74 @@ def test_a_damaged_plan_is_as_good_as_none(plan: str, tmp_path: Path) -> None:
     (tmp_path / "learning_rate_plan.json").write_text(plan)
     page = page_of(folder)
     assert "No plan: " in page
-    (chart,) = charts(page)
-    assert [line["label"] for line in chart["lines"]] == ["lr-SGD"]
+    assert list(legends(page)["Learning rate"]) == ["lr-SGD"]
+
+
+RUNS = ("a", "multi/0", "multi/1", "single/0")
+FILES = {
+    "empty/metrics.csv": b"",
+    "heads/metrics.csv": b"step,val/loss\n",
+    "nan/metrics.csv": b"step,val/loss\n0,nan\n",
+    "bytes/metrics.csv": b"step,val/loss\n0,\xff\n",
+    "times/step_times.csv": b"step,seconds\n1,x\n",
+    "noseconds/step_times.csv": b"step,time\n1,2\n",
+    "list/config.yaml": b"- 1",
+    "yaml/config.yaml": b"a: [\n b: }",
+    "json/summary.json": b"{",
+    "lacks/summary.json": b'{"status": "finished"}',
+    "array/summary.json": b"[1]",
+}
+SUMMARY = "summary.json: must be JSON, as a run writes it at its end, and is damaged"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "RUN_DIR"),
+        ("nowhere", "must be the folder of a run, with metrics.csv in it, received "),
+        ("a nowhere", "must be the folder of a run, .*received .*/nowhere"),
+        ("a a/metrics.csv", "must be the folder of a run, .*metrics.csv"),
+        ("empty", "must have rows of numbers in metrics.csv, and .*/empty has none ye"),
+        ("a empty", "must have rows of numbers in metrics.csv, and .*/empty has none"),
+        ("heads", "has none yet. Wait until the run"),
+        ("nan", "has none yet"),
+        ("bytes", "bytes/metrics.csv: must be a table of numbers in UTF-8, and is dam"),
+        ("a bytes", "bytes/metrics.csv: must be a table of numbers in UTF-8"),
+        ("times", "step_times.csv: must be a table of numbers"),
+        ("noseconds", "step_times.csv: must be a table of numbers.*a row lacks seco"),
+        ("json", SUMMARY),
+        ("lacks", SUMMARY),
+        ("array", SUMMARY),
+        ("a list", "list/config.yaml: must be YAML with a mapping, .*list"),
+        ("a yaml", "yaml/config.yaml: must be YAML with a mapping, .*damaged"),
+        ("a a", "each run once, and .*/a was given twice"),
+        ("a multi/../a", "each run once, and .*/a was given twice"),
+        ("multi multi/0", "each run once, and .*/multi/0 was given twice"),
+        ("single", "in .*/single there is one, 0. Name it: trainkit report .*/0"),
+        ("a --to page.html", "--to: is for the page of several runs, and there is one"),
+        ("a multi --to page.txt", "--to: must be a file that ends in .html, received"),
+        ("a multi --to multi", "--to: must be a file that ends in .html, received mu"),
+        ("a multi --to no/p.html", "--to: must lie in a folder that exists, and .*no"),
+        ("a multi --to", "--to"),
+        ("full", "RUN_DIR: its report cannot be written: "),
+    ],
+)
+def test_wrong_input_has_one_message_and_writes_nothing(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"step": 0, "val/loss": 2.0}]
+    for name in (*RUNS, "full", *(file.partition("/")[0] for file in FILES)):
+        run_folder(tmp_path / name, rows)
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "full/report.html").mkdir()  # in its place
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", "--no-pictures", *words.split()]) == 2
+    said = capfd.readouterr().err
+    assert re.search(message, said, re.DOTALL), said
+    assert sorted(tmp_path.rglob("*")) == before

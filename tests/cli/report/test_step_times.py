@@ -1,101 +1,256 @@
-"""`step_times.csv`: host time between steps, without validation, and what it costs."""
+"""`step_times.csv`, by a clock that only the test moves."""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
 
+from tests.helpers import loader as loader_of
+from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
+from trainkit import AccumulationCallback, PerSample, PerToken, WindowMonitor
 from trainkit.cli.report import step_times
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.throughput import read_step_times
+from trainkit.cli.report.throughput import read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
+
+STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0
+"""Seconds of a batch, of the wait for it, of a validation, of a checkpoint, and of what
+is prepared in the first batch."""
 
 
 class Clock:
-    now = 100.0
+    now = 0.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(step_times, "time", found)
+    monkeypatch.setattr(step_times, "perf_counter", found)
     return found
 
 
-def trainer(step: int, **options: Any) -> Any:
-    known = {"is_global_zero": True, "loggers": [1], "fast_dev_run": False}
-    return SimpleNamespace(global_step=step, **{**known, **options})
+class Net(LightningModule):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.net = torch.nn.Embedding(50, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        is_first = batch_idx == 0 and self.global_step == 0
+        self.clock.now += STEP + FIRST * is_first
+        return self.net(batch["ids"]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += VALIDATION
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.clock.now += CHECKPOINT
 
 
-def stepped(
-    times: StepTimes, clock: Clock, *steps: tuple[int, float], **o: Any
+class Slow:
+    """A loader that needs a second for each batch."""
+
+    def __init__(self, clock: Clock, batches: list[Any]) -> None:
+        self.clock, self.batches = clock, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.clock.now += FETCH
+            yield batch
+
+
+class Saving(Callback):
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+BATCHES = [pad(ragged_sequences(4)) for _ in range(8)]
+NUM_MEASURED = 7  # steps of two epochs of 4, without the first one
+SECONDS = 2 * (STEP + FETCH)
+"""Of a window of two batches."""
+
+
+def fitted(clock: Clock, path: Path, *callbacks: Any, **options: Any) -> Any:
+    """What `step_times.csv` has of a training of two epochs."""
+    data = Slow(clock, [dict(batch) for batch in BATCHES])
+    with quiet_lightning():
+        each = trainer(
+            2,
+            callbacks=[StepTimes(RunFolder(path)), *callbacks],
+            max_epochs=2,
+            num_sanity_val_steps=1,
+            **options,
+        )
+        each.fit(Net(clock), data, Slow(clock, [BATCHES[0]]))
+    return read_step_times(path / "step_times.csv")
+
+
+def test_each_step_has_its_time_without_what_lies_between(
+    clock: Clock, tmp_path: Path
 ) -> None:
-    for step, seconds in steps:
-        clock.now += seconds
-        times.on_train_batch_end(trainer(step, **o), None, None, None, 0)
+    """The control: with validations and checkpoints there were 33,000 seconds."""
+    times = fitted(
+        clock,
+        tmp_path,
+        AccumulationCallback(PerToken()),
+        WindowMonitor(every_n_steps=1000),
+        Saving(tmp_path / "one.ckpt"),
+        val_check_interval=3,
+    )
+    assert clock.now > 16 * CHECKPOINT + FIRST
+    assert math.isnan(times[0]["seconds"])
+    assert [row["step"] for row in times] == [*range(1, NUM_MEASURED + 2)]
+    assert [row["seconds"] for row in times[1:]] == [SECONDS] * NUM_MEASURED
+    found = throughput(times)
+    labels = torch.stack([batch["labels"] for batch in BATCHES])
+    real = 2 * int((labels[0] != -100).sum())
+    assert found is not None
+    assert found["steps"] == NUM_MEASURED
+    assert found["seconds"] == NUM_MEASURED * SECONDS
+    assert found["samples_per_second"] == pytest.approx(8 / SECONDS)
+    assert found["tokens_per_second"] == pytest.approx(real / SECONDS)
+    assert found["padding"] == pytest.approx((labels[0] == -100).double().mean().item())
+    assert found["waiting"] == pytest.approx(FETCH / (STEP + FETCH))
 
 
-def test_each_step_has_its_time_without_validation(
-    tmp_path: Path, clock: Clock
+@pytest.mark.parametrize("is_known", [True, False])
+def test_without_counts_there_is_less(
+    is_known: bool, clock: Clock, tmp_path: Path
 ) -> None:
-    times = StepTimes(RunFolder(tmp_path))
-    times.on_train_start(trainer(0), None)
-    stepped(times, clock, (0, 5), (1, 9), (2, 0.5), (2, 0.25))  # within windows, too
-    times.on_validation_start(None, None)
-    clock.now += 7
-    times.on_validation_end(None, None)
-    stepped(times, clock, (3, 0.125))
-    times.on_train_end(None, None)
-    found = read_step_times(tmp_path / "step_times.csv")
-    assert math.isnan(found.pop(1))
-    assert found == {2: 0.5, 3: 0.25 + 0.125}
+    """Without `WindowMonitor` no tokens, and without windows no samples."""
+    callbacks = [AccumulationCallback(PerSample())] if is_known else []
+    found = throughput(fitted(clock, tmp_path, *callbacks))
+    assert found is not None
+    assert found["steps_per_second"] == pytest.approx(1 / SECONDS)
+    assert found["samples_per_second"] == (8 / SECONDS if is_known else None)
+    assert found["tokens_per_second"] is None
+    assert found["padding"] is None
 
 
-def test_another_process_writes_on(tmp_path: Path, clock: Clock) -> None:
-    for first in (0, 2):
-        times = StepTimes(RunFolder(tmp_path))
-        times.on_train_start(trainer(first), None)
-        stepped(times, clock, (first + 1, 1), (first + 2, 1), (first + 3, 1))
-        times.on_exception(None, None, None)
-    found = read_step_times(tmp_path / "step_times.csv")
-    assert [step for step in found if math.isnan(found[step])] == [1, 3]
-
-
-@pytest.mark.parametrize(
-    "options", [{"is_global_zero": False}, {"loggers": []}, {"fast_dev_run": 1}]
-)
-def test_one_rank_writes_if_there_is_a_logger(
-    options: dict[str, Any], tmp_path: Path, clock: Clock
+@pytest.mark.parametrize("options", [{"max_steps": 1}, {"fast_dev_run": 2}])
+def test_one_step_is_not_measured(
+    clock: Clock, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    times = StepTimes(RunFolder(tmp_path))
-    times.on_train_start(trainer(0), None)
-    stepped(times, clock, (1, 1), (2, 1), **options)
-    times.on_train_end(None, None)
-    assert not list(tmp_path.iterdir())
+    callback = AccumulationCallback(PerSample())
+    assert throughput(fitted(clock, tmp_path, callback, **options)) is None
+    assert (tmp_path / "step_times.csv").exists() == ("max_steps" in options)
+
+
+class Failing(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 3:
+            raise KeyError("an error")
+
+
+def test_a_training_that_fails_has_what_it_had_and_another_process_writes_on(
+    clock: Clock, tmp_path: Path
+) -> None:
+    windows = AccumulationCallback(PerSample())
+    with pytest.raises(KeyError):
+        fitted(clock, tmp_path, windows, Failing())
+    times = read_step_times(tmp_path / "step_times.csv")
+    assert [row["seconds"] for row in times[1:]] == [SECONDS] * 2
+    times = fitted(clock, tmp_path, AccumulationCallback(PerSample()))
+    text = (tmp_path / "step_times.csv").read_text()
+    assert text.count("step,") == 1
+    assert text.count("\n1,nan,") == 2
+    assert len(times) == NUM_MEASURED + 1
+
+
+def test_the_wait_for_the_device_belongs_to_the_last_step(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(step_times.LateReading):
+        """On its way until somebody waits for it."""
+
+        arrived = False  # type: ignore[assignment]
+
+        def values(self) -> Any:
+            clock.now += 7.0
+            return super().values()
+
+    monkeypatch.setattr(step_times, "LateReading", Late)
+    times = fitted(clock, tmp_path, AccumulationCallback(PerSample()))
+    seconds = [row["seconds"] for row in times[1:]]
+    assert seconds[:-1] == [SECONDS] * (NUM_MEASURED - 1)
+    assert seconds[-1] > SECONDS + 7
+
+
+def test_the_profiler_is_given_back_and_copies_begin_anew(
+    clock: Clock, tmp_path: Path
+) -> None:
+    measured = StepTimes(RunFolder(tmp_path))
+    each: Any = trainer(2, callbacks=[measured], max_epochs=1)
+    with quiet_lightning():
+        each.fit(Net(clock), Slow(clock, BATCHES), Slow(clock, BATCHES))
+    assert not {"start", "stop"} & vars(each.profiler).keys()
+    for copied in (copy.deepcopy(measured), pickle.loads(pickle.dumps(measured))):
+        assert copied._step == -1
+    assert measured._step == 4
+
+
+def two_ranks(rank: int, world: int, path: Path) -> None:
+    clock = Clock()
+    step_times.perf_counter = clock  # type: ignore[assignment]
+    data = loader_of(ragged_sequences(16), 2, collate=pad)
+    callbacks = [StepTimes(RunFolder(path)), AccumulationCallback(PerSample())]
+    with quiet_lightning():
+        trainer(
+            2, callbacks=callbacks, max_epochs=1, strategy="ddp", devices=world,
+            use_distributed_sampler=True,
+        ).fit(Net(clock), data)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Of 16 samples, 8 are in the first step; a rank takes two batches a step."""
+    run_ranks(two_ranks, 2, tmp_path)
+    found = throughput(read_step_times(tmp_path / "step_times.csv"))
+    assert found is not None
+    assert found["steps"] == 1
+    assert found["samples_per_second"] == pytest.approx(8 / (2 * STEP))
+
+
+def stepped(times: StepTimes, count: int) -> None:
+    one = {"is_global_zero": True, "fast_dev_run": False, "callbacks": []}
+    for step in range(count):
+        each = SimpleNamespace(global_step=step, **one)
+        times.on_train_batch_end(each, None, None, None, 0)
 
 
 def test_a_full_disk_does_not_end_the_training(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = StepTimes(RunFolder(tmp_path / "gone"))
-    times.on_train_start(trainer(0), None)
-    stepped(times, clock, (1, 1), (2, 1))
+    stepped(times, 2)
+    times.on_train_end(None, None)
     assert "trainkit | report: no throughput: " in capsys.readouterr().out
 
 
 def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
     times = StepTimes(RunFolder(tmp_path))
-    times.on_train_start(trainer(0), None)
-    each = [trainer(step) for step in range(2000)]
     began = time.process_time()
-    for one in each:
-        times.on_train_batch_end(one, None, None, None, 0)
+    stepped(times, 2000)
     assert (time.process_time() - began) / 2000 < 1e-4

@@ -1,92 +1,113 @@
-"""The throughput is what was seen, divided by the time of all steps."""
+"""The throughput of the table is that of the chart, and of `summary.json`."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.cli.report.runs import charts, page_of, run_folder, titles
-from trainkit.cli.report.series import Series
-from trainkit.cli.report.throughput import read_step_times, throughput
-from trainkit.errors import TrainkitError
+from tests.cli.report.runs import charts_of, page_of, run_folder, titles
+from tests.cli.report.test_page import SUMMARY
+from trainkit.cli.report.throughput import rates, read_step_times, throughput
+from trainkit.cli.runs.summary_rows import rows, throughput_text
 
-TIMES = {0.0: math.nan, 1.0: 0.5, 2.0: 0.25, 3.0: 0.25}
-SEEN = {"window/seen": [100, 300, 400, 450], "window/samples_seen": [4, 8, 12, 16]}
+HEAD = "step,seconds,waiting,samples,tokens,padding\n"
+TIMES = "1,nan,nan,4,60,40\n2,0.5,0.1,8,90,10\n3,0.25,0.05,4,60,0\n4,1.25,0,8,50,50\n"
 
 
-def columns(*, start: str = "window/", every: int = 1) -> dict[str, Series]:
-    steps = tuple(map(float, range(4)))[::every]
-    return {
-        name.replace("window/", start): Series(name, steps, tuple(values[::every]))
-        for name, values in SEEN.items()
+def times(tmp_path: Path, text: str = HEAD + TIMES) -> Path:
+    file = tmp_path / "step_times.csv"
+    file.write_text(text)
+    return file
+
+
+def test_it_is_what_was_counted_over_the_time(tmp_path: Path) -> None:
+    known = read_step_times(times(tmp_path))
+    assert throughput(known) == {
+        "steps": 3,
+        "seconds": 2.0,
+        "steps_per_second": 1.5,
+        "samples_per_second": 10,
+        "tokens_per_second": 100,
+        "padding": pytest.approx(60 / 260),
+        "waiting": pytest.approx(0.15 / 2),
     }
+    tokens, samples = rates(known)
+    assert samples.shown == [(2, 16), (3, 16), (4, 6.4)]
+    assert tokens.shown == [(2, 180), (3, 240), (4, 40)]
 
 
-def rates(found: list[Series]) -> dict[str, list[tuple[float, float]]]:
-    return {each.name: each.shown for each in found}
+def test_the_table_the_chart_and_the_summary_agree(tmp_path: Path) -> None:
+    """By the seconds of each step the mean of the chart is the number of the table."""
+    folder = run_folder(tmp_path, [{"step": 4, "window/loss": 1, "window/weight": 9}])
+    known = read_step_times(times(tmp_path))
+    speed = {"throughput": throughput(known)}
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | speed))
+    page = page_of(folder)
+    said = "10 samples/s, 100 tokens/s, 23% padding, 8% of the time waiting for data"
+    assert said in page
+    assert rows(SUMMARY | speed)[-1] == ("throughput", said)
+    assert "Over all steps: 100 tokens per second." in page
+    seconds = {row["step"]: row["seconds"] for row in known}
+    for chart in charts_of(folder).shown:
+        if chart.title.startswith("Throughput"):
+            points = chart.lines[0].shown
+            mean = sum(rate * seconds[step] for step, rate in points) / 2.0
+            assert f"{mean:.0f} {chart.lines[0].name.split()[0]}/s" in said
+    (tmp_path / "summary.json").unlink()  # as of a run that was killed
+    assert said in page_of(folder)
 
 
-def test_it_is_what_was_seen_over_the_time() -> None:
-    assert rates(throughput(columns(), TIMES, "tokens")) == {
-        "samples per second": [(1, 8), (2, 16), (3, 16)],
-        "tokens per second": [(1, 400), (2, 400), (3, 200)],
-    }
-
-
-def test_windows_that_were_not_logged_count() -> None:
-    found = rates(throughput(columns(every=2), TIMES, "tokens"))
-    assert found["samples per second"] == [(2, 8 / 0.75)]
-
-
-def test_only_tokens_are_called_tokens() -> None:
-    found = throughput(columns(), TIMES, "micro-batches")
-    assert [each.name for each in found] == ["samples per second"]
-
-
-def test_of_several_optimizers_the_first_one_counts() -> None:
-    assert rates(throughput(columns(start="window/0/"), TIMES, "")) == {
-        "samples per second": [(1, 8), (2, 16), (3, 16)]
-    }
-    assert throughput(columns(start="window/1/"), TIMES, "tokens") == []
+def test_weights_are_not_called_tokens(tmp_path: Path) -> None:
+    """The control: what the strategy weighs is not what was counted."""
+    rows = [{"step": n, "window/seen": 4 * n, "window/loss": 1} for n in range(1, 5)]
+    folder = run_folder(tmp_path, rows)
+    (tmp_path / "learning_rate_plan.json").write_text('{"unit": "tokens"}')
+    times(tmp_path, HEAD + re.sub(r"(\d+),(\d+)\n", "0,0\n", TIMES))
+    assert titles(page_of(folder)) == ["Loss", "Throughput, in samples per second"]
 
 
 @pytest.mark.parametrize(
-    ("times", "steps"),
+    ("text", "steps"),
     [
-        ({}, []),  # an old run
-        ({**TIMES, 2.0: math.nan}, [1, 3]),  # a process began here
-        ({1.0: 0.5, 3.0: 0.25}, [1, 3]),  # killed before it was written
+        ("", []),  # there is no such file
+        (HEAD + TIMES + "3,nan,nan,4,60,0\n", [2, 4]),  # a process began at step 3
+        (HEAD + TIMES + "4,0.5,0,8,50,50\n5,0.", [2, 3, 4]),  # killed while writing
+        ("step,seconds\n1,nan\n2,0.5\n", []),  # of an earlier version
     ],
 )
-def test_an_unknown_time_is_a_gap(times: dict[float, float], steps: list[int]) -> None:
-    found = throughput(columns(), times, "")
-    assert [step for each in found for step, _ in each.shown] == steps
+def test_what_is_not_known_is_left_out(
+    text: str, steps: list[int], tmp_path: Path
+) -> None:
+    known = read_step_times(times(tmp_path, text)) if text else []
+    assert [
+        s for _, s in enumerate(p for x in rates(known)[1:] for p, _ in x.shown)
+    ] == steps
+    measured = throughput(known)
+    assert (measured is None) == (not text)
+    if measured is not None and not steps:
+        assert throughput_text(**measured) == "2 steps/s"
 
 
-def test_of_a_step_that_was_done_again_the_later_time_counts(tmp_path: Path) -> None:
-    file = tmp_path / "step_times.csv"
-    file.write_text("step,seconds\n0,nan\n1,0.5\n2,9\n1,nan\n2,0.25\n3,0.")
-    times = read_step_times(file)
-    assert math.isnan(times[1])
-    assert times[2] == 0.25
-    assert 3 not in times
+def test_of_a_step_that_was_done_again_the_later_row_counts(tmp_path: Path) -> None:
+    known = read_step_times(times(tmp_path, HEAD + TIMES + "4,0.25,0,8,50,50\n"))
+    measured = throughput(known)
+    assert measured is not None
+    assert (measured["steps"], measured["seconds"]) == (3, 1.0)
+    assert math.isnan(known[0]["seconds"])
 
 
-@pytest.mark.parametrize("text", ["step,seconds\n1,x\n", "step,time\n1,2\n"])
-def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
-    (tmp_path / "step_times.csv").write_text(text)
-    with pytest.raises(TrainkitError, match="step_times.csv: must be a table of num"):
-        page_of(folder)
-
-
-def test_a_page_without_times_has_no_such_chart(tmp_path: Path) -> None:
-    rows = [{"step": n, "window/samples_seen": n} for n in range(3)]
-    folder = run_folder(tmp_path, [{**row, "window/loss": 1} for row in rows])
-    assert titles(page_of(folder)) == ["Loss"]
-    (tmp_path / "step_times.csv").write_text("step,seconds\n1,0.5\n2,0.25\n")
-    page = page_of(folder)
-    assert titles(page)[1:] == ["Throughput, in samples per second"]
-    assert charts(page)[1]["lines"][0]["values"] == [2, 4]
+def test_the_last_row_says_it() -> None:
+    numbers = {
+        "steps": 3, "seconds": 2.0, "steps_per_second": 1.5, "padding": 0.124,
+        "samples_per_second": 1238.4, "tokens_per_second": 38149.0, "waiting": 0.03,
+    }  # fmt: skip
+    assert rows(SUMMARY | {"throughput": numbers})[-1] == (
+        "throughput",
+        "1,240 samples/s, 38,100 tokens/s, 12% padding, 3% of the time waiting for "
+        "data",
+    )
+    assert rows(SUMMARY | {"throughput": None}) == rows(SUMMARY)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
 
-from tests.cli.report.runs import charts, points, titles
-from tests.cli.training import the_run, train
+from tests.cli.report.runs import charts_of, titles
+from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.main import main
+from trainkit.cli.report.throughput import STEP_TIMES, read_step_times
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.summary_rows import throughput_text
 from trainkit.config import allow_targets
 
 allow_targets("tests")
@@ -41,10 +45,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return the_run(where)
 
 
-def lines(run: Path, title: str) -> dict[str, list[tuple[float, float | None]]]:
-    page = (run / "report.html").read_text(encoding="utf-8")
-    chart = charts(page)[titles(page).index(title)]
-    return {line["label"]: points(line) for line in chart["lines"]}
+def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
+    shown = charts_of(RunFolder(run)).shown
+    chart = next(each for each in shown if each.title == title)
+    return {line.name: line.shown for line in chart.lines}
 
 
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
@@ -67,7 +71,12 @@ def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     assert "finished after 4 optimizer steps" in page
     rates = lines(run, "Throughput, in tokens per second")["tokens per second"]
     assert len(rates) < 4  # the time before the first step is not known
-    assert rates[-1][1] is not None
+    speed = summary_of(run)["throughput"]
+    assert throughput_text(**speed) in unescape(page)
+    seconds = {row["step"]: row["seconds"] for row in read_step_times(run / STEP_TIMES)}
+    mean = sum(rate * seconds[step] for step, rate in rates) / speed["seconds"]
+    assert mean == pytest.approx(speed["tokens_per_second"])
+    assert speed["seconds"] == pytest.approx(sum(seconds[step] for step, _ in rates))
     assert rates[-1][1] > 0
     names = {path.stem for path in (run / "pictures").iterdir()}
     assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
@@ -95,6 +104,7 @@ def test_what_goes_on_keeps_the_plan_of_its_first_part(
     before = lines(run, "Learning rate")["lr-AdamW, planned"]
     where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
+    assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes
     after = lines(run, "Learning rate")
     assert after["lr-AdamW, planned"][:4] == before
     assert after["lr-AdamW, planned"] == after["lr-AdamW"]

@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainkit.cli.report.chart import STEP, Chart, Charts, Line, run_dash, run_style
-from trainkit.cli.report.page import page
-from trainkit.cli.report.series import WINDOW
-from trainkit.cli.report.write import read_charts, read_facts, summary_rows
+from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.charts import METRIC
+from trainkit.cli.report.line import Line
+from trainkit.cli.report.page import mark, page
+from trainkit.cli.report.write import Run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
+_COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
+_DASHES = ("solid", "dashed", "dotted")
 _LONGEST = 40
-"""The longest text of values in a legend, and in one line of the table."""
+"""The longest text of values in a legend."""
 _NONE = "–"
 _MANY = 15
 """More values that differ are folded away."""
 _FEW = 4
 """Up to so many runs are the columns of the table; more are its rows."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run among others.
-
-    Attributes:
-        name: tells it apart from the others.
-        config: its configuration, as texts by dotted keys.
-        ended: the rows of its summary.
-    """
-
-    name: str
-    charts: Charts
-    config: Mapping[str, str]
-    ended: Mapping[str, str]
+_MOST_BANDS = 3
+"""Of more runs there are only lines: their bands would lie on each other."""
 
 
 def runs_in(path: Path) -> tuple[list[RunFolder], list[Path]]:
@@ -65,148 +54,90 @@ def _by_number(path: Path) -> tuple[str, int, str]:
     return str(path.parent), number, path.name
 
 
-def read_run(folder: RunFolder, name: str) -> Run:
-    """Read a run.
-
-    Raises:
-        TrainkitError: a file of it is damaged, or it has no rows.
-    """
-    charts = read_charts(folder)
-    if not charts.shown:
-        raise TrainkitError(
-            f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
-            f"{folder.path} has none yet. Leave it out, or wait until it logs one."
-        )
-    facts = read_facts(folder)
-    ended = dict(summary_rows(facts, charts))
-    if not facts:
-        last = max((step for step, _ in _last_points(charts)), default=0)
-        ended["training"] = f"under way or killed, step {last:,.0f}"
-        ended |= _last_values(charts)
-    return Run(name, charts, _config(folder), ended)
-
-
-def comparison(runs: Sequence[Run], *, where: str, left_out: Sequence[str]) -> str:
+def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
     """The text of the page of several runs."""
-    differing = _differing([run.config for run in runs])
-    labels = [_label(run, differing) for run in runs]
-    charts = Charts(tuple(_together(runs, labels)), tuple(left_out))
+    where = os.path.commonpath([run.folder.path for run in runs])
+    names = [os.path.relpath(run.folder.path, where) for run in runs]
+    configs = [_config(run.folder) for run in runs]
+    differing = _differing(configs)
+    labels = [_label(*of, differing) for of in zip(names, configs, strict=True)]
+    ends = [dict(run.rows) for run in runs]
+    told = dict.fromkeys(["training", *_differing(ends)])
+    whole = [{**config, **end} for config, end in zip(configs, ends, strict=True)]
+    if len(differing) > _MANY:
+        said = f"{len(differing)} values of their configurations differ"
+        hidden = _table(names, configs, differing)
+        table = _table(names, whole, told)
+        table += f"<details><summary>{said}</summary>{hidden}</details>"
+    else:
+        table = "" if differing else "<p>Their configurations are equal.</p>"
+        table += _table(names, whole, [*differing, *told])
     return page(
-        charts,
+        Charts(list(_together(runs, labels)), left_out),
         title=f"{len(runs)} runs",
         where=where,
-        table=_tables(runs, differing),
+        table=table,
     )
 
 
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart.
+def _look(place: int) -> dict[str, str]:
+    """The colour and the dashes of one of several runs."""
+    turn, place = divmod(place, len(_COLOURS))
+    return {"colour": _COLOURS[place], "dash": _DASHES[turn % len(_DASHES)]}
 
-    >>> short_names([Path("/a/x/0"), Path("/a/y/0"), Path("/a/y/1")])
-    ['x/0', 'y/0', 'y/1']
-    """
-    for count in range(1, max(len(path.parts) for path in paths)):
-        names = [os.path.join(*path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+
+def _label(name: str, config: Mapping[str, str], differing: Sequence[str]) -> str:
+    """A run's name, with what differs if that is short."""
+    parts = [f"{key.rpartition('.')[2]}={config.get(key, _NONE)}" for key in differing]
+    said = ", ".join(parts)
+    return f"{name}: {said}" if 0 < len(said) <= _LONGEST else name
 
 
 def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
     """A chart for each column, with a line for each run."""
     found: dict[tuple[str, str], tuple[Chart, list[Line]]] = {}
     for place, run in enumerate(runs):
+        look = {"name": labels[place], **_look(place)}
         for chart in run.charts.shown:
+            # A title has the unit; those of other metrics name what is beside them.
+            same = chart.key if chart.key.startswith(METRIC) else chart.title
             for line in chart.lines:
-                if line.role != "plan":
-                    _, lines = found.setdefault((chart.key, line.label), (chart, []))
-                    one = replace(line, label=labels[place], role="run", place=place)
-                    lines.append(one)
-    keys = [key for key, _ in found]
-    for (key, label), (chart, lines) in found.items():
-        is_only = keys.count(key) == 1 or chart.title == label
+                if line.colour != "plan":
+                    _, lines = found.setdefault((same, line.name), (chart, []))
+                    lines.append(replace(line, **look))
+    every = [same for same, _ in found]
+    for (same, name), (chart, lines) in found.items():
+        is_only = every.count(same) == 1 or chart.title == name
         yield replace(
             chart,
-            title=chart.title if is_only else f"{chart.title}: {label}",
-            caption=_caption(chart, lines[0].series.name),
-            lines=tuple(lines),
+            title=chart.title if is_only else f"{chart.title}: {name}",
+            caption=chart.caption.partition(", and ")[0].rstrip(".") + ".",
+            lines=lines,
+            has_bands=len(runs) <= _MOST_BANDS,
             note="",
         )
 
 
-def _caption(chart: Chart, column: str) -> str:
-    """The caption of the chart of one column."""
-    if chart.key == "loss" and not column.startswith(WINDOW):
-        return "As it was logged."
-    return chart.caption.partition(", and ")[0].rstrip(".") + "."
-
-
-def _label(run: Run, differing: Sequence[str]) -> str:
-    """The run's name, with what differs if that is short."""
-    parts = [
-        f"{key.rpartition('.')[2]}={run.config.get(key, _NONE)}" for key in differing
-    ]
-    said = ", ".join(parts)
-    return f"{run.name}: {said}" if 0 < len(said) <= _LONGEST else run.name
-
-
-def _tables(runs: Sequence[Run], differing: Sequence[str]) -> str:
-    """What differs in the configurations, and how the runs ended."""
-    configs = {key: [run.config.get(key, _NONE) for run in runs] for key in differing}
-    told = dict.fromkeys(["training", *_differing([run.ended for run in runs])])
-    ends = {name: [run.ended.get(name, _NONE) for run in runs] for name in told}
-    if not differing:
-        return f"<p>Their configurations are equal.</p>{_table(runs, ends)}"
-    if len(differing) <= _MANY:
-        return _table(runs, configs | ends)
-    return (
-        f"{_table(runs, ends)}<details><summary>{len(differing)} values of their "
-        f"configurations differ</summary>{_table(runs, configs)}</details>"
-    )
-
-
-def _table(runs: Sequence[Run], texts: Mapping[str, Sequence[str]]) -> str:
-    heads = [
-        f'<i class="mark {run_style(place)} dash{run_dash(place)}"></i>'
-        f"{escape(run.name)}"
-        for place, run in enumerate(runs)
-    ]
+def _table(
+    names: Sequence[str], texts: Sequence[Mapping[str, str]], keys: Iterable[str]
+) -> str:
+    """A table of texts by their keys, with a column for each run, or a row."""
+    heads = [mark(**_look(place)) + escape(name) for place, name in enumerate(names)]
     rows = [["", *heads]]
-    rows += [[escape(name), *map(escape, cells)] for name, cells in texts.items()]
-    if len(runs) > _FEW:
+    rows += [[escape(k), *(escape(of.get(k, _NONE)) for of in texts)] for k in keys]
+    if len(names) > _FEW:
         rows = [list(column) for column in zip(*rows, strict=True)]
     body = "".join(
-        f'<tr><th scope="row">{first}</th>' + "".join(map(_cell, rest)) + "</tr>"
-        for first, *rest in rows
+        f'<tr><th scope="row">{head}</th><td>{"</td><td>".join(cells)}</td></tr>'
+        for head, *cells in rows
     )
     return f'<div class="scroll"><table class="runs">{body}</table></div>'
-
-
-def _cell(text: str) -> str:
-    is_short = len(text) <= _LONGEST or text.startswith("<i")
-    return f"<td class=short>{text}</td>" if is_short else f"<td>{text}</td>"
 
 
 def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys under which not all have the same text."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if len({each.get(key) for each in found}) > 1]
-
-
-def _last_points(charts: Charts) -> list[tuple[float, float]]:
-    over_steps = [chart for chart in charts.shown if chart.over == STEP]
-    lines = [line for chart in over_steps for line in chart.lines]
-    return [line.series.shown[-1] for line in lines if line.role != "plan"]
-
-
-def _last_values(charts: Charts) -> dict[str, str]:
-    """The last validation of a run that has no summary."""
-    return {
-        line.label: chart.text(line.series.shown[-1][1])
-        for chart in charts.shown
-        for line in chart.lines
-        if line.role == "validation"
-    }
 
 
 def _config(folder: RunFolder) -> dict[str, str]:
@@ -233,5 +164,4 @@ def _flat(node: Any, key: str) -> Iterator[tuple[str, str]]:
         for name, value in node.items():
             yield from _flat(value, f"{key}.{name}" if key else str(name))
     else:
-        is_text = isinstance(node, str)
-        yield key, node if is_text else json.dumps(node, default=str)
+        yield key, node if isinstance(node, str) else json.dumps(node, default=str)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.report.compare import comparison, read_run, runs_in, short_names
-from trainkit.cli.report.write import write_report
+from trainkit.cli.report.compare import comparison, runs_in
+from trainkit.cli.report.write import Run, read_run, write_report
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
@@ -53,14 +52,14 @@ def main(argv: list[str]) -> int:
     folders, empty = _folders(args.run_dir)
     if len(folders) > 1:
         _several(folders, empty, _target(args.to))
-        return 0
-    if args.to is not None:
+    elif args.to is not None:
         raise TrainkitError(
             f"--to: is for the page of several runs, and there is one run, "
             f"{folders[0].path}. Its report goes into its folder: leave --to out, or "
             f"name more runs."
         )
-    _one(folders[0], pictures=not args.no_pictures)
+    else:
+        _one(folders[0], pictures=not args.no_pictures)
     return 0
 
 
@@ -96,26 +95,30 @@ def _refuse(folder: RunFolder, runs: Sequence[RunFolder]) -> None:
         )
     raise TrainkitError(
         f"RUN_DIR: must be the folder of a run, with {folder.METRICS} in it, "
-        f"received {folder.path}. `trainkit train` ends with the name of its "
-        f"folder; with logger=none it writes no rows."
+        f"received {folder.path}. `trainkit train` ends with the name of its folder."
     )
 
 
+def _read(folder: RunFolder) -> Run:
+    run = read_run(folder)
+    if not run.charts.shown:
+        raise TrainkitError(
+            f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
+            f"{folder.path} has none yet. Wait until the run logs its first one, or "
+            f"leave it out."
+        )
+    return run
+
+
 def _one(folder: RunFolder, *, pictures: bool) -> None:
+    run = _read(folder)
     try:
-        missing = write_report(folder, pictures=pictures)
+        write_report(run, pictures=pictures)
     except OSError as error:
         raise TrainkitError(
             f"RUN_DIR: its report cannot be written: {error}. Make the folder "
             f"writable, or copy {folder.METRICS} to another one."
         ) from error
-    if missing is None:
-        raise TrainkitError(
-            f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
-            f"{folder.path} has none yet. Wait until the run logs its first one."
-        )
-    if missing:
-        print(f"trainkit | report: {missing}")
     print(f"trainkit | report: {folder.path / folder.REPORT}")
 
 
@@ -135,17 +138,14 @@ def _target(to: Path | None) -> Path:
 
 
 def _several(folders: Sequence[RunFolder], empty: Sequence[Path], to: Path) -> None:
-    paths = [folder.path for folder in folders]
-    names = short_names(paths)
-    runs = [read_run(each, name) for each, name in zip(folders, names, strict=True)]
     left_out = [f"{path} (no {RunFolder.METRICS})" for path in empty]
-    where = os.path.commonpath(paths)
+    text = comparison([_read(folder) for folder in folders], left_out=left_out)
     try:
-        write_atomically(to, comparison(runs, where=where, left_out=left_out))
+        write_atomically(to, text)
     except OSError as error:
         raise TrainkitError(
             f"--to: the page cannot be written: {error}. Name a writable folder."
         ) from error
     for text in left_out:
         print(f"trainkit | report: left out: {text}")
-    print(f"trainkit | report: {len(runs)} runs in {to}")
+    print(f"trainkit | report: {len(folders)} runs in {to}")

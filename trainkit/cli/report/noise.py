@@ -6,9 +6,10 @@ import csv
 import shlex
 from typing import Any
 
+from trainkit.cli.report.line import Line as Column
+from trainkit.cli.report.line import read_lines
 from trainkit.cli.report.noise_chart import SCALE, SEEN, window_sizes
 from trainkit.cli.report.rate_plan import unit_of_weights
-from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.words_of_run import words_of_run
 from trainkit.core.noise.advice import Line, Point, advice, suggest
@@ -53,7 +54,7 @@ def _none_since(measured: NoiseScale, trainer: Any) -> str:
     return "no estimate: too few measured windows had several micro-batches"
 
 
-def curve(columns: dict[str, Series], window: float) -> list[Point]:
+def curve(columns: dict[str, Column], window: float) -> list[Point]:
     """What was measured over the steps of a run.
 
     Args:
@@ -75,7 +76,7 @@ def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list
     if is_ours or own_sizes(trainer) or not trainer.is_global_zero:
         return []  # a schedule or the module has chosen the sizes
     try:
-        columns = read_series(read_rows(folder.path / folder.METRICS))
+        columns = read_lines(read_rows(folder.path / folder.METRICS))
     except (csv.Error, ValueError):  # the report names the damage
         return []
     found = suggest(

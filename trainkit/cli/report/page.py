@@ -1,42 +1,20 @@
-"""`report.html`, which needs no other file and no network."""
+"""`report.html`, which needs no script, no other file and no network."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from trainkit.cli.report.chart import STEP, Chart, Charts
-from trainkit.pages.frame import Row, framed, summary_table, text_of
+from trainkit.cli.report.drawing import draw_all
+from trainkit.cli.report.line import Line
+from trainkit.pages.frame import framed
 from trainkit.pages.look import number
 
-_HERE = Path(__file__).parent
-_MOST = 300
-"""The most stretches of steps of one line, as `Series.drawn` makes them."""
-_OF_PAGE, _FEWEST = 12_000, 10
-"""The most stretches of all lines together, and the fewest of one line: the page stays
-below 1 MB."""
-
-_BODY = """\
-<!-- The charts are drawn by uPlot.
-{library}
--->
-{summary}
-<noscript><style>.plot{{display:none}}</style>
-<p class="note">The charts need scripts, which are switched off here. Their
-numbers are at the end of this page, and the folder pictures of a run has them as PNGs,
-unless pictures were switched off.</p></noscript>
-<p class="hint" id="hint" hidden>Drag in a chart to zoom, double-click to zoom out,
-click a name to hide its line. Arrow keys go from point to point.</p>
-<main>
-{figures}
-</main>
-{left_out}
-{numbers}
-<script id="points" type="application/json">{points}</script>"""
+_MOST, _OF_PAGE, _FEWEST = 1000, 48_000, 40
+"""The most values that are drawn of a line and of all lines together, and the fewest of
+a line: the page stays below 1 MB."""
 
 
 def page(
@@ -44,108 +22,71 @@ def page(
     *,
     title: str,
     where: str,
-    summary: Sequence[Row] = (),
-    table: str = "",
+    table: str,
+    pictures: Path | None = None,
 ) -> str:
-    """The text of `report.html`.
+    """The text of a page, whose charts are drawn.
 
     Args:
-        charts: the charts of the run.
-        title: the run's name.
-        where: the run's folder.
-        summary: the rows of the table on top.
-        table: HTML in place of that table.
+        charts: what it shows.
+        title: its heading.
+        where: the folder of the run or of the runs.
+        table: the table on top, as HTML.
+        pictures: a folder for the same charts as PNGs.
     """
     num_lines = sum(len(chart.lines) for chart in charts.shown)
-    stretches = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
-    named = {f"chart{place}": chart for place, chart in enumerate(charts.shown)}
-    points = {name: _data(chart, stretches) for name, chart in named.items()}
-    figures = [_figure(chart, name, stretches) for name, chart in named.items()]
-    body = _BODY.format(
-        library=text_of(_HERE / "uplot/LICENSE"),
-        summary=table or summary_table(summary),
-        figures="\n".join(figures),
-        left_out=_left_out(charts.left_out),
-        numbers=_numbers(charts.shown),
-        # Only < could end the script element.
-        points=json.dumps(points, separators=(",", ":")).replace("<", "\\u003c"),
+    most = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
+    drawings = draw_all(charts.shown, most, pictures)
+    figures = [
+        _figure(chart, drawing, chart.notes(most))
+        for chart, drawing in zip(charts.shown, drawings, strict=True)
+    ]
+    left_out = (
+        f'<p class="left-out">Left out: {escape("; ".join(charts.left_out))}.</p>'
     )
-    return framed(
-        body,
-        title=title,
-        where=where,
-        style=text_of(_HERE / "uplot/uPlot.min.css"),
-        script=text_of(_HERE / "uplot/uPlot.iife.min.js") + text_of(_HERE / "page.js"),
-    )
+    parts = [table, "<main>", *figures, "</main>"]
+    parts += [left_out] * bool(charts.left_out)
+    body = "\n".join([*parts, _numbers(charts.shown)])
+    return framed(body, title=title, where=where)
 
 
-def _figure(chart: Chart, name: str, stretches: int) -> str:
-    notes = "".join(
-        f'<p class="note">{escape(note)}</p>' for note in chart.notes(stretches)
+def mark(colour: str, dash: str) -> str:
+    """A short piece of a line, for legends."""
+    style = f"border-top-color:var(--{colour});border-top-style:{dash}"
+    return f'<i class="mark {colour}" style="{style}"></i>'
+
+
+def _figure(chart: Chart, drawing: str, notes: Sequence[str]) -> str:
+    legend = "".join(
+        f"<span>{mark(line.colour, line.dash)}{escape(line.name)}"
+        f"<b>{escape(chart.last(line))}</b></span>"
+        for line in chart.lines
     )
+    said = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return (
         f"<figure><h2>{escape(chart.title)}</h2>"
         f'<p class="says">{escape(chart.caption)}</p>'
-        f'<p id="{name}-says" hidden>{escape(chart.described())}</p>'
-        f'<div class="plot" id="{name}" role="group" tabindex="0" '
-        f'aria-label="{escape(chart.title)}" aria-describedby="{name}-says"></div>'
-        f"{notes}</figure>"
+        f'<p class="legend">{legend}</p>{drawing}{said}</figure>'
     )
-
-
-def _data(chart: Chart, stretches: int) -> dict[str, Any]:
-    """A chart as `page.js` reads it."""
-    return {
-        "axes": chart.axes,
-        "late": chart.late,
-        "clipped": chart.clipped,
-        "isShare": chart.is_share,
-        "fromZero": chart.from_zero,
-        "asStairs": chart.as_stairs,
-        "over": chart.over,
-        "lines": [
-            {
-                "label": line.label,
-                "style": style,
-                "dash": line.dash,
-                "steps": [int(x) if x.is_integer() else x for x in drawn.steps],
-                "values": _short(drawn.values),
-                "low": _short(drawn.low),
-                "high": _short(drawn.high),
-                "alone": drawn.alone(),
-            }
-            for line, style, drawn in chart.drawn(stretches)
-        ],
-    }
-
-
-def _short(values: Sequence[float]) -> list[float | None]:
-    """The values in six digits; a gap is None."""
-    return [float(f"{y:.6g}") if math.isfinite(y) else None for y in values]
-
-
-def _left_out(reasons: Sequence[str]) -> str:
-    if not reasons:
-        return ""
-    return f'<p class="left-out">Left out: {escape("; ".join(reasons))}.</p>'
 
 
 def _numbers(charts: Sequence[Chart]) -> str:
     """A table of all lines in numbers."""
     heads = ("", "values", "first", "last", "least", "largest", "at steps")
     rows = ["".join(f'<th scope="col">{head}</th>' for head in heads)]
-    for chart in charts:
-        for line in chart.lines:
-            shown = line.series.shown
-            values = [value for _, value in shown]
-            numbers = (values[0], values[-1], min(values), max(values))
-            cells = [f"{len(shown):,}", *map(chart.text, numbers)]
-            unit = "" if chart.over == STEP else f" {chart.over}"
-            cells.append(f"{number(shown[0][0])} to {number(shown[-1][0])}{unit}")
-            texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            rows.append(f'<th scope="row">{escape(line.label)}</th>{texts}')
+    rows += [_row(chart, line) for chart in charts for line in chart.lines]
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
         f"<details><summary>The lines in numbers</summary>"
         f'<div class="scroll"><table class="numbers">{body}</table></div></details>'
     )
+
+
+def _row(chart: Chart, line: Line) -> str:
+    steps, values = zip(*line.shown, strict=True)
+    numbers = (values[0], values[-1], min(values), max(values))
+    unit = "" if chart.over == STEP else f" {chart.over}"
+    cells = [f"{len(values):,}", *map(chart.text, numbers)]
+    cells.append(f"{number(steps[0])} to {number(steps[-1])}{unit}")
+    texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<th scope="row">{escape(line.name)}</th>{texts}'

@@ -1,26 +1,43 @@
-"""Writes down how long each optimizer step took."""
+"""Writes down how long each optimizer step took, and what it trained on."""
 
 from __future__ import annotations
 
-import time
+import math
+from collections import deque
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
-from trainkit.cli.report.throughput import STEP_TIMES
+from trainkit.cli.report.throughput import COLUMNS, STEP_TIMES
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.core.checks import LateReading
+from trainkit.core.window import NUM_COLUMNS, PADDING, SAMPLES, TOKENS
+from trainkit.lit._compat import replaced
+from trainkit.lit.callback.base import windows_of
 
 _EVERY = 1.0
 """How many seconds pass at least between two writes."""
+_FETCH = ".train_dataloader_next"
+"""The end of the name under which Lightning profiles the wait for a batch."""
 
 
 class StepTimes(Callback):
     """Writes `step_times.csv`: the seconds from one optimizer step to the next.
 
     Steps are numbered as in `trainer.global_step`: 1 is the first. The seconds are the
-    host's time, so nothing waits for a device. The time of a validation is left out.
-    What came before the first step of a process is not known, and written as nan. A
-    resumed run writes some steps again; the later line counts.
+    first rank's time, without validations, checkpoints and what Lightning does beside
+    them. What came before the first step of a process is not known, and written as nan.
+    A resumed run writes some steps again; the later line counts.
+
+    Samples and tokens are those of the windows, of all ranks; with several optimizers,
+    of the first one's. They are added up on the device anyway, and the sums are read
+    when they have arrived: nothing waits for the device before the end, whose wait
+    belongs to the last step. `WindowMonitor` counts tokens; without it there are none.
 
     The times are not in `metrics.csv`, whose rows a resumed run repeats exactly.
 
@@ -29,46 +46,113 @@ class StepTimes(Callback):
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = folder.path / STEP_TIMES
-        self._lines: list[str] = []
-        self._step = -1
-        self._since = self._paused = self._written = 0.0
+        self._folder = folder
+        self._listening = ExitStack()
+        self._step, self._since = -1, math.nan
+        self._batch_end = self._fetch_start = self._written = 0.0
+        self._aside = self._waited = 0.0
+        self._is_aside = False
+        self._taken: list[tuple[list[float], Tensor, bool]] = []
+        self._late: deque[tuple[list[tuple[list[float], bool]], LateReading]] = deque()
+        self._before = [math.nan] * NUM_COLUMNS
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(type(self)(self._folder))  # a copy begins anew
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step, self._since = trainer.global_step, float("nan")
+        vars(self).update(self.__getstate__())
+        self._step = trainer.global_step
+        windows = windows_of(trainer)
+        if windows is not None:
+            windows.counts_samples = True
+        profiler = trainer.profiler
+        start = partial(self._on_start, profiler.start)
+        stop = partial(self._on_stop, profiler.stop)
+        self._listening.enter_context(replaced(profiler, start=start, stop=stop))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, now = trainer.global_step, time.perf_counter()
-        is_told = trainer.is_global_zero and trainer.loggers
-        if step == self._step or trainer.fast_dev_run or not is_told:
+        step, now = trainer.global_step, perf_counter()
+        self._batch_end, self._is_aside = now, False
+        if step == self._step or trainer.fast_dev_run or not trainer.is_global_zero:
             return
-        self._lines.append(f"{step},{now - self._since:.6g}\n")
+        windows = windows_of(trainer)
+        account = None if windows is None else windows.ledger.of()
+        sums = torch.full([NUM_COLUMNS], math.nan) if account is None else account.sums
+        times = [step, now - self._since - self._aside, self._waited]
+        self._taken.append((times, sums, account is None or account.counts_samples))
         self._step, self._since = step, now
+        self._aside = self._waited = 0.0
         if now - self._written > _EVERY:
             self._write()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._paused = time.perf_counter()
+        self._is_aside = True
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._since += time.perf_counter() - self._paused
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._is_aside = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._write()
+        self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
-        self._write()
+        self._end()
 
-    def _write(self) -> None:
-        self._written = time.perf_counter()
-        lines, self._lines = self._lines, []
-        if not lines:
-            return
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end()
+
+    def _on_start(self, profile: Any, action: str) -> None:
+        if action.endswith(_FETCH):
+            self._fetch_start = perf_counter()
+            if self._is_aside:  # leave out the time since the last batch
+                self._aside += self._fetch_start - self._batch_end
+            self._is_aside = False
+        profile(action)
+
+    def _on_stop(self, profile: Any, action: str) -> None:
+        profile(action)
+        if action.endswith(_FETCH):
+            self._waited += perf_counter() - self._fetch_start
+
+    def _end(self) -> None:
+        self._listening.close()
+        self._write(is_end=True)
+
+    def _write(self, *, is_end: bool = False) -> None:
+        """Write the steps whose sums have arrived; the end waits for all."""
+        self._written = perf_counter()
+        taken, self._taken = self._taken, []
         try:
-            is_new = not self._file.exists()
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write("step,seconds\n" * is_new + "".join(lines))
-        except OSError as error:  # a training must not fail because of its report
+            if taken:
+                table = torch.stack([sums.to(taken[-1][1]) for _, sums, _ in taken])
+                times = [(times, is_counted) for times, _, is_counted in taken]
+                self._late.append((times, LateReading(table)))
+            lines = []
+            while self._late and (is_end or self._late[0][1].arrived):
+                times, reading = self._late.popleft()
+                values = reading.values()
+                if is_end and not self._late:
+                    times[-1][0][1] += perf_counter() - self._written
+                lines += map(self._line, times, values)
+            if lines:
+                file = self._folder.path / STEP_TIMES
+                head = "" if file.exists() else f"{','.join(COLUMNS)}\n"
+                with file.open("a", encoding="utf-8") as opened:
+                    opened.write(head + "".join(lines))
+        except (OSError, RuntimeError) as error:  # a full disk, or a broken device:
+            # a training must not fail because of its report
             print(f"trainkit | report: no throughput: {error}", flush=True)
+
+    def _line(self, taken: tuple[list[float], bool], sums: list[float]) -> str:
+        (step, *times), is_counted = taken
+        samples, tokens, padding = (
+            sums[column] - self._before[column] for column in (SAMPLES, TOKENS, PADDING)
+        )
+        self._before = sums
+        samples = samples if is_counted else math.nan
+        cells = [f"{step:.0f}", *(f"{each:.6g}" for each in times)]
+        cells += [f"{each:.10g}" for each in (samples, tokens - padding, padding)]
+        return ",".join(cells) + "\n"

@@ -23,7 +23,6 @@ from trainkit.lit.batch_size.effective import find_effective_batch
 from trainkit.lit.callback.base import windows_of
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
-from trainkit.lit.logs.throughput import throughput_of
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -51,7 +50,6 @@ def collect(
         "micro_batching": _micro_batching(trainer),
         "learning_rates": _learning_rates(trainer),
         "plain_accumulation": _plain(trainer),
-        "throughput": throughput_of(trainer),
         "run_dir": str(folder.path),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "versions": {

@@ -38,7 +38,7 @@ def rows(facts: dict[str, Any]) -> list[Row]:
         )
     found += [(label, text) for label, text in facts.get("advice") or ()]
     if facts.get("throughput") is not None:
-        found.append(("throughput", _throughput(**facts["throughput"])))
+        found.append(("throughput", throughput_text(**facts["throughput"])))
     return found
 
 
@@ -84,7 +84,7 @@ def _limits(
     return f"each loader batch was cut into some of at most {' and '.join(said)}"
 
 
-def _throughput(
+def throughput_text(
     steps_per_second: float,
     samples_per_second: float | None,
     tokens_per_second: float | None,
@@ -92,11 +92,12 @@ def _throughput(
     waiting: float | None,
     **_: float,
 ) -> str:
-    said = [f"{_rounded(steps_per_second)} steps/s"]
+    """The numbers of `throughput` in a run's summary, in words."""
+    said = [f"{three_digits(steps_per_second)} steps/s"]
     if samples_per_second is not None:
-        said = [f"{_rounded(samples_per_second)} samples/s"]
+        said = [f"{three_digits(samples_per_second)} samples/s"]
     if tokens_per_second is not None:
-        said.append(f"{_rounded(tokens_per_second)} tokens/s")
+        said.append(f"{three_digits(tokens_per_second)} tokens/s")
     if padding is not None:
         said.append(f"{padding:.0%} padding")
     if waiting is not None:
@@ -104,10 +105,10 @@ def _throughput(
     return ", ".join(said)
 
 
-def _rounded(number: float) -> str:
-    """Three digits.
+def three_digits(number: float) -> str:
+    """A number in three digits.
 
-    >>> _rounded(1.2345), _rounded(38149.2)
+    >>> three_digits(1.2345), three_digits(38149.2)
     ('1.23', '38,100')
     """
     return f"{float(f'{number:.3g}'):,.10f}".rstrip("0").rstrip(".")

@@ -22,7 +22,7 @@ from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.noise import facts_of_noise
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.write import report_of_training
+from trainkit.cli.report.write import report_of_training, throughput_of
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import was_restoring
 from trainkit.cli.runs.folder import RunFolder
@@ -45,7 +45,6 @@ from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.one_step import OneStep
-from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import GracefulStop
@@ -62,7 +61,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     windows = WindowSummary()
     training = build(
         config,
-        callbacks=[OneStep(), windows, Throughput(), WandbFacts()],
+        callbacks=[OneStep(), windows, StepTimes(folder), WandbFacts()],
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
@@ -81,7 +80,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     monitors = Monitors(config, overrides, folder)
     monitors.look_before(trainer, training.module, training.data)
     first = [ending, monitors]
-    last = [beginning, RatePlanFile(folder), StepTimes(folder)]
+    last = [beginning, RatePlanFile(folder)]
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
@@ -164,6 +163,7 @@ def _fit_and_report(
         facts = summary.collect(training, config, folder, windows)
         is_over = status == "finished"
         facts.update(facts_of_noise(trainer, folder, is_over=is_over))
+        facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
         if test is not None:

@@ -1,11 +1,11 @@
-"""PNGs of the charts; without matplotlib there are none, and this is said."""
+"""What stands in a chart, in the page and in its PNG."""
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
-from tests.cli.report.runs import WINDOW, page_of, run_folder
-from trainkit.cli.main import main
-from trainkit.cli.report.chart import Chart, Line
-from trainkit.cli.report.png import draw
-from trainkit.cli.report.series import LARGEST, Series
+from tests.cli.report.runs import page_of, run_folder
+from trainkit.cli.report.chart import Chart
+from trainkit.cli.report.drawing import _add_head
+from trainkit.cli.report.drawing import draw as draw_with
+from trainkit.cli.report.line import LARGEST, Line
 from trainkit.pages.look import LIGHT
 
 NAN = math.nan
@@ -56,23 +56,13 @@ def test_each_metric_has_one_of_its_own_and_those_of_others_stay(
     assert found == [*drawn, long, "samples.png"]
 
 
-def test_without_matplotlib_it_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_folder(tmp_path, [{"step": 0, **WINDOW}])
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    assert main(["report", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "no PNGs, for which matplotlib is needed" in first
-    assert second == f"trainkit | report: {tmp_path / 'report.html'}"
-    assert (tmp_path / "report.html").is_file()
-    assert not (tmp_path / "pictures").exists()
-
-
 def chart(*values: float, steps: Sequence[float] = (), **options: Any) -> Chart:
-    series = Series("loss", tuple(steps or map(float, range(len(values)))), values)
-    return Chart("loss", "Loss", "", (Line("loss", "train", series),), **options)
+    series = Line("loss", tuple(steps or map(float, range(len(values)))), values)
+    return Chart("loss", "Loss", "", (series,), **options)
+
+
+def draw(chart: Chart) -> Any:
+    return draw_with(chart, 1000)
 
 
 def labels(axis: Axis) -> list[str]:
@@ -84,17 +74,6 @@ def labels(axis: Axis) -> list[str]:
     boxes = [text.get_window_extent(renderer) for text in shown if text.get_text()]
     assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:], strict=False))
     return [text.get_text() for text in shown]
-
-
-def test_points_and_gaps_are_where_they_should_be() -> None:
-    panel = draw(
-        chart(3.0, 2.0, NAN, 4.0, NAN, 1.0, steps=[0, 10, 20, 30, 40, 90])
-    ).axes[0]
-    (line,) = panel.lines
-    assert list(line.get_xdata()) == [0, 10, 20, 30, 40, 90]  # type: ignore[arg-type]
-    assert str(list(line.get_ydata())) == str([3.0, 2.0, NAN, 4.0, NAN, 1.0])  # type: ignore[arg-type]
-    assert line.get_marker() == "o"
-    assert not panel.collections  # no band
 
 
 def test_a_point_between_gaps_has_a_dot_in_a_long_line() -> None:
@@ -122,69 +101,99 @@ def test_what_holds_until_the_next_is_drawn_as_stairs() -> None:
     assert line.get_drawstyle() == "steps-post"
 
 
+LOG, SHARE, ZERO = {"may_be_log": True}, {"is_share": True}, {"from_zero": True}
+
+
 @pytest.mark.parametrize(
     ("values", "options", "scale", "said"),
     [
-        ([0.5, 20.0], {"may_be_log": True}, "log", ["0.5", "1", "2", "5", "10", "20"]),
+        ([0.5, 20.0], LOG, "log", "0.5 1 2 5 10 20"),
+        ([1e-4, 10], LOG, "log", "0.0001 0.001 0.01 0.1 1 10"),
+        ([-1.0, 50.0], LOG, "linear", "0 10 20 30 40 50"),
+        ([0.0, 0.2], SHARE, "linear", "0% 5% 10% 15% 20%"),
+        ([0.0, 7.0], ZERO, "linear", "0 2 4 6"),
+        ([1.0, 1.0], {}, "linear", "0.9 0.95 1 1.05 1.1"),
+        ([1.0, 1 + 1e-9], {}, "linear", "0.99996 0.99998 1 1.00002 1.00004"),
         (
-            [1e-4, 10],
-            {"may_be_log": True},
-            "log",
-            ["0.0001", "0.001", "0.01", "0.1", "1", "10"],
-        ),
-        (
-            [-1.0, 50.0],
-            {"may_be_log": True},
-            "linear",
-            [str(n) for n in range(0, 51, 10)],
-        ),
-        ([0.0, 0.2], {"is_share": True}, "linear", ["0%", "5%", "10%", "15%", "20%"]),
-        ([0.0, 7.0], {"from_zero": True}, "linear", [str(n) for n in range(8)]),
-        ([1.0, 1.0], {}, "linear", ["0.9", "0.95", "1", "1.05", "1.1"]),
-        (
-            [1.0, 1 + 1e-9],
+            [2e6, 1.6e6],
             {},
             "linear",
-            ["0.99996", "0.99998", "1", "1.00002", "1.00004"],
+            "1,600,000 1,700,000 1,800,000 1,900,000 2,000,000",
         ),
-        ([2e6, 1e6], {}, "linear", [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
     ],
 )
 def test_numbers_along_the_axis_are_round(
-    values: list[float], options: dict[str, Any], scale: str, said: list[str]
+    values: list[float], options: dict[str, Any], scale: str, said: str
 ) -> None:
     panel = draw(chart(*values, **options)).axes[0]
     assert panel.get_yscale() == scale
-    assert labels(panel.yaxis) == said
+    assert labels(panel.yaxis) == said.split()
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("last", "said"),
     [
-        ([0, 3], ["0", "1", "2", "3"]),  # there is no half a step
-        ([7, 7], ["7"]),
-        ([0, 0], ["0"]),
-        ([0, 40], ["0", "10", "20", "30", "40"]),
-        ([0, 2_345_678], "0 500,000 1,000,000 1,500,000 2,000,000 2,345,678".split()),
-        ([0, 199], "0 50 100 150 199".split()),  # the last one, and none too near
+        (3, "0 1 2 3"),  # there is no half a step
+        (0, "0"),
+        (40, "0 10 20 30 40"),
+        (2_345_678, "0 500,000 1,000,000 1,500,000 2,345,678"),
+        (199, "0 50 100 150 199"),  # the last one, and none too near
     ],
 )
-def test_steps_are_whole_numbers_along_the_axis(
-    steps: list[float], said: list[str]
+def test_steps_are_whole_numbers_along_the_axis(last: float, said: str) -> None:
+    panel = draw(chart(1.0, 2.0, steps=[0, last])).axes[0]
+    assert labels(panel.xaxis) == said.split()
+
+
+def steep(step: int) -> float:
+    """High for 20 steps, then between 2 and 2.3."""
+    return 9.0 - 0.3 * step if step < 20 else 2.0 + 0.1 * (step % 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "axis"),
+    [
+        (steep, "late"),
+        (lambda step: steep(step) - 2, "late"),  # 0 has no logarithm
+        (lambda step: 100 * math.exp(-step / 30), "log"),
+        # controls: slowly; as high at the end as at the start; only at the end; level
+        (lambda step: 5 - 3 * step / 199, "whole"),
+        (lambda step: 2.0 + step % 3, "whole"),
+        (lambda step: steep(199 - step), "whole"),
+        (lambda step: 2.0, "whole"),
+    ],
+)
+def test_high_first_values_do_not_decide_the_axis(
+    value: Callable[[int], float], axis: str
 ) -> None:
-    panel = draw(chart(1.0, 2.0, steps=steps)).axes[0]
-    assert labels(panel.xaxis) == said
+    assert chart(*map(value, range(200)), may_be_log=True).axis == axis
 
 
-def test_any_name_stands_in_the_legend_as_it_is() -> None:
-    series = Series("loss", (0.0, 1.0), (1.0, 2.0))
+def test_a_few_values_are_all_shown() -> None:
+    values = [9.0 if step < 3 else 2.0 + 0.1 * (step % 2) for step in range(21)]
+    assert chart(*values, may_be_log=True).axis == "late"
+    assert chart(*values[:-1], may_be_log=True).axis == "whole"
+
+
+def test_a_chart_that_is_clipped_says_so() -> None:
+    panel = draw(chart(*map(steep, range(200)), may_be_log=True)).axes[0]
+    assert panel.get_ylim() == pytest.approx((1.98, 2.32), abs=0.01)
+    assert panel.get_title(loc="right") == "before step 50 values go up to 9"
+    whole = draw(chart(*map(steep, range(200)))).axes[0]  # the control
+    assert whole.get_ylim()[1] > 9
+    assert whole.get_title(loc="right") == ""
+
+
+def test_any_name_stands_in_the_picture_as_it_is() -> None:
+    series = Line("loss", (0.0, 1.0), (1.0, 2.0))
     names = ["_hidden", "$x^$", "<b>&"]
-    lines = tuple(Line(name, "other", series) for name in names)
-    figure = draw(Chart("loss", "$x^$ and <b>", "", lines))
+    lines = [replace(series, name=name) for name in names]
+    named = Chart("loss", "$x^$ and <b>", "", lines)
+    figure = draw(named)
+    _add_head(figure, named)
     FigureCanvasAgg(figure).draw()
-    legend = figure.axes[0].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == names
+    said = [text.get_text() for text in figure.texts]
+    assert said == [named.title, *(f"{name}  2 at step 1" for name in names)]
 
 
 @settings(max_examples=10, deadline=None)
