@@ -49,7 +49,7 @@ IMPORTED = (
     "wandb.sdk.launch",
     "wandb.sdk.lib.gitlib",
 )
-OPTIONAL = ("joblib", "optuna", "submitit", "sweeps")
+OPTIONAL = ("joblib", "optuna", "submitit")
 MOST_FILES = 64
 ABOVE = 1000  # the numbers of any process's files
 

@@ -14,8 +14,6 @@ from typing import Any
 import yaml
 
 from tests.startup import forked
-from trainkit.cli.sweep.offline.state import SweepState
-from trainkit.cli.sweep.offline.sweep import OfflineSweep
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 TOY = str(Path(__file__).parent / "toy_trial.py")
@@ -42,16 +40,19 @@ def toy(folder: Path, parameters: Mapping[str, Any], **config: Any) -> Path:
     return path
 
 
-def offline(path: Path, sweep_id: str = "s1", **options: Any) -> OfflineSweep:
+def offline(path: Path, **options: Any) -> Any:
     """A sweep in this process, new or continued."""
+    from trainkit.cli.sweep.offline.journal import FILE, Journal
+    from trainkit.cli.sweep.offline.sweep import OfflineSweep
+
     sweep = SweepFile.read(path)
-    folder = path.parent / "sweeps" / sweep_id
-    if (folder / "state.json").exists():
-        state = SweepState.load(folder)
+    folder = path.parent / "sweeps" / "s1"
+    if (folder / FILE).exists():
+        journal = Journal.load(folder)
     else:
         folder.mkdir(parents=True)
-        state = SweepState(folder, sweep.config, "7")
-    return OfflineSweep(sweep, state, **options)
+        journal = Journal.create(folder, sweep.config, seed="7")
+    return OfflineSweep(sweep, journal, **options)
 
 
 def command(*words: str) -> list[str]:
@@ -85,11 +86,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
         time.sleep(0.02)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The one sweep's state in a folder of sweeps; empty while there is none."""
-    for path in folder.glob("*/state.json"):
-        return json.loads(path.read_text())
-    return {"trials": []}
+def read_trials(folder: Path) -> list[dict[str, Any]]:
+    """The trials of the one sweep in a folder of sweeps, as another process sees it."""
+    trials: dict[str, dict[str, Any]] = {}
+    for path in folder.glob("*/journal.log"):
+        for line in path.read_text().splitlines():
+            for name, value in json.loads(line).get("user_attr", {}).items():
+                trials |= {name: value["trial"]} if "trial" in value else {}
+    return list(trials.values())
 
 
 def by_lr(trials: list[Any]) -> dict[float, Any]:

@@ -26,7 +26,7 @@ def train(folder: Path, parameters: dict[str, object], *words: str) -> SweepFile
 
 
 def test_no_trial_that_finished_is_exit_status_1(no_account: Path) -> None:
-    pytest.importorskip("sweeps")
+    pytest.importorskip("optuna")
     command = ["${interpreter}", "-c", "import sys; sys.exit(1)"]
     path = toy(no_account, {"lr": LR}, command=command)
 
@@ -36,7 +36,7 @@ def test_no_trial_that_finished_is_exit_status_1(no_account: Path) -> None:
 def test_a_metric_that_nobody_logs_is_exit_status_1(
     no_account: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sweeps")
+    pytest.importorskip("optuna")
     command = ["${interpreter}", "-c", "pass"]
     path = toy(no_account, {"lr": LR}, command=command)
 
@@ -47,7 +47,7 @@ def test_a_metric_that_nobody_logs_is_exit_status_1(
 def test_json_is_all_that_standard_output_gets(
     no_account: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sweeps")
+    pytest.importorskip("optuna")
     path = toy(no_account, {"lr": LR, "rows": 2})
 
     assert main([str(path), "--offline", "--json", "--count", "1"]) == 0
@@ -74,6 +74,21 @@ def test_wrong_options_are_refused(
     with pytest.raises(TrainkitError, match=text):
         main([str(path), *words])
     assert not (no_account / "sweeps" / "nope").exists()
+
+
+def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
+    no_account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toy(no_account, {"lr": LR})
+    for name in ("journal", "search"):
+        monkeypatch.delitem(
+            sys.modules, f"trainkit.cli.sweep.offline.{name}", raising=False
+        )
+    monkeypatch.setitem(sys.modules, "optuna", None)
+
+    with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
+        main([str(path), "--offline"])
+    assert not (no_account / "sweeps").exists()
 
 
 def test_a_search_without_an_end_is_refused(no_account: Path) -> None:

@@ -58,7 +58,8 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
     assert yaml.safe_load(text) == text
 
     with pytest.raises(
-        TrainkitError, match=f"lr.values: {text} looks .* Write {re.escape(fixed)}"
+        TrainkitError,
+        match=f"parameters.lr.values: {text} looks .* Write {re.escape(fixed)}",
     ):
         SweepFile.read(path)
 
@@ -68,28 +69,43 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({**GOOD, "name": date(2024, 11, 21)}, r"name: must be a text.*in quotes"),
-        (with_lr({"values": [{0: 2}]}), r"keys must be text, received 0"),
-        ({**GOOD, "method": "anneal"}, "method: must be one of grid, random, bayes"),
+        (
+            {**GOOD, "name": date(2024, 11, 21)},
+            r"name: must be text.*in quotes, received datetime",
+        ),
+        (
+            with_lr({"values": [{0: 2}]}),
+            r"lr.values: must be text; put it in quotes, received 0",
+        ),
+        (
+            {**GOOD, "method": "anneal"},
+            "method: must be 'grid', 'random' or 'bayes', received 'anneal'",
+        ),
         ({**GOOD, "parameterz": {}}, "'parameterz'.*Did you mean parameters"),
-        ({**GOOD, "parameters": {}}, "parameters: must be a mapping"),
+        (
+            {**GOOD, "parameters": {}},
+            "parameters: must not be empty, received {}. Write, for",
+        ),
         ({**GOOD, "parameters": {"+lr": {"value": 1}}}, r"\+lr: W&B takes letters"),
         (
             with_lr(0.1),
-            r"lr: must be a mapping, received 0.1. Write lr: \{value: 0.1\}",
+            r"lr: must be a mapping, received 0.1. Write, for example, .*lr: {values",
         ),
-        (with_lr({"vals": [1]}), "must have only the keys value, .*received 'vals'"),
+        (
+            with_lr({"vals": [1]}),
+            "must be one of the keys value, .*received 'vals'. Did you mean values",
+        ),
         (with_lr({}), "must have values"),
-        (with_lr({"values": []}), "a list that is not empty"),
-        (with_lr({"values": 3}), "a list that is not empty"),
-        (with_lr({"min": 0.1}), "uniform takes min, max, received min."),
+        (with_lr({"values": []}), "lr.values: must not be empty"),
+        (with_lr({"values": 3}), "lr.values: must be a list, received 3"),
+        (with_lr({"min": 0.1}), "uniform takes min, max, received {'min': 0.1}"),
         (with_lr({"min": 0.1, "max": 0.1}), "min must be below max"),
         (with_lr({"min": None, "max": 1}), "min: must be a number, received None"),
         (with_lr({"min": "1e-4", "max": 0.1}), "lr.min: 1e-4 .* Write 0.0001"),
         (with_lr({"value": "64"}), "lr.value: 64 looks like a number"),
         (
             with_lr({"distribution": "log_uniform", "min": 0.0001, "max": 0.1}),
-            "exponents of e, so min 0.0001 and max 0.1 mean 1 to 1.105",
+            "exponents of e, so these mean 1 to 1.105, received .*_values for",
         ),
         (
             with_lr({"distribution": "log_uniform_values", "min": 0, "max": 0.1}),
@@ -97,26 +113,32 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
         ),
         (with_lr({"min": 0.1, "max": 0.2}, "grid"), "a grid needs values"),
         ({**GOOD, "metric": None, "method": "bayes"}, "method: bayes needs one"),
-        ({**GOOD, "metric": {"goal": "minimize"}}, "metric: must have a name"),
-        ({**GOOD, "metric": {"name": "x", "goal": "min"}}, "minimize or maximize"),
+        (
+            {**GOOD, "metric": {"goal": "minimize"}},
+            "metric.name: must be given, received {'goal'",
+        ),
+        (
+            {**GOOD, "metric": {"name": "x", "goal": "min"}},
+            "'minimize' or 'maximize', received 'min'. Write",
+        ),
         ({**GOOD, "run_cap": 0}, "run_cap: must be a whole number from 1"),
         (
             {**GOOD, "early_terminate": {"type": "median"}},
-            "type must be 'hyperband', the only one",
+            "early_terminate.type: must be 'hyperband', received 'median'",
         ),
-        (early(), "needs min_iter, or max_iter and s, .* received {'type'"),
+        (early(), "needs min_iter, or max_iter and s, received {'type'"),
         (early(max_iter=9), "needs min_iter, or max_iter and s"),
         (
             early(min_iter=3, strct=True),
             r"early_terminate.strct: must be one of the keys type, min_iter, .*strict, "
-            r"received strct: True. Did you mean strict\?",
+            r"received 'strct'. Did you mean strict\?",
         ),
         (early(min_iter=0), "min_iter: must be a whole number from 1, received 0"),
-        (early(min_iter=3, eta=1), "eta: must be a number above 1, received 1"),
+        (early(min_iter=3, eta=1), "eta must be a number above 1, received .*'eta': 1"),
         (early(min_iter=3, strict="no"), "strict: must be true or false, .*'no'"),
         (
             {**GOOD, "metric": {"name": "x", "gaol": "maximize"}},
-            "metric.gaol: must be one of the keys name, goal, .*gaol: 'maximize'",
+            "metric.gaol: must be one of the keys name, .*'gaol'. Did you mean goal",
         ),
         (
             {
@@ -127,7 +149,10 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
             "early_terminate needs one, and it is missing",
         ),
         ({**GOOD, "program": None}, "program: must name the program of a trial"),
-        ({**GOOD, "command": "python train.py"}, "command: must be a list of words"),
+        (
+            {**GOOD, "command": "python train.py"},
+            "command: must be a list, received 'python train.py'. Write",
+        ),
         ({**GOOD, "program": "trainkit"}, r"needs \$\{args_no_hyphens\}"),
         (
             {**GOOD, "command": ["trainkit", "train", "${args}"]},
@@ -183,8 +208,54 @@ def test_nested_parameters_have_dotted_names() -> None:
 
     assert dict(leaves(nested)) == {"optimizer.lr": {"values": [1, 2]}}
     assert flatten({"optimizer": {"lr": 1}}) == {"optimizer.lr": 1}
-    with pytest.raises(TrainkitError, match=r"parameters.optimizer parameters.lr"):
+    with pytest.raises(TrainkitError, match=r"parameters.optimizer.parameters.lr"):
         check(
             {**GOOD, "parameters": {"optimizer": {"parameters": {"lr": 1}}}},
             where="s.yaml",
         )
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"distribution": "log_unform_values", "min": 0.1, "max": 1.0},
+        r"distribution: must be one of constant, .*log_uniform_values, .* received "
+        r"'log_unform_values'. Did you mean log_uniform_values\?",
+    ),
+    ({"distribution": None, "min": 1, "max": 2}, "must be one of .* received None"),
+    ({"distribution": ["normal"]}, r"must be one of .* received \['normal'\]"),
+    (
+        {"value": 1, "probabilities": [0.2]},
+        "distribution constant takes value, received {'value'",
+    ),
+    (
+        {"min": 1, "max": 2.5, "q": 0.5},
+        "uniform takes min, max, received {'min': 1, .*'q': 0.5}",
+    ),
+    ({"distribution": "normal", "min": 0, "max": 1}, "normal takes mu, sigma, "),
+    ({"distribution": "log_uniform_values"}, "min, max, received {'dist"),
+    ({"distribution": "int_uniform", "min": 1.5, "max": 2}, "takes whole numbers"),
+    ({"values": [1, 2], "min": 1, "max": 2}, "categorical takes values, received"),
+]
+BAD_PROBABILITIES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"values": [1], "probabilities": [0.2]},
+        "probabilities must sum to 1, and sum to 0.2, received",
+    ),
+    (
+        {"values": [1, 2], "probabilities": [0.2]},
+        "be 2 numbers from 0 to 1, one for each of values, received",
+    ),
+    ({"values": [1, 2], "probabilities": [2, -1]}, "2 numbers from 0 to 1"),
+    (
+        {"values": [1, 2], "probabilities": 0.5},
+        "must be a list, received 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parameter", "text"), BAD + BAD_PROBABILITIES)
+def test_a_parameter_that_the_server_would_not_take_is_refused(
+    parameter: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TrainkitError, match=f"s.yaml parameters.lr.*{text}"):
+        check(with_lr(parameter), where="s.yaml")

@@ -14,7 +14,7 @@ from tests.cli.sweep.helpers import (
     REPOSITORY,
     command,
     private_env,
-    read_state,
+    read_trials,
     run,
 )
 from tests.startup import forked
@@ -47,7 +47,7 @@ def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
 def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_server(
     wandb_server: WandbServer, tmp_path: Path
 ) -> None:
-    pytest.importorskip("sweeps")
+    pytest.importorskip("optuna")
     name = "lr_batch.yaml"
     shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[8])
     words = command(name, "--offline", "--agents", "2", "--json")
@@ -56,7 +56,7 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)["trials"]
     losses = {t["arguments"]["optimizer.lr"]: t["value"] for t in trials}
-    for trial in read_state(tmp_path / "sweeps")["trials"]:
+    for trial in read_trials(tmp_path / "sweeps"):
         summary = json.loads((Path(trial["folder"]) / "summary.json").read_text())
         assert summary["status"] == "finished"
 

@@ -28,9 +28,7 @@ def base() -> dict[str, str]:
     return env
 
 
-def offline(
-    config: Mapping[str, Any], trial: Trial, folder: Path, *, group: str
-) -> dict[str, str]:
+def offline(config: Mapping[str, Any], trial: Trial, *, group: str) -> dict[str, str]:
     """The environment of a trial that logs to W&B on this disk.
 
     The client gets the arguments in a file, as from an agent, so that a program may
@@ -47,8 +45,8 @@ def offline(
         "WANDB_MODE": "offline",
         "WANDB_RUN_ID": trial.name,
         "WANDB_RUN_GROUP": group,
-        "WANDB_DIR": str(folder),
-        PARAMETERS: str(write_parameters(trial.arguments, folder)),
+        "WANDB_DIR": trial.folder,
+        PARAMETERS: str(write_parameters(trial.arguments, Path(trial.folder))),
     }
 
 

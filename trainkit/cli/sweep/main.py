@@ -22,8 +22,8 @@ Run a sweep in W&B's own format.
 
 Creates it on the server that `wandb login` knows, runs agents of W&B's client, prints
 the trials sorted by the metric, and writes a picture of them. With --offline it needs
-no server and no account: W&B's own engine proposes the trials, and each trial is an
-offline run, which `wandb sync` can upload later.
+no server and no account: Optuna proposes the trials, and each trial is an offline run,
+which `wandb sync` can upload later.
 """
 _EXIT = """\
 exit status: 0 if at least one trial finished; 1 if none finished or none logged the
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Run a sweep, and return the exit status."""
     options = _parse(argv)
     from trainkit.cli.sweep.config_keys import check_keys
-    from trainkit.cli.sweep.missing_metric import finished_without
+    from trainkit.cli.sweep.missing_metric import finished_without, message
     from trainkit.cli.sweep.sweep_file import SweepFile
 
     sweep = SweepFile.read(options.file)
@@ -49,8 +49,10 @@ def main(argv: list[str]) -> int:
         again = [] if options.resume else ["--resume", sweep_id]
         _say(f"to resume: {shlex.join(['trainkit', 'sweep', *argv, *again])}")
         return status
-    has_finished = any(trial.state == "finished" for trial in trials)
-    return 0 if has_finished and not finished_without(sweep, trials) else 1
+    if (lacks := finished_without(sweep, trials)) is not None:
+        _say(message(sweep, lacks))
+        return 1
+    return 0 if any(trial.state == "finished" for trial in trials) else 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -85,27 +87,35 @@ def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
 def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
+    try:
+        from trainkit.cli.sweep.offline.journal import Journal, check_exists
+    except ImportError as error:
+        raise TrainkitError(
+            f"trainkit sweep --offline: without a server it needs Optuna, from version "
+            f"4, which cannot be imported: {error}. Run pip install "
+            f"'lightning-trainkit[sweeps]'."
+        ) from error
     from trainkit.cli.runs.only_one import only_one
-    from trainkit.cli.sweep.offline.state import SweepState
+    from trainkit.cli.sweep.offline.search import Search
     from trainkit.cli.sweep.offline.sweep import OfflineSweep
-    from trainkit.cli.sweep.rows import check_client
 
-    check_client()
     sweep_id = options.resume or secrets.token_hex(4)
     folder = Path(options.dir).absolute() / sweep_id
+    seed = str(options.seed or sweep_id)
+    Search(sweep.config, seed=seed)  # what it refuses leaves no folder
     if options.resume:
-        state = SweepState.load(folder)  # before the lock, which makes the folder
+        check_exists(folder)
     with only_one(folder, what="trainkit sweep"):
         if options.resume:
-            state = SweepState.load(folder)
-            _refuse_another(sweep, state.config, options.resume)
+            journal = Journal.load(folder)
+            _refuse_another(sweep, journal.config, sweep_id)
         else:
-            state = SweepState(folder, sweep.config, str(options.seed or sweep_id))
+            journal = Journal.create(folder, sweep.config, seed=seed)
         _say(f"sweep {sweep_id} in {folder}")
         running = OfflineSweep(
-            sweep, state, agents=options.agents, count=options.count, say=_say
+            sweep, journal, agents=options.agents, count=options.count, say=_say
         )
-        return running.run(), sweep_id, folder, state.trials
+        return running.run(), sweep_id, folder, journal.trials
 
 
 def _refuse_another(sweep: SweepFile, config: dict[str, object], sweep_id: str) -> None:
@@ -122,17 +132,17 @@ def _refuse_another(sweep: SweepFile, config: dict[str, object], sweep_id: str) 
 def _run_online(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
-    from trainkit.cli.sweep.online.server import Server
-    from trainkit.cli.sweep.online.sweep import OnlineSweep
+    from trainkit.cli.sweep.online import Server, run_agents
 
     server = Server(sweep)
     sweep_id = server.find(options.resume) if options.resume else server.create()
     folder = Path(options.dir).absolute() / sweep_id
     folder.mkdir(parents=True, exist_ok=True)
     _say(f"sweep {server.path(sweep_id)}; its agents write to {folder}")
-    running = OnlineSweep(sweep, server, sweep_id, folder=folder, say=_say)
-    status = running.run(agents=options.agents, count=options.count)
-    return status, sweep_id, folder, running.trials()
+    status = run_agents(
+        server, sweep_id, folder, number=options.agents, count=options.count
+    )
+    return status, sweep_id, folder, server.trials(sweep_id)
 
 
 def _report(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.sweep.distributions import is_number
+from trainkit.cli.sweep.parameters import is_number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of

@@ -5,58 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.distributions import is_number
-from trainkit.errors import TrainkitError
+from trainkit.cli.sweep.parameters import is_number
+from trainkit.cli.sweep.trial import Trial
 
 _SECONDS = 120
-_FIRST_VERSION = (0, 31)
 
 
-def check_client() -> None:
-    """Refuse a client that cannot read offline runs.
+def read_rows(trial: Trial) -> list[dict[str, Any]]:
+    """The rows that a trial has written so far.
 
-    Raises:
-        TrainkitError: wandb is older than 0.31.
-    """
-    installed = version("wandb")
-    numbers = tuple(int(part) for part in installed.split(".")[:2])
-    if numbers < _FIRST_VERSION:
-        raise TrainkitError(
-            f"trainkit sweep --offline: reads runs with `wandb leet inspect`, which "
-            f"wandb has from 0.31, received {installed}. Run pip install -U wandb."
-        )
-
-
-def run_files(folder: Path, name: str) -> list[Path]:
-    """The files of a run below a folder, the oldest first.
-
-    A run that was resumed has several.
-    """
-    return sorted(folder.glob(f"wandb/*run-*-{name}/run-{name}.wandb"))
-
-
-def read_run(files: list[Path]) -> tuple[list[dict[str, Any]], int | None]:
-    """The rows that have been written so far, and the exit code or None.
-
-    A resumed run repeats the steps after its checkpoint. Of several rows with one
-    `_step` the last counts, as on the server.
+    A resumed trial has several files, and repeats the steps after its checkpoint. Of
+    several rows with one `_step` the last counts, as on the server.
     """
     rows: dict[Any, dict[str, Any]] = {}
-    exit_code = None
-    for file in files:
-        exit_code = None
+    files = f"wandb/*run-*-{trial.name}/run-{trial.name}.wandb"
+    for file in sorted(Path(trial.folder).glob(files)):
         for record in _records(file):
             if record.get("type") == "history":
                 row = record["history"]["item"]
                 rows[row.get("_step", len(rows))] = row
-            elif record.get("type") == "exit":
-                exit_code = int((record.get("exit") or {}).get("exit_code", 0))
-    return list(rows.values()), exit_code
+    return list(rows.values())
 
 
 def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]:
@@ -67,6 +39,17 @@ def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]
     """
     found = (number(row[metric]) for row in rows if metric in row)
     return [value for value in found if value is not None]
+
+
+def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names logged with numbers, without W&B's own columns.
+
+    >>> names_in([{"_step": 0, "loss": 1.5}, {"loss": 1, "lr": "NaN", "kind": "a"}])
+    ['loss', 'lr']
+    """
+    named = ((name, value) for row in rows for name, value in row.items())
+    found = (n for n, value in named if n[:1] != "_" and number(value) is not None)
+    return list(dict.fromkeys(found))
 
 
 def number(value: Any) -> float | None:
@@ -91,3 +74,11 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+def last_words(folder: Path) -> str:
+    """The last line of a trial's output, without the lines of W&B's client."""
+    text = (folder / "output.log").read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
+    own = [line for line in lines if line and not line.startswith("wandb:")]
+    return own[-1] if own else ""

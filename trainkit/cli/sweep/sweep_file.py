@@ -8,19 +8,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.command import check_command, is_trainkit
-from trainkit.cli.sweep.early_terminate import check_early_terminate
-from trainkit.cli.sweep.parameters import check_parameters, leaves
-from trainkit.core.plan.options import check_whole_number
-from trainkit.errors import TrainkitError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
-METHODS = ("grid", "random", "bayes")
-_KNOWN = (
-    "command controller description early_terminate entity method metric name "
-    "parameters program project run_cap"
-).split()
-_GOALS = ("minimize", "maximize")
-_OF_METRIC = ("name", "goal", "target", "impute", "impute_while_running")
+from trainkit.cli.sweep.command import check_command, is_trainkit
+from trainkit.cli.sweep.parameters import leaves
+from trainkit.cli.sweep.schema import Hyperband, Metric, Parameter, Sweep
+from trainkit.errors import TrainkitError, did_you_mean
+
+_MODELS = {"parameters": Parameter, "metric": Metric, "early_terminate": Hyperband}
+_EXAMPLES = {
+    "method": "method: random",
+    "parameters": "parameters: {optimizer.lr: {values: [0.1, 0.01]}}",
+    "metric": "metric: {name: val/loss, goal: minimize}",
+    "early_terminate": "early_terminate: {type: hyperband, min_iter: 3}",
+    "command": 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]',
+    "run_cap": "run_cap: 20",
+}
+_RULES = {
+    "missing": "must be given",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "list_type": "must be a list",
+    "too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number from 1",
+    "greater_than_equal": "must be a whole number from 1",
+    "string_type": "must be text; put it in quotes",
+    "invalid-json-value": "must be text, a number, true, false, null, a list or a "
+    "mapping; put it in quotes",
+}
+"""The rule of each of pydantic's errors; of another, pydantic's own words."""
+_IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,71 +111,57 @@ def _load(path: Path) -> dict[str, Any]:
     return config
 
 
-def check(config: Mapping[str, Any], *, where: str) -> None:
+def check(config: dict[str, Any], *, where: str) -> None:
     """Refuse a sweep that cannot run, or that W&B would misread."""
-    for key in config:
-        close = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.8)
-        if key not in _KNOWN and close:
-            raise TrainkitError(
-                f"{where}: has a key {key!r}, which W&B does not know. Did you mean "
-                f"{close[0]}?"
-            )
-    method = config.get("method")
-    if method not in METHODS:
-        raise TrainkitError(
-            f"{where} method: must be one of {', '.join(METHODS)}, received {method!r}."
-        )
-    check_parameters(config.get("parameters"), method=str(method), where=where)
-    _check_metric(config, where)
-    check_early_terminate(config.get("early_terminate"), where=where)
-    check_whole_number(f"{where} run_cap", config.get("run_cap", 1))
-    check_command(config, where=where)
-    _check_plain(config, where)
-
-
-def _check_plain(node: Any, where: str) -> None:
-    """Refuse dates, and keys that are not text, which W&B and JSON do not have."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if not isinstance(key, str):
+    try:
+        TypeAdapter(dict[str, JsonValue]).validate_python(config, strict=True)
+        for key in config:
+            known = Sweep.model_fields
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            if key not in known and close:
                 raise TrainkitError(
-                    f"{where}: keys must be text, received {key!r}. Put it in quotes."
+                    f"{where}: has a key {key!r}, which W&B does not know. Did you "
+                    f"mean {close[0]}?"
                 )
-            _check_plain(value, f"{where} {key}")
-    elif isinstance(node, list):
-        for value in node:
-            _check_plain(value, where)
-    elif node is not None and not isinstance(node, str | int | float):
+        sweep = Sweep.model_validate(config)
+    except ValidationError as error:
+        raise TrainkitError(_message(error, where)) from error
+    _check_metric(sweep, where)
+    for name, given in leaves(config["parameters"]):
+        if sweep.method == "grid" and Parameter(**given).kind not in _IN_A_GRID:
+            raise TrainkitError(
+                f"{where} parameters.{name}: a grid needs values, received {given!r}. "
+                f"List them as values: [...], or choose method: random or bayes."
+            )
+    check_command(config, where=where)
+
+
+def _check_metric(sweep: Sweep, where: str) -> None:
+    is_bayes = sweep.method == "bayes"
+    if sweep.metric is None and (is_bayes or sweep.early_terminate is not None):
+        reader = "method: bayes" if is_bayes else "early_terminate"
         raise TrainkitError(
-            f"{where}: must be a text, a number, true, false, null or a list of such, "
-            f"received {node!r}. Put it in quotes."
+            f"{where} metric: {reader} needs one, and it is missing. Write "
+            f"{_EXAMPLES['metric']}."
         )
 
 
-def _check_metric(config: Mapping[str, Any], where: str) -> None:
-    metric = config.get("metric")
-    if metric is None:
-        is_bayes = config["method"] == "bayes"
-        if is_bayes or config.get("early_terminate") is not None:
-            reader = "method: bayes" if is_bayes else "early_terminate"
-            raise TrainkitError(
-                f"{where} metric: {reader} needs one, and it is missing. Write "
-                f"metric: {{name: val/loss, goal: minimize}}."
-            )
-        return
-    if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
-        raise TrainkitError(
-            f"{where} metric: must have a name, received {metric!r}. Write metric: "
-            f"{{name: val/loss, goal: minimize}}."
-        )
-    for key, value in metric.items():
-        if key not in _OF_METRIC:
-            raise TrainkitError(
-                f"{where} metric.{key}: must be one of the keys "
-                f"{', '.join(_OF_METRIC)}, received {key}: {value!r}."
-            )
-    goal = metric.get("goal", "minimize")
-    if goal not in _GOALS:
-        raise TrainkitError(
-            f"{where} metric.goal: must be minimize or maximize, received {goal!r}."
-        )
+def _message(error: ValidationError, where: str) -> str:
+    """The first error in a line: the place, the rule, the value, and what to do."""
+    detail: Any = error.errors(include_url=False)[0]
+    place = [part for part in detail["loc"] if part not in ("list", "dict", "[key]")]
+    at = ".".join(part for part in place if isinstance(part, str))
+    section = str(place[0]) if place else ""
+    received, own = detail["input"], detail.get("ctx", {})
+    if detail["type"] == "extra_forbidden":
+        received, known = place[-1], _MODELS[section].model_fields
+        rule = f"must be one of the keys {', '.join(known)}"
+        remedy = did_you_mean(received, known).strip()
+    elif "remedy" in own:
+        rule, remedy = own["rule"], own["remedy"]
+    else:
+        said = detail["msg"].replace("Input should be", "must be")
+        rule = _RULES.get(detail["type"], said)
+        example = _EXAMPLES.get(section)
+        remedy = f"Write, for example, {example}." if example else ""
+    return f"{where} {at}: {rule}, received {received!r}. {remedy}".rstrip()

@@ -12,14 +12,13 @@ from trainkit.cli.sweep.parameters import flatten
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
 """States of a trial. "stopped" means by early_terminate, which is not a failure."""
 
-WANDB_STATES: dict[State, str] = {
-    "waiting": "pending",
+_OF_WANDB: dict[str, State] = {
+    "pending": "waiting",
     "running": "running",
     "finished": "finished",
-    "stopped": "killed",
-    "crashed": "crashed",
+    "killed": "stopped",
 }
-"""W&B's name of each state."""
+"""The state of a trial by its run's on the server; any other means that it crashed."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +29,7 @@ class Trial:
         name: the id of its W&B run.
         arguments: the proposed values, nested as in the file.
         metric: the metric's values, in the order in which they were logged.
+        logged: the names that it logged with numbers.
         num_rows: how many rows it logged.
         exit_code: the exit status of its process.
         pid: the number of its process, while it runs.
@@ -41,6 +41,7 @@ class Trial:
     arguments: dict[str, Any]
     state: State = "waiting"
     metric: list[float] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
     num_rows: int = 0
     exit_code: int | None = None
     pid: int | None = None
@@ -96,10 +97,7 @@ def state_from_wandb(state: str) -> State:
     >>> state_from_wandb("killed"), state_from_wandb("failed")
     ('stopped', 'crashed')
     """
-    if state.startswith("preempt"):
-        return "waiting"
-    ours: dict[str, State] = {theirs: ours for ours, theirs in WANDB_STATES.items()}
-    return ours.get(state, "crashed")
+    return "waiting" if state[:7] == "preempt" else _OF_WANDB.get(state, "crashed")
 
 
 def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:
@@ -122,12 +120,3 @@ def best_of(trials: Sequence[Trial], *, maximizes: bool) -> Trial | None:
     """The best of the finished trials; a stopped trial has trained only in part."""
     ended = [t for t in trials if t.state == "finished" and t.number is not None]
     return next(iter(ranked(ended, maximizes=maximizes)), None)
-
-
-def own_lines(lines: Sequence[str]) -> list[str]:
-    """The lines that a trial has written, without the output of W&B's client.
-
-    >>> own_lines(["wandb: Syncing run", "", "RuntimeError: no"])
-    ['RuntimeError: no']
-    """
-    return [line for line in lines if line.strip() and not line.startswith("wandb:")]

@@ -22,7 +22,6 @@ from trainkit.cli.comparison import (
 from trainkit.cli.composition import LOOP
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
-from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.new_folder import remove_if_new
@@ -57,8 +56,6 @@ class _JobEnded(BaseException):
 
 def main(argv: list[str]) -> int:
     """Compose the configuration and train; with `-m`, train once for each choice."""
-    if relay.ADDRESS in os.environ:
-        return relay.main()
     register()
     find_modules_here()
     argv = options_first(argv)

@@ -13,17 +13,16 @@ import pytest
 from tests.cli.sweep.helpers import (
     LR,
     command,
-    offline,
     private_env,
-    read_state,
+    read_trials,
     run,
     toy,
     wait_until,
 )
 from tests.wandb_server import WandbServer
-from trainkit.cli.sweep.offline.state import SweepState
+from trainkit.cli.sweep.offline.journal import FILE, Journal
 
-pytest.importorskip("sweeps")
+pytest.importorskip("optuna")
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def number_of_sweep(folder: Path) -> int:
 
 
 def number_of_trial(folder: Path) -> int:
-    return read_state(folder / "sweeps")["trials"][1]["pid"]
+    return read_trials(folder / "sweeps")[1]["pid"]
 
 
 def started(folder: Path) -> list[str]:
@@ -64,7 +63,7 @@ def started(folder: Path) -> list[str]:
 
 
 def states(folder: Path) -> list[str]:
-    return [trial["state"] for trial in read_state(folder / "sweeps")["trials"]]
+    return [trial["state"] for trial in read_trials(folder / "sweeps")]
 
 
 def go_on(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -147,21 +146,41 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     assert states(tmp_path) == ["finished"] * 3
 
 
-def test_a_kill_while_the_state_is_written_leaves_the_one_before(
-    no_account: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["random", "bayes", "grid"])
+@pytest.mark.parametrize("how", ["half a line", "a lock", "half a proposal", "untold"])
+def test_what_a_kill_left_half_done_changes_no_result(
+    no_account: Path, method: str, how: str
 ) -> None:
-    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"])
-    sweep = offline(path, count=1)
-    sweep.run()
-    state = SweepState.load(no_account / "sweeps" / "s1")
-    state.trials.clear()
+    lr = LR if method == "grid" else {"min": 0.1, "max": 9.9}
+    config = {"method": method, "metric": {"name": "x"}, "parameters": {"lr": lr}}
 
-    def killed(fd: int) -> None:
-        raise KeyboardInterrupt
+    def proposed(folder: Path, *, is_killed: bool) -> list[object]:
+        folder.mkdir(parents=True)
+        journal = Journal.create(folder, config, seed="7")
+        for n in range(3):
+            if n == 1 and is_killed:
+                journal = killed(journal, how)
+            trial = journal.propose()
+            assert trial is not None
+            trial.state, trial.metric = "finished", [trial.arguments["lr"]]
+            journal.save(trial)
+        return [trial.arguments for trial in Journal.load(folder).trials]
 
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        state.save()
+    undisturbed = proposed(no_account / "a" / "s1", is_killed=False)
+    assert proposed(no_account / "b" / "s1", is_killed=True) == undisturbed
+    assert len({str(each) for each in undisturbed}) == 3  # the control
 
-    again = SweepState.load(no_account / "sweeps" / "s1")
-    assert [trial.state for trial in again.trials] == ["finished"]
+
+def killed(journal: Journal, how: str) -> Journal:
+    """The journal as the next process finds it."""
+    path = journal.folder / FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    if how == "half a line":
+        path.write_bytes(b"".join(lines) + lines[-1][:9])
+    if how == "a lock":
+        path.with_name(f"{FILE}.lock").symlink_to(path)
+    if how == "half a proposal":
+        journal.propose()  # and it is not saved
+    if how == "untold":  # the last line tells Optuna the result
+        path.write_bytes(b"".join(lines[:-1]))
+    return Journal.load(journal.folder)

@@ -1,1 +1,1 @@
-"""Sweeps without a server: W&B's engine proposes, this machine runs."""
+"""Sweeps without a server: Optuna proposes, this machine runs."""

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from trainkit.cli.sweep.environment import kill_delay
-from trainkit.cli.sweep.trial import Trial, own_lines
+from trainkit.cli.sweep.trial import Trial
 from trainkit.errors import TrainkitError
 
 _LOCK = "running.lock"
@@ -21,34 +22,28 @@ _POLL = 0.05
 class TrialProcess:
     """Runs a trial's command; its output goes to `<folder>/output.log`.
 
-    The process holds a lock on its folder as long as it lives, so that a resumed sweep
-    sees whether its trials are still running.
+    The process and those that it starts inherit a lock on its folder. So a resumed
+    sweep sees whether its trials are still running.
 
     Args:
-        trial: the trial.
+        trial: the trial; its folder must exist.
         command: the words to run.
         env: its environment.
-        folder: the folder of the trial, which must exist.
 
     Raises:
         OSError: the command cannot be started.
     """
 
     def __init__(
-        self,
-        trial: Trial,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
+        self, trial: Trial, command: Sequence[str], env: Mapping[str, str]
     ) -> None:
         self.trial = trial
         self.asked_to_stop = False
-        self._deadline: float | None = None
+        self._deadline = float("inf")
+        folder = Path(trial.folder)
         lock = _take_lock(folder)
         if lock is None:
-            raise TrainkitError(
-                f"trial {trial.name}: another process is running it in {folder}."
-            )
+            raise _is_still_running(trial)
         with lock, (folder / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -64,24 +59,24 @@ class TrialProcess:
     def poll(self) -> int | None:
         """The exit code once it has ended; kills it after the time to end is over."""
         code = self._process.poll()
-        if code is None and self._deadline and time.monotonic() > self._deadline:
+        if code is None and time.monotonic() > self._deadline:
             self.kill()
         return code
 
     def stop(self) -> None:
         """Ask it to end with SIGTERM; `poll` kills it if it is too slow."""
-        if self._deadline is None and self._process.poll() is None:
+        if not self.asked_to_stop and self._process.poll() is None:
             self.asked_to_stop = True
             self._deadline = time.monotonic() + kill_delay()
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it and the processes that it has started."""
-        _kill_group(self._process.pid)
+        _signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def end_orphan(trial: Trial, folder: Path) -> bool:
+def end_orphan(trial: Trial) -> bool:
     """Stop a trial that is still running although its sweep was killed.
 
     Returns:
@@ -90,27 +85,25 @@ def end_orphan(trial: Trial, folder: Path) -> bool:
     Raises:
         TrainkitError: it is running and cannot be stopped.
     """
+    folder = Path(trial.folder)
     if not folder.is_dir() or _is_free(folder):
         return False
-    if trial.pid is None:
-        raise TrainkitError(
-            f"trial {trial.name}: a process still runs it in {folder}, and the sweep "
-            f"was killed before it saved the process id. End that process, then resume "
-            f"the sweep."
-        )
-    try:
+    if trial.pid is None:  # the sweep was killed before it had saved the number
+        raise _is_still_running(trial)
+    with suppress(ProcessLookupError):  # what it has started may still hold the lock
         os.kill(trial.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass  # a process that it has started still holds the lock
     if not _becomes_free(folder):
-        _kill_group(trial.pid)
+        _signal_group(trial.pid, signal.SIGKILL)
         if not _becomes_free(folder):
-            raise TrainkitError(
-                f"trial {trial.name}: a process that it has started still runs in "
-                f"{folder}, and has left its process group. End that process, then "
-                f"resume the sweep."
-            )
+            raise _is_still_running(trial)
     return True
+
+
+def _is_still_running(trial: Trial) -> TrainkitError:
+    return TrainkitError(
+        f"trial {trial.name}: a process still runs it in {trial.folder}, and the sweep "
+        f"cannot end it. End that process, then resume the sweep."
+    )
 
 
 def _becomes_free(folder: Path) -> bool:
@@ -120,13 +113,6 @@ def _becomes_free(folder: Path) -> bool:
             return False
         time.sleep(_POLL)
     return True
-
-
-def last_words(folder: Path) -> str:
-    """The last line of a trial's output, without the lines of W&B's client."""
-    path = folder / "output.log"
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    return next(reversed(own_lines(text.splitlines())), "").strip()
 
 
 def _take_lock(folder: Path) -> IO[Any] | None:
@@ -143,14 +129,11 @@ def _take_lock(folder: Path) -> IO[Any] | None:
 
 def _is_free(folder: Path) -> bool:
     lock = _take_lock(folder)
-    if lock is None:
-        return False
-    lock.close()
-    return True
+    if lock is not None:
+        lock.close()
+    return lock is not None
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has ended
+def _signal_group(pid: int, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
+        os.killpg(pid, signum)

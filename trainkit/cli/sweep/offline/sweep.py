@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.sweep import environment, missing_metric
+from trainkit.cli.sweep import environment
 from trainkit.cli.sweep.command import command_line, hydra_text
-from trainkit.cli.sweep.interruption import Interruption, counted_signals
-from trainkit.cli.sweep.offline.engine import Engine
-from trainkit.cli.sweep.offline.process import TrialProcess, end_orphan, last_words
-from trainkit.cli.sweep.offline.state import SweepState
-from trainkit.cli.sweep.rows import metric_values, read_run, run_files
+from trainkit.cli.sweep.interruption import exit_status, noted_signals
+from trainkit.cli.sweep.missing_metric import finished_without
+from trainkit.cli.sweep.offline.journal import Journal
+from trainkit.cli.sweep.offline.process import TrialProcess, end_orphan
+from trainkit.cli.sweep.rows import last_words, metric_values, names_in, read_rows
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import State, Trial, describe, news_of
 
@@ -33,7 +33,7 @@ class OfflineSweep:
 
     Args:
         sweep: the file.
-        state: the trials so far.
+        journal: the trials so far.
         agents: how many trials run at once.
         count: how many trials may be started now; None for all.
         say: called with each line of news.
@@ -42,22 +42,22 @@ class OfflineSweep:
     def __init__(
         self,
         sweep: SweepFile,
-        state: SweepState,
+        journal: Journal,
         *,
         agents: int = 1,
         count: int | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self._sweep = sweep
-        self._state = state
-        self._engine = Engine(state.config, seed=state.seed)
+        self._journal = journal
         self._agents = agents
-        self._stops_early = state.config.get("early_terminate") is not None
+        self._stops_early = journal.config.get("early_terminate") is not None
         self._may_start = float("inf") if count is None else count
         self._say = say
         self._running: list[TrialProcess] = []
+        self._interrupted: list[TrialProcess] = []
         self._crashed_first = 0
-        self._is_over = False
+        self._is_over = finished_without(sweep, journal.trials) is not None
         self._look_at = 0.0
 
     def run(self) -> int:
@@ -67,30 +67,26 @@ class OfflineSweep:
             0, or 130 or 143 if a signal ended it.
         """
         self._recover()
-        self._give_up_without_metric()
-        with counted_signals() as interruption:
-            try:
-                while not interruption.count:
-                    self._take_ended()
+        with noted_signals() as came:
+            while True:
+                self._take_ended()
+                if came:
+                    self._interrupt(num_signals=len(came))
+                else:
                     self._start_more()
-                    if not self._running:
-                        break
-                    self._stop_the_poor()
-                    time.sleep(_TICK)
-            finally:
-                self._end_running(interruption)
-        return interruption.exit_status
-
-    # ---- before ----------------------------------------------------------------------
+                if not self._running:
+                    return exit_status(came)
+                self._stop_the_poor()
+                time.sleep(_TICK)
 
     def _recover(self) -> None:
         """Queue the trials that were running when the sweep was killed."""
-        for trial in self._state.trials:
+        for trial in self._journal.trials:
             if trial.state == "running":
-                if end_orphan(trial, self._folder(trial)):
+                if end_orphan(trial):
                     self._say(f"{trial.name} was still running, and has been stopped")
                 trial.state = "waiting"
-        self._state.save()
+                self._journal.save(trial)
 
     # ---- trials ----------------------------------------------------------------------
 
@@ -104,38 +100,27 @@ class OfflineSweep:
             self._start(trial)
 
     def _next(self) -> Trial | None:
-        for trial in self._state.trials:
-            if trial.state == "waiting":
-                return trial
-        arguments = self._engine.propose(self._state.trials)
-        if arguments is None:
-            return None
-        number = len(self._state.trials)
-        trial = Trial(name=f"{self._state.id}-{number:03d}", arguments=arguments)
-        trial.folder = str(self._folder(trial))
-        self._state.trials.append(trial)
-        return trial
+        waiting = (t for t in self._journal.trials if t.state == "waiting")
+        return next(waiting, None) or self._journal.propose()
 
     def _start(self, trial: Trial) -> None:
-        folder = self._folder(trial)
         trial.state, trial.pid, trial.note = "running", None, ""
-        self._state.save()
-        command = self._command(trial, folder)
+        self._journal.save(trial)
+        command = self._command(trial)
         env = environment.offline(
-            self._state.config, trial, folder, group=self._state.id
+            self._journal.config, trial, group=self._journal.folder.name
         )
         self._say(f"{trial.name} starts: {describe(trial)}")
         try:
-            self._running.append(TrialProcess(trial, command, env, folder))
+            self._running.append(TrialProcess(trial, command, env))
+            self._journal.save(trial)
         except OSError as error:
             self._crash(trial, f"{command[0]}: {error.strerror}")
-        self._state.save()
 
-    def _command(self, trial: Trial, folder: Path) -> list[str]:
-        more = []
-        checkpoint = None
+    def _command(self, trial: Trial) -> list[str]:
+        folder, more, checkpoint = Path(trial.folder), [], None
         if self._sweep.runs_trainkit:
-            more.append(f"hydra.run.dir={hydra_text(str(folder))}")
+            more.append(f"hydra.run.dir={hydra_text(trial.folder)}")
             checkpoint = RunFolder(folder).newest_checkpoint()
         if checkpoint is not None:
             more.append(f"ckpt_path={hydra_text(str(checkpoint))}")
@@ -143,11 +128,10 @@ class OfflineSweep:
             # The rows of an earlier attempt must not be uploaded as well.
             shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "arguments.json"
+        file.write_text(json.dumps(trial.arguments) + "\n", encoding="utf-8")
         return command_line(
-            self._state.config,
-            trial.arguments,
-            more=more,
-            json_file=_write_json(trial, folder),
+            self._journal.config, trial.arguments, more=more, json_file=str(file)
         )
 
     def _take_ended(self) -> None:
@@ -156,63 +140,66 @@ class OfflineSweep:
             if code is not None:
                 self._running.remove(process)
                 self._take(process, code)
-                self._state.save()
 
     def _take(self, process: TrialProcess, code: int) -> None:
         trial = process.trial
         self._read(trial)
         trial.exit_code = code
-        summary = RunFolder(self._folder(trial)).read_summary() or {}
+        folder = Path(trial.folder)
+        summary = RunFolder(folder).read_summary() or {}
         # A trial may have finished before it was asked to stop.
-        if process.asked_to_stop and summary.get("status") != "finished":
+        was_stopped = process.asked_to_stop and summary.get("status") != "finished"
+        if was_stopped and process in self._interrupted:
+            trial.state, trial.pid = "waiting", None
+            self._journal.save(trial)
+        elif was_stopped:
             self._end(trial, "stopped", f"stopped after {len(trial.metric)} values")
         elif code != 0:
-            self._crash(trial, f"exit {code}: {last_words(self._folder(trial))}")
+            self._crash(trial, f"exit {code}: {last_words(folder)}")
         else:
-            self._end(trial, "finished", "" if trial.metric else self._missing(trial))
-            self._give_up_without_metric()
+            lacks = self._sweep.metric is not None and not trial.metric
+            rows = f"no {self._sweep.metric} in the {trial.num_rows} rows it logged"
+            self._end(trial, "finished", f"{rows} to {folder}" if lacks else "")
+            if finished_without(self._sweep, self._journal.trials):
+                self._is_over = True  # the next ones would lack the metric too
 
     def _end(self, trial: Trial, state: State, note: str) -> None:
         trial.state, trial.note, trial.pid = state, note, None
+        self._journal.save(trial)
         self._say(news_of(trial, self._sweep.metric))
 
     def _crash(self, trial: Trial, note: str) -> None:
         self._end(trial, "crashed", note)
         self._crashed_first += 1
         limit = environment.max_initial_failures()
-        ended_well = any(t.state in ("finished", "stopped") for t in self._state.trials)
-        if not ended_well and self._crashed_first >= limit and not self._is_over:
+        has_good = any(t.state in ("finished", "stopped") for t in self._journal.trials)
+        if not has_good and self._crashed_first >= limit and not self._is_over:
             self._is_over = True
             self._say(
                 f"the first {self._crashed_first} trials crashed, so no more are "
-                f"started. The last one's output is in {self._folder(trial)}/output.log"
+                f"started. The last one's output is in {trial.folder}/output.log"
             )
 
-    def _missing(self, trial: Trial) -> str:
-        metric = self._sweep.metric
-        if metric is None:
-            return ""
-        return f"no {metric} in the {trial.num_rows} rows it logged to {trial.folder}"
-
-    def _give_up_without_metric(self) -> None:
-        """Start no more trials if their rows lack the metric."""
-        trials = self._state.trials
-        if self._is_over or not missing_metric.finished_without(self._sweep, trials):
-            return
-        for process in self._running:  # a running trial may have the metric
-            self._read(process.trial)
-        trial = missing_metric.finished_without(self._sweep, trials)
-        if trial is not None:
-            self._is_over = True
-            rows, _ = read_run(run_files(self._folder(trial), trial.name))
-            logged = missing_metric.names_in(rows)
-            self._say(missing_metric.message(self._sweep, trial, logged))
+    def _interrupt(self, *, num_signals: int) -> None:
+        """Stop the running trials, for a later resume; a second signal kills them."""
+        if self._running and not self._interrupted:
+            self._say(
+                f"stopping {len(self._running)} running trials, which may save "
+                f"first; Ctrl-C again kills them"
+            )
+        for process in self._running:
+            if num_signals > 1:
+                process.kill()
+            elif not process.asked_to_stop:
+                process.stop()
+                self._interrupted.append(process)
 
     # ---- metrics ---------------------------------------------------------------------
 
     def _read(self, trial: Trial) -> None:
-        rows, _ = read_run(run_files(self._folder(trial), trial.name))
+        rows = read_rows(trial)
         trial.num_rows = len(rows)
+        trial.logged = names_in(rows)
         trial.metric = metric_values(rows, self._sweep.metric)
 
     def _stop_the_poor(self) -> None:
@@ -221,47 +208,9 @@ class OfflineSweep:
             return
         for process in self._running:
             self._read(process.trial)
-        poor = self._engine.to_stop(self._state.trials)
+        poor = self._journal.search.to_stop(self._journal.trials)
         for process in self._running:
             if process.trial.name in poor:
                 process.stop()
         spent = time.monotonic() - began
         self._look_at = began + spent + max(_LOOK_EVERY, _PAUSE_PER_LOOK * spent)
-
-    # ---- the end ---------------------------------------------------------------------
-
-    def _end_running(self, interruption: Interruption) -> None:
-        """Stop the running trials after a signal or an error, for a later resume."""
-        if self._running:
-            self._say(
-                f"stopping {len(self._running)} running trials, which may save "
-                f"first; Ctrl-C again kills them"
-            )
-        before = interruption.count
-        already_stopped = [p for p in self._running if p.asked_to_stop]
-        for process in self._running:
-            process.stop()
-        while self._running:
-            for process in list(self._running):
-                if interruption.count > before:
-                    process.kill()
-                code = process.poll()
-                if code is None:
-                    continue
-                self._running.remove(process)
-                if process in already_stopped or not process.asked_to_stop:
-                    self._take(process, code)  # it had ended by itself
-                else:
-                    self._read(process.trial)
-                    process.trial.state, process.trial.pid = "waiting", None
-            time.sleep(_TICK)
-        self._state.save()
-
-    def _folder(self, trial: Trial) -> Path:
-        return self._state.folder / trial.name
-
-
-def _write_json(trial: Trial, folder: Path) -> str:
-    path = folder / "arguments.json"
-    path.write_text(json.dumps(trial.arguments) + "\n", encoding="utf-8")
-    return str(path)

@@ -1,0 +1,145 @@
+"""What Optuna proposes: repeats by seed, is plain, in bounds, and sees the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.cli.sweep.sweep_file import check
+from trainkit.cli.sweep.trial import State, Trial
+from trainkit.errors import TrainkitError
+
+pytest.importorskip("optuna")
+from trainkit.cli.sweep.offline.journal import Journal
+from trainkit.cli.sweep.offline.search import Search
+
+RANGE = {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}
+
+
+TAKEN: list[dict[str, Any]] = [
+    {"distribution": "constant", "value": 2},
+    {"distribution": "categorical", "values": [1, 2]},
+    {"distribution": "normal"},
+    {"distribution": "q_normal", "mu": 0, "sigma": 1, "q": 0.5},
+    {"distribution": "beta", "a": 1, "b": 2},
+    {"distribution": "int_uniform", "min": 1, "max": 3},
+    {"distribution": "q_log_uniform_values", "min": 0.1, "max": 3.0, "q": 0.1},
+    {"distribution": "inv_log_uniform_values", "min": 0.1, "max": 0.9},
+    {"values": [1, 2], "probabilities": [0.2, 0.8]},
+    {"values": [1, 2, 3], "probabilities": [0.1, 0.2, 0.7]},
+    {"min": 1, "max": 3},
+    {"min": 1.5, "max": 3},
+]
+
+
+def config(method: str, **parameters: Any) -> dict[str, Any]:
+    metric = {"name": "loss", "goal": "minimize"}
+    common = {"metric": metric, "program": "t.py"}
+    return {**common, "method": method, "parameters": parameters}
+
+
+def proposals(
+    folder: Path,
+    sweep: dict[str, Any],
+    number: int,
+    *,
+    seed: str = "1",
+    loss: Any = None,
+) -> list[Any]:
+    """What comes one after the other, each trial ended before the next."""
+    folder = folder / f"{len(list(folder.iterdir()))}"
+    folder.mkdir()
+    journal = Journal.create(folder, sweep, seed=seed)
+    for _ in range(number):
+        trial = journal.propose()
+        if trial is None:
+            break
+        trial.state = "finished"
+        trial.metric = [loss(trial.arguments) if loss else 1.0]
+        journal.save(trial)
+    return [trial.arguments for trial in journal.trials]
+
+
+@pytest.mark.parametrize("parameter", TAKEN)
+def test_each_distribution_is_drawn(parameter: dict[str, Any], tmp_path: Path) -> None:
+    sweep = config("random", lr=parameter)
+    check(sweep, where="s.yaml")
+    if parameter.get("distribution") == "beta":  # which the server alone draws
+        with pytest.raises(TrainkitError, match="lr: distribution beta is drawn by"):
+            Search(sweep, seed="1")
+        return
+    for arguments in proposals(tmp_path, sweep, 9):
+        low, high = parameter.get("min", -9), parameter.get("max", 9)
+        assert low <= arguments["lr"] <= high
+        assert json.loads(json.dumps(arguments)) == arguments
+        if "values" in parameter:
+            assert arguments["lr"] in parameter["values"]
+        elif all(isinstance(each, int) for each in (low, high)) and "min" in parameter:
+            assert type(arguments["lr"]) is int
+
+
+def test_probabilities_are_kept(tmp_path: Path) -> None:
+    rare = {"values": ["a", "b"], "probabilities": [0.9, 0.1]}
+    found = [each["k"] for each in proposals(tmp_path, config("random", k=rare), 80)]
+    assert 60 <= found.count("a") < 80
+
+
+def test_a_grid_is_every_combination_once_in_order_and_then_ends(
+    tmp_path: Path,
+) -> None:
+    nested = {"parameters": {"b": {"values": ["x", None]}}}
+    grid = config("grid", n={"min": 1, "max": 2}, opt=nested, c={"value": [1]})
+
+    found = proposals(tmp_path, grid, 9)
+
+    pairs = [(n, b) for n in (1, 2) for b in ("x", None)]
+    assert found == [{"n": n, "opt": {"b": b}, "c": [1]} for n, b in pairs]
+    assert len(proposals(tmp_path, {**grid, "run_cap": 3}, 9)) == 3
+
+
+@pytest.mark.parametrize("method", ["random", "bayes"])
+def test_the_same_seed_proposes_the_same(method: str, tmp_path: Path) -> None:
+    def run(seed: str) -> list[Any]:
+        return proposals(tmp_path, config(method, lr=RANGE), 7, seed=seed)
+
+    assert run("1") == run("1")
+    assert run("1") != run("2")
+
+
+def test_a_bayes_search_sees_the_results(tmp_path: Path) -> None:
+    def mean(goal_at: float, method: str) -> float:
+        sweep = config(method, x={"min": 0.0, "max": 1.0})
+        found = proposals(
+            tmp_path, sweep, 30, seed="3", loss=lambda a: (a["x"] - goal_at) ** 2
+        )
+        return sum(a["x"] for a in found[-10:]) / 10
+
+    assert mean(0.1, "bayes") < 0.3
+    assert mean(0.9, "bayes") > 0.7
+    assert 0.3 < mean(0.1, "random") < 0.7  # the control
+
+
+def hyperband(good: State, poor: list[float], **rule: Any) -> set[str]:
+    rule = {"type": "hyperband", "min_iter": 2, "eta": 2, "strict": True, **rule}
+    search = Search({**config("random", lr=RANGE), "early_terminate": rule}, seed="0")
+    return search.to_stop(
+        [
+            Trial(name="a", arguments={}, state=good, metric=[1.0, 0.5, 0.4]),
+            Trial(name="b", arguments={}, state=good, metric=[1.0, 0.6, 0.4]),
+            Trial(name="c", arguments={}, state="running", metric=poor),
+        ]
+    )
+
+
+def test_hyperband_stops_the_poor_one_at_its_band_only() -> None:
+    assert hyperband("finished", [9.0, 8.0]) == {"c"}
+    assert hyperband("stopped", [9.0, 8.0]) == {"c"}  # those stopped count
+    assert hyperband("finished", [9.0]) == set()  # before its band
+    assert hyperband("finished", [9.0, 0.1]) == set()
+    assert hyperband("finished", [0.1, 9.0]) == {"c"}
+    assert hyperband("finished", [0.1, 9.0], strict=False) == set()  # its best counts
+    with pytest.raises(TrainkitError, match="eta: must be a whole number from 2"):
+        hyperband("finished", [], eta=1.5)

@@ -1,1 +1,0 @@
-"""Sweeps on a W&B server, run by agents of the real client."""
