@@ -2,9 +2,9 @@
 
     python recipes/launch/ray_train.py --workers 2 --accelerator cpu
 
-Needs `pip install 'lightning-trainkit[ray]'`. A worker is a rank of DDP with its own rows.
-Ray prepares the Trainer; the callback reads from it what DDP does to gradients, and
-divides by the weights of all workers.
+Needs `pip install 'lightning-trainkit[ray]'`. A worker is a rank of DDP with rows of
+its own. Ray prepares the Trainer; the callback reads from it what DDP does to
+gradients, and divides by the weights of all workers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def main() -> None:
     given = parser.parse_args()
     place = given.to.absolute()
     config = {**vars(given), "to": str(place)}
-    scaling = ScalingConfig(given.workers, use_gpu=given.accelerator == "gpu")
+    scaling = ScalingConfig(
+        num_workers=given.workers, use_gpu=given.accelerator == "gpu"
+    )
     storage = RunConfig(storage_path=str(place.parent))
     TorchTrainer(
         work, train_loop_config=config, scaling_config=scaling, run_config=storage

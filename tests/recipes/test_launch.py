@@ -6,11 +6,13 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from trainkit import Uniform
 from trainkit.cli.composition import Composition
 from trainkit.cli.train.resume import expand
 from trainkit.cli.words import key_of, options_first
@@ -181,6 +183,44 @@ def test_slurm_queues_again_what_its_time_limit_ended(
     config = Composition(expand(words)).config
     assert config.paths.run_dir == "./outputs/code_lm/slurm-77"
     assert (config.trainer.devices, config.seed) == (4, 3)
+
+
+@pytest.mark.environments
+def test_workers_of_ray_train_are_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray.train")
+    done = subprocess.run(
+        [sys.executable, str(LAUNCH / "ray_train.py"), "--accelerator", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    (off,) = re.findall(r"^2 workers: (\S+) from", done.stdout, re.MULTILINE)
+    assert float(off) < 1e-14
+    # Of one worker of four micro-batches, the rehearsal says nothing.
+    assert "x ranks 2 = 16 samples a step" in done.stdout
+    assert "x ranks 1 = 6 samples a step" not in done.stdout
+
+
+@pytest.mark.environments
+def test_its_rows_tell_plain_accumulation_from_the_big_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control of the test above."""
+    pytest.importorskip("ray.train")
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    import ray_train  # type: ignore[import-not-found]
+
+    big, ours = ray_train.fit(16, 1), ray_train.fit(2, 8)
+    monkeypatch.setattr(ray_train, "PerToken", Uniform)
+    plain = ray_train.fit(2, 8)
+    same, off = ((big.net.weight - m.net.weight).abs().max() for m in (ours, plain))
+    assert same < 1e-14
+    assert off > 1e-4
 
 
 def test_options_of_sbatch_are_those_that_the_trainer_needs() -> None:

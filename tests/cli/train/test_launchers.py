@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +19,8 @@ from matplotlib import get_configdir
 
 from tests.cli.training import SMALL, run_dirs, summary_of, train
 from tests.startup import CHILD_PATH, forked
+
+ROOT = Path(__file__).parents[3]
 
 LAUNCHERS = {
     "joblib": ["hydra.launcher.n_jobs=2"],
@@ -166,6 +171,33 @@ def test_optuna_goes_on_past_failed_trials_and_the_status_tells(
         best = yaml.safe_load(results.read_text())
         assert best["best_params"]["optimizer.lr"] == 0.001
     assert not list(tmp_path.rglob(".failed"))
+
+
+@pytest.mark.environments
+def test_optuna_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """The tests above are skipped here, where `trainkit sweep` has a newer Optuna."""
+    made = tmp_path / "venv"
+    venv.create(made, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin" / "python")]
+    wanted = ["hydra-optuna-sweeper==1.3.0"]
+    wanted += [f"{name}=={version(name)}" for name in ("hydra-core", "omegaconf")]
+    subprocess.run([*pip, "install", "--quiet", *wanted], check=True, timeout=500)
+    (site,) = made.glob("lib/python*/site-packages")
+    lent = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (site / "lent.pth").write_text("\n".join([str(ROOT), *sorted(lent)]) + "\n")
+    tests = [f"{ROOT}/tests/{name}" for name in ("cli/train/test_launchers.py",
+             "config/test_conf.py")]  # fmt: skip
+    words = ["-m", "environments or not environments", "-k", "optuna and not works_in"]
+    done = subprocess.run(
+        [made / "bin" / "python", "-m", "pytest", "-q", *words, *tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout
+    *_, last = done.stdout.splitlines()
+    assert re.match(r"5 passed, \d+ deselected", last), done.stdout  # and none skipped
 
 
 def own_optuna() -> None:

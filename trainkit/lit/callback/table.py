@@ -76,9 +76,16 @@ def is_terminal() -> bool:
 def _print(text: str, trainer: Any) -> None:
     bar = None if trainer is None else trainer.progress_bar_callback
     if bar is None or not getattr(bar, "is_enabled", True) or _is_before_tqdm(bar):
-        print(text, flush=True)
+        _write(f"{text}\n")
     else:
         bar.print(text)
+
+
+def _write(text: str) -> None:
+    """Write to the standard output as it is now: Ray's `print` passes it by."""
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _is_before_tqdm(bar: Any) -> bool:
