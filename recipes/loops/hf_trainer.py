@@ -28,13 +28,16 @@ class TwoViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 50}
-        layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-        no_dropout = {
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
-        self.encoder = BertModel(BertConfig(**sizes, **layers, **no_dropout))
+        config = BertConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.encoder = BertModel(config)
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.encoder(input_ids=ids).last_hidden_state
@@ -48,13 +51,11 @@ class ContrastiveTrainer(Trainer):
         size: the most rows of which the encoder keeps what the backward pass needs.
     """
 
-    def __init__(self, *args: Any, size: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        Chunked(self.model.encoder, size=size)
+    def __init__(self, model: TwoViews, *args: Any, size: int, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        Chunked(model.encoder, size=size)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], **_: Any
-    ) -> Tensor:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         one, other = model(inputs["ids"]), model(inputs["others"])
         alike = one @ other.T / 0.1
         return cross_entropy(alike, torch.arange(len(one), device=alike.device))

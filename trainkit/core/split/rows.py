@@ -180,8 +180,9 @@ def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
     if marks.all():
         return [(0, width)] * len(marks)
     firsts, after = marks.argmax(1).tolist(), marks[:, ::-1].argmax(1).tolist()
+    has_any: list[bool] = marks.max(1).tolist()
     spans = []
-    for first, behind, any_ in zip(firsts, after, marks.any(1), strict=True):
+    for first, behind, any_ in zip(firsts, after, has_any, strict=True):
         if any_:
             spans.append((0 if are_labels else first, width - behind))
         else:
