@@ -110,7 +110,8 @@ def test_ctrl_c_stops_the_agents_and_their_trials_save(
         process.kill()
 
     assert process.returncode == 130
-    assert "to resume: trainkit sweep toy.yaml --resume sw0" in news
+    assert "to resume: cd " in news
+    assert " sweep toy.yaml --resume sw0" in news
     (received,) = wandb_server.runs.values()
     assert (received.exit_code, steps(received)) == (0, [1, 2])
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.sweep.trial import Trial
+from trainkit.cli.words import to_paste
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     _report(sweep, trials, options, sweep_id, folder)
     if status:
         again = [] if options.resume else ["--resume", sweep_id]
-        _say(f"to resume: {shlex.join(['trainkit', 'sweep', *argv, *again])}")
+        _say(f"to resume: {to_paste(['sweep', *argv, *again])}")
         return status
     if (lacks := finished_without(sweep, trials)) is not None:
         _say(message(sweep, lacks))

@@ -127,8 +127,8 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     assert states(tmp_path) == ["finished", "waiting"]  # the trial could save
     assert "stopping 1 running trials" in news
     (folder,) = (tmp_path / "sweeps").glob("*")
-    again = f"to resume: trainkit sweep toy.yaml --offline --resume {folder.name}"
-    assert again in news
+    assert f"to resume: cd {tmp_path} && " in news
+    assert f" sweep toy.yaml --offline --resume {folder.name}" in news
     assert "finished" in output  # the table of what there is
 
     file = tmp_path / "toy.yaml"
