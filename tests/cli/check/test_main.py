@@ -121,6 +121,7 @@ def test_a_module_of_the_lightning_cli(
             ["--deep", "train"],
             "unrecognized arguments: --deep. .* --help",
         ),
+        (["train", "--rows", "3"], "check --rows: must stand before the word train"),
         (["--html=", "train"], "--html: must be the name of a file .* received ''"),
         (["--html=no/a.html", "train"], "in a folder that exists, .*'no/a.html'"),
         (["--html=.", "train"], "must be the name of a file .* received '.'"),

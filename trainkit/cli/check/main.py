@@ -91,6 +91,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"would train with, received {received}. For example: trainkit check train "
             f"experiment=digits_bn"
         )
+    for word in argv[place:]:
+        if word.partition("=")[0] in ("--json", "--html", "--rows"):
+            raise TrainkitError(
+                f"trainkit check {word}: must stand before the word {argv[place]}, "
+                f"since what follows is for the training."
+            )
     options.html = None if options.html is None else _page(options.html)
     options.words = list(argv[place:])
     return options
