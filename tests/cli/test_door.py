@@ -131,5 +131,7 @@ def test_a_refused_training_advises_what_can_be_pasted(
     words = [*SMALL, "micro_batching=auto", "accumulation=uniform"]
     assert main(["train", *words]) == 2
     said = capsys.readouterr().err
+    assert main(["plan", "--probe", "--target=8", *words]) == 2
+    assert "MicroBatching(" not in capsys.readouterr().err
     assert not re.search(r"\b(MicroBatching|PerSample|PerToken)\(", said)
     assert "accumulation=per_sample or accumulation=per_token" in said

@@ -38,6 +38,7 @@ def test_it_has_what_was_printed_warned_and_logged(
             print("\n\x1b[1mbold\x1b[0m", file=sys.stderr)
             print("without an end", end="")
             log.write("\nonly in the file\n")
+            print("of another system", end="\r\n")
         assert handler.stream is sys.stdout  # again
     finally:
         mine.removeHandler(handler)
@@ -46,6 +47,7 @@ def test_it_has_what_was_printed_warned_and_logged(
     assert found == [
         *("before it is opened", "to stdout", "to stderr", "logged"),
         *("bold", "without an end", "only in the file"),
+        "of another system",
     ]
     shown = capsys.readouterr()
     assert "only in the file" not in shown.out + shown.err

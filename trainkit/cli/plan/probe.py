@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.composition import Composition
+from trainkit.cli.door import spoken
 from trainkit.cli.runs.ranks import ranks_of_one_run
 from trainkit.cli.words import find_modules_here, options_first
 from trainkit.config.build import build
@@ -40,7 +41,8 @@ def probe(
     _quieten()
     config = Composition(options_first(words)).config
     _refuse_without_key(config)
-    with tempfile.TemporaryDirectory(prefix="trainkit-plan-") as folder:
+    folders = tempfile.TemporaryDirectory(prefix="trainkit-plan-")
+    with spoken("train"), folders as folder:
         with open_dict(config):
             config.paths.run_dir = folder
         training = build(config)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ class ScreenLog:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._rest = ""
+        self._lock = threading.RLock()
         self._file: Any = None
         self._process = os.getpid()
         self._is_over = False
@@ -59,17 +61,17 @@ class ScreenLog:
         """Add a text, without showing it."""
         if self._is_over or os.getpid() != self._process:
             return
-        *lines, rest = (self._rest + text).split("\n")
-        self._rest = _last_drawn(rest)
-        lines = lines[: len(lines) - text.count(_UP)]
-        drawn = map(_last_drawn, lines)
-        # What begins with a return is a bar of tqdm.
-        self._lines += [_CODES.sub("", each) for each in drawn if "\r" not in each]
-        if self._file is not None and self._lines:
-            try:
-                self._save()
-            except OSError as error:
-                self._fail(Path(self._file.name), error)
+        with self._lock:
+            *lines, rest = (self._rest + text.replace("\r\n", "\n")).split("\n")
+            self._rest = _last_drawn(rest)
+            drawn = map(_last_drawn, lines[: max(0, len(lines) - text.count(_UP))])
+            # What begins with a return is a bar of tqdm.
+            self._lines += [_CODES.sub("", each) for each in drawn if "\r" not in each]
+            if self._file is not None and self._lines:
+                try:
+                    self._save()
+                except OSError as error:
+                    self._fail(Path(self._file.name), error)
 
     def close(self) -> None:
         if self._rest:
