@@ -78,8 +78,9 @@ def test_a_page_on_code_has_examples(name: str) -> None:
     assert blocks(name, "python")
 
 
-def test_front_page_is_short() -> None:
-    assert len(README.splitlines()) <= 160
+@pytest.mark.parametrize(("name", "most"), [("README.md", 160), (LIT, 350)])
+def test_a_page_is_short(name: str, most: int) -> None:
+    assert len(PAGES[name].splitlines()) <= most
 
 
 @pytest.mark.usefixtures("in_a_folder")
