@@ -6,6 +6,7 @@ import os
 import sys
 from importlib import import_module
 
+from trainkit.cli.ctrl_c import remember_ctrl_c
 from trainkit.cli.errors import guarded
 from trainkit.cli.loading import say_loading
 from trainkit.cli.mixture import refuse_a_mixture
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """The entry point of the console script."""
+    remember_ctrl_c()
     a_shell_asks = "_ARGCOMPLETE" in os.environ
     sys.exit(main(["completion"] if a_shell_asks else sys.argv[1:]))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, signal, time
 from trainkit.lit.resume.first_signal import FirstSignal
@@ -32,6 +34,32 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
+
+
+SWALLOWED = """
+import signal
+from trainkit.cli.ctrl_c import remember_ctrl_c
+from trainkit.lit.resume.first_signal import FirstSignal
+if {remembers}:
+    remember_ctrl_c()
+class Collected:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+Collected()
+signals = FirstSignal("the rest follows", on_ctrl_c="Ctrl+C again quits")
+signals.listen()
+print(signals.heard)
+"""
+
+
+@pytest.mark.parametrize(("remembers", "heard"), [(True, 2), (False, 0)])
+def test_a_ctrl_c_that_a_finalizer_swallowed_is_heard(
+    remembers: bool, heard: int
+) -> None:
+    program = [sys.executable, "-c", SWALLOWED.format(remembers=remembers)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == heard
+    assert "Exception ignored" in done.stderr
 
 
 def test_a_worker_outlives_ctrl_c_only_and_its_parent_notes_the_first() -> None:

@@ -22,7 +22,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *PREEMPTION)
 class FirstSignal:
     """The first of `SIGNALS` that this process gets.
 
-    A second Ctrl+C raises KeyboardInterrupt.
+    A second Ctrl+C raises KeyboardInterrupt. A signal that the handler before has noted
+    as its `heard`, and that has not ended the process, counts as the first.
 
     Attributes:
         heard: the signal, or 0.
@@ -50,6 +51,7 @@ class FirstSignal:
             self._process = os.getpid()
             for each in SIGNALS:
                 before = signal.signal(each, self._hear)
+                self.heard = self.heard or getattr(before, "heard", 0)
                 is_ours = getattr(before, "__func__", None) is FirstSignal._hear
                 if each in PREEMPTION and callable(before) and not is_ours:
                     self._earlier[each] = before
