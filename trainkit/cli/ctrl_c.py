@@ -10,7 +10,8 @@ class RememberedCtrlC:
     """Raises KeyboardInterrupt, and keeps the signal as `heard`.
 
     Python drops what is raised while it collects garbage, and a library that is being
-    imported may catch it. The callback that stops runs takes over what was heard.
+    imported may catch it and then fail in another way. The callback that stops runs
+    takes over what was heard.
     """
 
     heard = 0
@@ -18,6 +19,11 @@ class RememberedCtrlC:
     def __call__(self, number: int, frame: Any) -> None:
         self.heard = number
         raise KeyboardInterrupt
+
+
+def ctrl_c_was_heard() -> bool:
+    """Whether it has come since `remember_ctrl_c`, even if the command went on."""
+    return bool(getattr(signal.getsignal(signal.SIGINT), "heard", 0))
 
 
 def remember_ctrl_c() -> None:

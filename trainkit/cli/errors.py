@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, MutableMapping
 
+from trainkit.cli.ctrl_c import ctrl_c_was_heard
 from trainkit.errors import TRACEBACK, TrainkitError
 
 # Names, so that these packages need not be imported.
@@ -60,6 +61,8 @@ def guarded(call: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if ctrl_c_was_heard():  # what it has interrupted is broken
+            return 130
         print(shown(error), file=sys.stderr)
         return 2 if is_mistake(error) else 1
 
