@@ -22,7 +22,7 @@ class RememberedCtrlC:
 
 
 def ctrl_c_was_heard() -> bool:
-    """Whether it has come since `remember_ctrl_c`, even if the command went on."""
+    """Whether it has come since `remember_ctrl_c`, even if the command continued."""
     return bool(getattr(signal.getsignal(signal.SIGINT), "heard", 0))
 
 
