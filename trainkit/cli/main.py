@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib import import_module
@@ -54,7 +55,10 @@ def run() -> None:
     """The entry point of the console script."""
     remember_ctrl_c()
     a_shell_asks = "_ARGCOMPLETE" in os.environ
-    sys.exit(main(["completion"] if a_shell_asks else sys.argv[1:]))
+    status = main(["completion"] if a_shell_asks else sys.argv[1:])
+    if status == 130:
+        logging.disable()  # half of torch, interrupted while it loads, reports at exit
+    sys.exit(status)
 
 
 def _dispatch(argv: list[str]) -> int:
