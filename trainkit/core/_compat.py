@@ -132,11 +132,6 @@ def nested_schedulers(scheduler: Any) -> list[Any]:
     return list(getattr(scheduler, "_schedulers", ()))
 
 
-def scheduler_milestones(scheduler: Any) -> list[int]:
-    """The steps at which a `SequentialLR` goes to its second scheduler, third, ..."""
-    return scheduler._milestones
-
-
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor has been changed in place, as autograd counts it."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from torch.optim import lr_scheduler as lrs
 from transformers import get_cosine_schedule_with_warmup
 
 from tests.helpers import run_ranks
@@ -101,30 +98,24 @@ def test_static_graph_is_refused_before_the_first_long_window() -> None:
 
 # ---- schedulers made for another number of steps -------------------------------------
 
-Make = Callable[[Any, int], Any]
-
 
 class Scheduled(Mixed):
-    """Makes its scheduler for the estimated or for the true number of steps."""
+    """Makes a scheduler for the estimated or for the true number of steps."""
 
-    def __init__(self, make: Make, *, interval: str = "step", true: bool) -> None:
+    def __init__(self, asks: str, *, interval: str = "step") -> None:
         super().__init__(optimizer="sgd")
-        self.make = make
+        self.asks = asks
         self.interval = interval
-        self.true = true
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, batch_size=1)
-        return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        total = int(self.trainer.estimated_stepping_batches)
-        if self.true:
+        total = 7
+        if "estimated" in self.asks:
+            total = int(self.trainer.estimated_stepping_batches)
+        if "true" in self.asks:
             total = schedule_of(self).total_steps(self.trainer)
-        config = {"interval": self.interval, "monitor": "loss"}
-        return [optimizer], [{"scheduler": self.make(optimizer, total), **config}]
+        scheduler = get_cosine_schedule_with_warmup(optimizer, 2, total)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
 
 
 class EndsSoon(pl.Callback):
@@ -135,161 +126,55 @@ class EndsSoon(pl.Callback):
 
 
 def said_of(
-    make: Make,
+    asks: str,
     plan: Any = PLAN,
     unit: Any = "epoch",
     *,
     callback: Any = None,
     interval: str = "step",
-    true: bool = False,
     **how: Any,
 ) -> list[str]:
     """What is said of a scheduler. Filters turn any other warning into an error."""
-    module = Scheduled(make, interval=interval, true=true)
+    module = Scheduled(asks, interval=interval)
     ours = AccumulationSchedule(plan, unit=unit)
     with warnings.catch_warnings(record=True) as said:
-        warnings.filterwarnings("always", ".*estimated_stepping_batches says")
+        warnings.filterwarnings("always", ".*estimated_stepping_batches: it was read")
         fitted("mixin", ours, callback or EndsSoon(), module=module, **how)
     return [str(warning.message) for warning in said]
 
 
-def closure(optimizer: Any, total: int) -> Any:
-    table = torch.linspace(1, 0, 100)  # compared with, it would be no yes or no
-    return lrs.LambdaLR(
-        optimizer, lambda step: max(0.0, 1 - step / total) + 0 * float(table[0])
-    )
-
-
-def falls(step: int, *, total: int) -> float:
-    return max(0.0, 1 - step / total)
-
-
-class Falls:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, step: int) -> float:
-        return falls(step, total=self.length)
-
-
-class OneOfOnesOwn(lrs.LRScheduler):
-    def __init__(self, optimizer: Any, iterations: int) -> None:
-        self.iterations = iterations
-        super().__init__(optimizer)
-
-    def get_lr(self) -> Any:
-        return list(self.base_lrs)
-
-
-def one_cycle(optimizer: Any, total: int) -> Any:
-    return lrs.OneCycleLR(optimizer, 0.5, total_steps=total)
-
-
-def warmed(optimizer: Any, total: int) -> Any:
-    rest = lrs.CosineAnnealingLR(optimizer, total - 2)
-    return lrs.SequentialLR(
-        optimizer, [lrs.LinearLR(optimizer, total_iters=2), rest], [2]
-    )
-
-
-def nested(optimizer: Any, total: int) -> Any:
-    parts = [lrs.ConstantLR(optimizer), lrs.CosineAnnealingLR(optimizer, total)]
-    return lrs.ChainedScheduler([lrs.SequentialLR(optimizer, parts, [2])])
-
-
-def default(optimizer: Any, total: int) -> Any:
-    return lrs.LambdaLR(optimizer, lambda s, total=total: falls(s, total=total))
+def test_who_asks_for_the_estimate_alone_is_told_the_true_number() -> None:
+    """However the scheduler keeps it. By tokens, nobody knows the true number yet."""
+    (said,) = said_of("estimated")
+    assert "says 9 optimizer steps, for windows of the first size" in said
+    assert "training takes 13. In configure_optimizers" in said
+    (said,) = said_of("estimated", {0: 4, 5000: 2}, "tokens")
+    assert "AccumulationSchedule changes that with the tokens it counts" in said
+    assert "tokens_per_micro_batch" in said
+    (said,) = said_of("estimated", {0: 1, 1: 2}, max_steps=25)
+    assert re.search("says 25 optimizer steps.*takes 20", said)
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("asks", "plan", "how"),
     [
-        (lrs.CosineAnnealingLR, "CosineAnnealingLR: its T_max"),
-        (nested, "CosineAnnealingLR: its T_max"),
-        (warmed, "SequentialLR: its CosineAnnealingLR.T_max + 2"),
-        (lrs.PolynomialLR, "PolynomialLR: its total_iters"),
-        (
-            lambda o, n: get_cosine_schedule_with_warmup(o, 2, n),
-            "LambdaLR: its num_training_steps",
-        ),
-        (
-            lambda o, n: lrs.LambdaLR(o, functools.partial(falls, total=n)),
-            "LambdaLR: its total",
-        ),
-        (closure, "LambdaLR: its total"),
-        (default, "LambdaLR: its total"),
-        (lambda o, n: lrs.LambdaLR(o, Falls(n)), "LambdaLR: its length"),
-        (lambda o, n: lrs.LambdaLR(o, Falls(n).__call__), "LambdaLR: its length"),
-        (OneOfOnesOwn, "OneOfOnesOwn: its iterations"),
-        (one_cycle, "OneCycleLR: its total_steps"),
+        ("true", PLAN, {}),
+        ("estimated and true", PLAN, {}),
+        ("neither", PLAN, {}),
+        ("estimated", PLAN, {"interval": "epoch"}),
+        ("estimated", {0: 4}, {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-def test_scheduler_made_for_the_estimate_is_named_and_for_the_true_number_is_not(
-    make: Make, named: str
+def test_nobody_else_is_told(asks: str, plan: Any, how: Any) -> None:
+    assert said_of(asks, plan, **how) == []
+
+
+def test_a_resumed_run_that_asks_for_the_true_number_is_told_nothing(
+    tmp_path: Path,
 ) -> None:
-    """One cycle would raise, and is refused. By tokens, nobody knows the true number
-    beforehand, so that nothing is."""
-    text = f"{named} is 9"
-    if make is one_cycle:
-        with pytest.raises(TrainkitError, match=f"{text}.*It would raise at step 10"):
-            said_of(make)
-        assert said_of(make, true=True, callback=pl.Callback()) == []  # to its end
-    else:
-        (said,) = said_of(make)
-        assert text in said
-        assert "training takes 13 optimizer steps. In configure_optimizers" in said
-        assert said_of(make, true=True) == []
-    (said,) = said_of(make, {0: 4, 5000: 2}, "tokens")
-    assert text in said
-    assert "AccumulationSchedule changes that with the tokens it counts" in said
-    assert "tokens_per_micro_batch" in said
-
-
-PERIODS: dict[str, Make] = {
-    "StepLR": lrs.StepLR,
-    "CosineAnnealingWarmRestarts": lrs.CosineAnnealingWarmRestarts,
-    "ConstantLR": lambda o, n: lrs.ConstantLR(o, total_iters=n),
-    "ExponentialLR": lambda o, n: lrs.ExponentialLR(o, gamma=n),
-    "LambdaLR": lambda o, n: lrs.LambdaLR(o, abs),  # which holds nothing
-    "SequentialLR": lambda o, n: lrs.SequentialLR(
-        o, [lrs.ConstantLR(o), lrs.StepLR(o, 2)], [n]
-    ),
-    "ReduceLROnPlateau": lambda o, n: lrs.ReduceLROnPlateau(o, patience=n),
-}
-
-
-@pytest.mark.parametrize("name", PERIODS)
-def test_period_that_is_the_estimate_is_not_named(name: str) -> None:
-    """It says how often, and not how long."""
-    assert said_of(PERIODS[name]) == []
-    assert said_of(PERIODS[name], {0: 4, 100: 2}, "tokens") == []
-
-
-def test_only_a_scheduler_that_would_be_wrong_is_named(tmp_path: Path) -> None:
-    """Not one that steps by epochs, or under one size, or whose last_epoch, in a
-    checkpoint, is what the estimate is. With `max_steps` the estimate is that."""
-    cosine, fewer = lrs.CosineAnnealingLR, {0: 1, 1: 2}
-    assert said_of(cosine, interval="epoch") == []
-    assert said_of(cosine, {0: 4}) == []
-    (said,) = said_of(one_cycle, fewer, callback=pl.Callback())  # it is too long
-    assert re.search("OneCycleLR: its total_steps is 30.*takes 20", said)
-    (said,) = said_of(cosine, fewer, max_steps=25)
-    assert re.search("T_max is 25.*takes 20 optimizer steps", said)
-    path, how = tmp_path / "at.ckpt", {"plan": {0: 4, 1: 1}, "true": True}
+    path, how = tmp_path / "at.ckpt", {"plan": {0: 4, 1: 1}}
     saving = Saving(path, 15)
-    assert said_of(cosine, **how, callback=saving, loader=Resumable()) == []
-    (state,) = torch.load(path, weights_only=True)["lr_schedulers"]
-    assert state["last_epoch"] == 9
-    assert said_of(cosine, **how, resume=path, loader=Resumable()) == []
-
-
-def test_one_cycle_would_raise_where_the_refusal_says() -> None:
-    """Negative control: without the check, at step 10."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = one_cycle(optimizer, 9)
-    for _ in range(9):
-        optimizer.step()
-        scheduler.step()
-    with pytest.raises(ValueError, match="Tried to step 10 times"):
-        scheduler.step()
+    assert said_of("true", **how, callback=saving, loader=Resumable()) == []
+    assert said_of("true", **how, resume=path, loader=Resumable()) == []
+    (said,) = said_of("estimated", **how, resume=path, loader=Resumable())
+    assert "says 9 optimizer steps" in said

@@ -136,20 +136,31 @@ class WindowSize(int):
     >>> size = WindowSize(3, first_batch=4)
     >>> [batch_idx % size for batch_idx in (4, 5, 6, 7)]
     [0, 1, 2, 0]
-    >>> size == 3, 12 / size, f"{size}"
-    (True, 4.0, '3')
+    >>> size == 3, 12 / size, f"{size}", size.was_divided_by
+    (True, 4.0, '3', True)
+
+    Attributes:
+        first_batch: where a window of this size began.
+        was_divided_by: whether somebody has computed a number of steps from it, as
+            `trainer.estimated_stepping_batches` does.
     """
 
     first_batch: int
+    was_divided_by: bool
 
     def __new__(cls, size: int, first_batch: int = 0) -> WindowSize:
         self = super().__new__(cls, size)
         self.first_batch = first_batch
+        self.was_divided_by = False
         return self
 
     # Python asks the right operand first where its type is a subclass of the left's.
     def __rmod__(self, batch_idx: int) -> int:
         return (batch_idx - self.first_batch) % int(self)
+
+    def __rtruediv__(self, number: float) -> float:
+        self.was_divided_by = True
+        return number / int(self)
 
     def __reduce__(self) -> tuple[type[WindowSize], tuple[int, int]]:
         return WindowSize, (int(self), self.first_batch)

@@ -62,6 +62,7 @@ class AccumulationSchedule(OrderedCallback):
         self._current: WindowSize | None = None
         self._restored: dict[str, Any] | None = None
         self._tokens = TokenCount()
+        self._was_asked = False
 
     def total_steps(
         self,
@@ -90,7 +91,7 @@ class AccumulationSchedule(OrderedCallback):
             tokens_per_micro_batch: the mean over one rank's micro-batches, needed
                 with `unit="tokens"`.
         """
-        replicas = 1
+        replicas, self._was_asked = 1, True
         if trainer is not None:
             train_loader(trainer)
             replicas = num_replicas(trainer)
@@ -124,6 +125,8 @@ class AccumulationSchedule(OrderedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         checks.refuse_other_hand(trainer, self._current)
+        assert self._current is not None
+        is_misled = self._current.was_divided_by and not self._was_asked
         windows = checks.require_windows(trainer)
         checks.refuse_unfit(trainer, windows, self.stages)
         if self._restored is not None:
@@ -138,7 +141,8 @@ class AccumulationSchedule(OrderedCallback):
             self._open(trainer, first_batch=num_batches_seen(trainer))
         if self.stages.unit == "tokens":
             checks.announce_uncounted_tokens(trainer, windows.ledger)
-        checks.look_for_wrong_totals(trainer, self)
+        if is_misled:
+            checks.announce_estimate(trainer, self)
         self.show_table(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:

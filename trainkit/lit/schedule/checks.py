@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR
-
-from trainkit.core._compat import nested_schedulers, scheduler_milestones
 from trainkit.core.ledger import Ledger
-from trainkit.core.plan.rates import every_scheduler
 from trainkit.core.plan.stages import Stages
 from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
@@ -106,87 +99,32 @@ def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
         )
 
 
-TOTALS = {"total_steps", "T_max", "total_iters"}
-"""The names under which torch's schedulers keep their length."""
-
-
-def look_for_wrong_totals(trainer: Any, schedule: Any) -> None:
-    """Name schedulers that were made for `estimated_stepping_batches`."""
+def announce_estimate(trainer: Any, schedule: Any) -> None:
+    """Warn that schedulers may be made for `trainer.estimated_stepping_batches`, which
+    was read before training, while `schedule.total_steps` was not asked."""
     num_batches, num_epochs = trainer.num_training_batches, trainer.max_epochs
-    if num_batches == math.inf or num_epochs == -1:
+    by_step = [c for c in trainer.lr_scheduler_configs if c.interval == "step"]
+    if num_batches == math.inf or num_epochs == -1 or not by_step:
         return
     estimated = math.ceil(num_batches / schedule.stages.at(0)) * num_epochs
     if trainer.max_steps != -1:
         estimated = min(estimated, trainer.max_steps)
-    total = None  # by tokens, nobody knows it beforehand
-    if schedule.stages.unit != "tokens":
-        total = schedule.total_steps(trainer)
-    if estimated == total:
-        return
-    for config in trainer.lr_scheduler_configs:
-        if config.interval != "step":
-            continue
-        for scheduler in every_scheduler([config.scheduler]):
-            named = [n for n, value in _totals(scheduler) if value == estimated]
-            if named:
-                _complain(scheduler, named[0], estimated, total)
-
-
-def _complain(scheduler: Any, name: str, estimated: int, total: int | None) -> None:
     text = (
-        f"{type(scheduler).__name__}: its {name} is {estimated}, which is what "
-        f"trainer.estimated_stepping_batches says for windows of the first size"
+        f"trainer.estimated_stepping_batches: it was read before training, and says "
+        f"{estimated} optimizer steps, for windows of the first size"
     )
-    if total is None:
+    if schedule.stages.unit == "tokens":
         text += (
             ", and AccumulationSchedule changes that with the tokens it counts. In "
             "configure_optimizers, take schedule.total_steps(self.trainer, "
             "tokens_per_micro_batch=...), or set max_steps and take that."
         )
     else:
+        total = schedule.total_steps(trainer)
+        if total == estimated:
+            return
         text += (
-            f"; with AccumulationSchedule training takes {total} optimizer steps. In "
+            f"; with AccumulationSchedule training takes {total}. In "
             f"configure_optimizers, take schedule.total_steps(self.trainer)."
         )
-    if isinstance(scheduler, OneCycleLR) and total is not None and total > estimated:
-        raise TrainkitError(f"{text} It would raise at step {estimated + 1}.")
     warnings.warn(text, stacklevel=3)
-
-
-def _totals(scheduler: Any) -> Iterator[tuple[str, float]]:
-    """The lengths that a scheduler was made with, by name."""
-    inside = nested_schedulers(scheduler)
-    if isinstance(scheduler, SequentialLR):
-        # The last one's own length is counted from its milestone on.
-        start = scheduler_milestones(scheduler)[-1]
-        yield from (
-            (f"{type(inside[-1]).__name__}.{name} + {start}", start + value)
-            for name, value in _totals(inside[-1])
-        )
-    is_known = type(scheduler).__module__.startswith("torch.")
-    is_constant = isinstance(scheduler, ConstantLR)  # whose total_iters is a beginning
-    for name, value in vars(scheduler).items():
-        is_length = not name.startswith("_") and name != "last_epoch"
-        if is_known:
-            is_length = name in TOTALS and not is_constant
-        if is_length and isinstance(value, int | float):
-            yield name, value
-    for function in getattr(scheduler, "lr_lambdas", ()):
-        for name, value in _numbers_of(function).items():
-            if isinstance(value, int | float):
-                yield name, value
-
-
-def _numbers_of(function: Any) -> Mapping[str, Any]:
-    """The values that a user's function was made with, wherever it keeps them."""
-    if isinstance(function, functools.partial):
-        return function.keywords
-    if inspect.ismethod(function):
-        function = function.__self__
-    if not inspect.isfunction(function):
-        return getattr(function, "__dict__", {})
-    defaults = inspect.signature(function).parameters.values()
-    return {
-        **inspect.getclosurevars(function).nonlocals,
-        **{each.name: each.default for each in defaults},
-    }
