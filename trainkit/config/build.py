@@ -36,7 +36,7 @@ from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
 from trainkit.lit.proof.denominators import line_of
 from trainkit.lit.proof.verdict import checked_proof
-from trainkit.lit.schedule.total_steps import total_steps
+from trainkit.lit.schedule.callback import total_steps
 
 
 @dataclass(frozen=True)

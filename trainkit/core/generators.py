@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from trainkit.core.bare import is_a
-
 
 def generator_keeper(value: Any) -> Callable[[], None] | None:
     """What puts a generator back to where it is now; None for other objects.
@@ -28,7 +26,7 @@ def generator_keeper(value: Any) -> Callable[[], None] | None:
     """
     if not is_generator(value):
         return None
-    if is_a(value, random.Random):
+    if issubclass(type(value), random.Random):
         of_python = value.getstate()
         return lambda: value.setstate(of_python)
     if hasattr(value, "get_state"):
@@ -42,7 +40,8 @@ def is_generator(value: Any) -> bool:
     """Whether it is a random generator of torch, Python or NumPy."""
     numpy = sys.modules.get("numpy.random")
     numpys = () if numpy is None else (numpy.RandomState, numpy.Generator)
-    return is_a(value, torch.Generator, random.Random, *numpys)
+    # By the type alone: `__class__` may be a property that fails.
+    return issubclass(type(value), (torch.Generator, random.Random, *numpys))
 
 
 def _nothing(_: Any) -> None:

@@ -16,7 +16,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now
 from trainkit.lit.callback.base import Stopped, windows_of
 from trainkit.lit.callback.table import is_terminal
-from trainkit.lit.schedule.total_steps import total_steps
+from trainkit.lit.schedule.callback import total_steps
 
 if TYPE_CHECKING:
     from trainkit.lit.logs.step_bar import StepBar

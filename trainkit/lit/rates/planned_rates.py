@@ -22,8 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scheduler_copies import copy_schedulers
-from trainkit.lit.schedule.callback import AccumulationSchedule
-from trainkit.lit.schedule.total_steps import total_steps
+from trainkit.lit.schedule.callback import AccumulationSchedule, total_steps
 
 _MOST_STEPS = 300_000
 """Schedulers are run step by step, which takes about a second for this many."""

@@ -10,7 +10,7 @@ from trainkit.core.ledger import Account
 from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
 from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
-from trainkit.lit.callback.base import OrderedCallback, has_callback
+from trainkit.lit.callback.base import OrderedCallback, find_callback, has_callback
 from trainkit.lit.callback.table import Row
 from trainkit.lit.schedule import checks
 
@@ -275,3 +275,18 @@ class TokenCount:
         if before is None and account is not None:
             before = account.weight.item()
         self._before = before or 0.0
+
+
+def total_steps(trainer: Any) -> float:
+    """All optimizer steps of a `fit`, or infinity.
+
+    Args:
+        trainer: in `fit`; in `configure_optimizers` already.
+
+    Raises:
+        TrainkitError: a schedule in tokens cannot tell before tokens are known.
+    """
+    schedule = find_callback(trainer, AccumulationSchedule)
+    if schedule is not None:
+        return schedule.total_steps(trainer)
+    return trainer.estimated_stepping_batches

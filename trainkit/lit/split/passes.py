@@ -12,7 +12,7 @@ from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.said_weight import Weighed
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.plain_backward import PlainBackward
+from trainkit.lit.callback.taken_calls import PlainBackward
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
 from trainkit.lit.split.micro_batches import CutBatch, counts_of

@@ -16,9 +16,8 @@ from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.plain_backward import PlainBackward
 from trainkit.lit.callback.table import say
-from trainkit.lit.callback.taken_calls import taken_calls
+from trainkit.lit.callback.taken_calls import PlainBackward, taken_calls
 from trainkit.lit.proof.first_batch import first_batches
 
 
