@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from trainkit.pages.look import DARK, LIGHT
-
-Row = tuple[str, str]
+from trainkit.pages.look import LIGHT
 
 # The page fetches and runs nothing, whatever a metric or a module is called.
 _FRAME = """\
@@ -22,7 +20,6 @@ _FRAME = """\
 <title>{title}</title>
 <style>
 :root{{color-scheme:light;{light}}}
-@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark}}}}}
 {style}</style>
 </head>
 <body>
@@ -42,13 +39,8 @@ def framed(body: str, *, title: str, where: str) -> str:
         title: its heading, as text.
         where: the line below the heading, as text.
     """
-    light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (LIGHT, DARK)
-    )
     return _FRAME.format(
-        light=light,
-        dark=dark,
+        light="".join(f"--{name}:{colour};" for name, colour in LIGHT.items()),
         style=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
         title=escape(title),
         where=escape(where),
@@ -56,10 +48,11 @@ def framed(body: str, *, title: str, where: str) -> str:
     )
 
 
-def summary_table(rows: Sequence[Row]) -> str:
-    """The table on top of a page."""
-    lines = "".join(
-        f'<tr><th scope="row">{escape(label)}</th><td>{escape(text)}</td></tr>'
-        for label, text in rows
-    )
-    return f'<table class="summary">{lines}</table>'
+def table(rows: Sequence[Sequence[str]], kind: str = "summary") -> str:
+    """A table of texts; a row whose first cell is empty has the heads of columns."""
+    lines = ""
+    for head, *cells in rows:
+        cell = "td" if head else "th"
+        texts = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells)
+        lines += f'<tr><th scope="row">{escape(head)}</th>{texts}</tr>'
+    return f'<div class="scroll"><table class="{kind}">{lines}</table></div>'

@@ -23,30 +23,12 @@ LIGHT = {
     "other4": "#5a4fcf",
 }
 """Colours by Okabe and Ito, or like them: people who are colour-blind can tell them
-apart."""
-
-DARK = {
-    "paper": "#14171a",
-    "ink": "#e6e8ea",
-    "quiet": "#9aa4af",
-    "faint": "#2b3036",
-    "train": "#56b4e9",
-    "validation": "#f0a03c",
-    "plan": "#7d8792",
-    "other1": "#3cc79c",
-    "other2": "#e08fbd",
-    "other3": "#d8c84a",
-    "other4": "#a49cf5",
-}
+apart. `page.css` has them for dark systems."""
 
 _WIDE = 30
 """An axis is logarithmic if the largest value is more than 30 times the least."""
 _MOST = 6
 """How many powers of ten a logarithmic axis may name."""
-_MARGIN = 0.06
-_SIX_DIGITS = 1e-4
-"""An axis spans at least this share of its largest value: six digits tell its labels
-apart."""
 
 
 def is_wide(least: float, most: float) -> bool:
@@ -56,34 +38,6 @@ def is_wide(least: float, most: float) -> bool:
     (True, False, False)
     """
     return least > 0 and most / least > _WIDE
-
-
-def limits(
-    least: float, most: float, *, is_log: bool = False, from_zero: bool = False
-) -> tuple[float, float]:
-    """Where an axis begins and ends.
-
-    >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
-    ((0.0, 106.0), (1.8, 2.2))
-
-    Args:
-        least: the least value.
-        most: the largest value.
-        is_log: whether the axis is logarithmic.
-        from_zero: whether the axis contains 0.
-    """
-    if is_log:
-        factor = max(1.1, (most / least) ** _MARGIN) if least * 1e300 > most else 1.1
-        return least / factor or least, most * factor
-    if from_zero:
-        least, most = min(least, 0.0), max(most, 0.0)
-    if least == most:
-        around = abs(least) * 0.1 or 1.0
-        return (0.0, 1.0) if from_zero else (least - around, most + around)
-    lacking = max(abs(least), abs(most)) * _SIX_DIGITS - (most - least)
-    margin = max((most - least) * _MARGIN, lacking / 2)
-    is_floor, is_roof = from_zero and least == 0, from_zero and most == 0
-    return least - margin * (not is_floor), most + margin * (not is_roof)
 
 
 def number(value: float) -> str:

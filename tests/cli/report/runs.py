@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.report.chart import Charts
+from trainkit.cli.report.charts import Chart
 from trainkit.cli.report.write import read_run, write_report
 from trainkit.cli.runs.folder import RunFolder
 
@@ -21,6 +21,27 @@ WINDOW = {
     "window/padding": 0.25,
     "window/grad_norm": 0.5,
     "lr-SGD": 0.1,
+}
+SUMMARY: dict[str, Any] = {
+    "name": "small",
+    "status": "finished",
+    "steps": 4,
+    "metrics": {"val/loss": 2.5, "lr-SGD": 0.1},
+    "windows": {},
+    "micro_batching": None,
+    "learning_rates": [0.1],
+    "plain_accumulation": {"mean": 0.058, "largest": 0.2},
+    "effective_batch": {
+        "micro_batch": 4,
+        "accumulate": 4,
+        "replicas": 2,
+        "size": 32,
+        "first_size": 32,
+        "unit": "samples",
+    },
+    "versions": {"torch": "2.13.0"},
+    "git_commit": None,
+    "seconds": 10.6,
 }
 
 
@@ -41,13 +62,20 @@ def page_of(folder: RunFolder, *, pictures: bool = False) -> str:
     return (folder.path / "report.html").read_text(encoding="utf-8")
 
 
-def charts_of(folder: RunFolder) -> Charts:
-    """What is drawn in the page."""
-    return read_run(folder).charts
+def charts_of(folder: RunFolder) -> dict[str, Chart]:
+    """What is drawn in the page, by its title."""
+    return {chart.title: chart for chart in read_run(folder).charts}
 
 
 def titles(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def cells(page: str, kind: str) -> dict[str, list[str]]:
+    """The rows of a table by their heads."""
+    start = page.partition(f'<table class="{kind}">')[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row) for row in start.split("<tr>")]
+    return {row[0]: [*map(unescape, row[1:])] for row in rows if row}
 
 
 def legends(page: str) -> dict[str, dict[str, str]]:

@@ -2,108 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from trainkit.cli.report.chart import Chart, Charts
+from trainkit import PerSample, PerToken, Uniform, Weighed
+from trainkit.cli.report import rate_plan
 from trainkit.cli.report.charts import choose
-from trainkit.cli.report.line import Line
+from trainkit.cli.report.lines import Line
 
-WINDOW = ["loss", "weight", "micro_batches", "imbalance", "uniform_gap", "padding"]
-ALL = [f"window/{name}" for name in [*WINDOW, "grad_norm"]] + ["lr-SGD", "val/loss"]
-TITLES = [
-    "Loss",
-    "Window weight",
-    "Imbalance",
-    "Learning rate",
-    "Accumulation",
-    "Gradient norm",
-    "Padding",
-    "Uniform gap",
-]
-
-
-def charts(names: Iterable[str], plan: Iterable[str] = (), why: str = "") -> Charts:
-    columns = {name: Line(name, (0.0, 1.0), (1.0, 2.0)) for name in names}
-    planned = {name: Line(name, (0.0, 1.0), (1.0, 2.0)) for name in plan}
-    return choose(columns, planned, why_no_plan=why)
+TITLES = {
+    "window/loss": "Loss",
+    "window/weight": "Window weight",
+    "tokens per second": "Throughput, in tokens per second",
+    "window/imbalance": "Imbalance",
+    "lr-SGD": "Learning rate",
+    "window/micro_batches": "Accumulation",
+    "window/grad_norm": "Gradient norm",
+    "window/padding": "Padding",
+    "window/uniform_gap": "Uniform gap",
+    "window/noise_scale": "Noise scale",
+}
+FIRST, SECOND, THIRD = ("train", "solid"), ("other1", "dashed"), ("other2", "dashed")
+VALIDATION, PLAN = ("validation", "solid"), ("plan", "solid")
 
 
-def chart(found: Charts, title: str) -> Chart:
-    return next(each for each in found.shown if each.title == title)
+def chosen(*names: str, **said: str) -> tuple[list[Any], list[str]]:
+    lines = {name: Line(name, (0.0, 1.0), (1.0, 2.0)) for name in names}
+    return choose(lines, **said)
 
 
-def lines(found: Charts, title: str) -> list[tuple[str, str]]:
-    return [(line.name, line.colour) for line in chart(found, title).lines]
+@pytest.mark.parametrize("left_out", [None, *TITLES])
+def test_each_column_has_its_chart_and_without_it_there_is_none(
+    left_out: str | None,
+) -> None:
+    names = [name for name in reversed(TITLES) if name != left_out]
+    charts, others = chosen(*names)
+    expected = [title for name, title in TITLES.items() if name != left_out]
+    assert [chart.title for chart in charts] == expected
+    assert others == []
 
 
-def test_a_run_with_everything_has_every_chart_and_no_excuse() -> None:
-    found = charts(ALL, plan=["lr-SGD"])
-    assert [each.title for each in found.shown] == TITLES
-    assert not found.left_out
-    assert lines(found, "Loss") == [
-        ("window/loss", "train"),
-        ("val/loss", "validation"),
-    ]
-    assert lines(found, "Learning rate") == [
-        ("lr-SGD, planned", "plan"),
-        ("lr-SGD", "train"),
-    ]
+@pytest.mark.parametrize(
+    ("names", "title", "looks"),
+    [
+        (["window/loss", "val/loss"], "Loss", [FIRST, VALIDATION]),
+        (["train_loss_step", "val_loss"], "Loss", [FIRST, VALIDATION]),
+        (["valid/loss", "validation/x/loss_epoch"], "Loss", [VALIDATION] * 2),
+        (
+            ["window/0/loss", "window/1/loss", "window/2/loss"],
+            "Loss",
+            [FIRST, SECOND, THIRD],
+        ),
+        (["lr-Adam", "lr-Adam-1"], "Learning rate", [FIRST, SECOND]),
+        (["lr-SGD", "lr-SGD, planned"], "Learning rate", [FIRST, PLAN]),
+        (
+            ["window/noise_scale", "size of the window"],
+            "Noise scale",
+            [FIRST, SECOND],
+        ),
+        (["val/acc", "train/acc"], "val/acc and train/acc", [VALIDATION, FIRST]),
+        (["critic/loss_of_val"], "critic/loss_of_val", [FIRST]),
+    ],
+)
+def test_what_belongs_together_is_one_chart(
+    names: list[str], title: str, looks: list[tuple[str, str]]
+) -> None:
+    hidden = ["window/seen", "window/0/seen", "window/noise_scale_low"]
+    (chart,), _ = chosen(*names, *hidden)
+    assert chart.title == title
+    assert [line.name for line in chart.lines] == names
+    assert [(line.colour, line.dash) for line in chart.lines] == looks
 
 
-def test_what_was_not_logged_is_not_drawn() -> None:
-    found = charts([name for name in ALL if name not in ("lr-SGD", "window/padding")])
-    assert {each.title for each in found.shown} == {*TITLES} - {
-        "Learning rate",
-        "Padding",
-    }
+def test_other_metrics_come_last_and_more_than_a_page_holds_are_named() -> None:
+    names = ["lr-SGD-momentum", *(f"metric{n}" for n in range(13))]
+    charts, left_out = chosen(*names, *TITLES)
+    assert [chart.title for chart in charts][len(TITLES) :] == names[:12]
+    assert left_out == ["2 more columns: metric11, metric12"]
 
 
-def test_without_windows_the_loss_is_that_of_the_module() -> None:
-    found = charts(["train/loss", "val/loss"])
-    assert [each.title for each in found.shown] == ["Loss"]
+def test_texts_name_the_unit_and_why_there_is_no_plan() -> None:
+    why = "ReduceLROnPlateau goes by a metric"
+    names = ("window/weight", "lr-SGD")
+    (weight, rate), _ = chosen(*names, unit="tokens", no_plan=why)
+    assert weight.title == "Window weight, in tokens"
+    assert rate.note == f"No plan: {why}."
+    (weight, rate), _ = chosen(*names)  # the control
+    assert (weight.title, rate.note) == ("Window weight", "")
 
 
-@pytest.mark.parametrize("name", ["val_loss", "valid/loss", "validation/loss_epoch"])
-def test_a_validation_loss_by_another_name(name: str) -> None:
-    found = charts(["window/loss", name])
-    assert lines(found, "Loss")[1:] == [(name, "validation")]
-
-
-def test_several_optimizers_have_a_line_each() -> None:
-    found = charts(["window/0/loss", "window/1/loss", "lr-Adam", "lr-Adam-1"])
-    assert lines(found, "Loss") == [
-        ("window/0/loss", "train"),
-        ("window/1/loss", "other1"),
-    ]
-    rates = [colour for _, colour in lines(found, "Learning rate")]
-    assert rates == ["train", "other1"]
-
-
-def test_why_there_is_no_plan_is_said() -> None:
-    found = charts(["lr-SGD"], why="ReduceLROnPlateau goes by a metric")
-    note = chart(found, "Learning rate").note
-    assert note == "No plan: ReduceLROnPlateau goes by a metric."
-    assert chart(charts(["lr-SGD"], plan=["lr-SGD"]), "Learning rate").note == ""
-
-
-def test_other_metrics_come_last_those_of_a_name_together() -> None:
-    names = ["val/acc", "train/acc", "critic/real", "window/seen", "window/0/seen"]
-    found = charts([*ALL, *names, "lr-SGD-momentum"])
-    others = [each.title for each in found.shown][len(TITLES) :]
-    assert others == ["val/acc and train/acc", "critic/real", "lr-SGD-momentum"]
-
-
-def test_more_metrics_than_a_page_holds_are_named() -> None:
-    found = charts([*ALL, *(f"metric{n}" for n in range(14))])
-    assert len(found.shown) == len(TITLES) + 12
-    assert found.left_out == ["2 more columns: metric12, metric13"]
-    keys = [each.key for each in found.shown]
-    assert len(keys) == len(set(keys))
-
-
-def test_a_weight_has_its_unit() -> None:
-    columns = {"window/weight": Line("window/weight", (0.0, 1.0), (1.0, 2.0))}
-    titles = [choose(columns, {}, unit=u).shown[0].title for u in ("tokens", "")]
-    assert titles == ["Window weight, in tokens", "Window weight"]
+@pytest.mark.parametrize(
+    ("strategy", "unit"),
+    [
+        (PerToken(), "tokens"),
+        (PerSample(), "samples"),
+        (Uniform(), "micro-batches"),
+        (Weighed(), ""),  # the module may weigh anything
+        (None, ""),
+    ],
+)
+def test_weights_have_a_unit(
+    strategy: Any, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = strategy and SimpleNamespace(strategy=strategy)
+    monkeypatch.setattr(rate_plan, "windows_of", lambda trainer: windows)
+    assert rate_plan.unit_of_weights(None) == unit

@@ -259,13 +259,13 @@ def test_a_slow_scheduler_is_planned_as_far_as_time_allows(
 def test_a_resumed_run_plans_the_rest(tmp_path: Path) -> None:
     saves = Saves(tmp_path / "c.ckpt", after=6)  # three steps
     whole = Scheduled("CosineAnnealingWarmRestarts")
-    before, used = planned(whole, saves, linear(), folder=tmp_path)
+    _, used = planned(whole, saves, linear(), folder=tmp_path)
     again = Scheduled("CosineAnnealingWarmRestarts")
     later, rest = planned(
         again, linear(), folder=tmp_path / "2", ckpt_path=tmp_path / "c.ckpt"
     )
     assert_same(later, rest, first=3)
-    assert_same(before.from_step(3, later), used)
+    assert rest == used[3:]
 
 
 class Unsized:

@@ -2,180 +2,214 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainkit.cli.report.chart import Chart
-from trainkit.cli.report.charts import KEYS, METRIC
-from trainkit.cli.report.line import Line
-from trainkit.pages.look import LIGHT, label_decades, limits, new_figure, number, tidy
-from trainkit.pages.svg import inline_svg
+from trainkit.cli.report.charts import Chart
+from trainkit.cli.report.lines import Line
+from trainkit.pages.look import LIGHT, is_wide, label_decades, new_figure, number, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH, _FULL_WIDTH, _HEIGHT = 4.8, 9.86, 2.3
-"""Inches: of a chart, of one over the full width of the page, and of both without their
-heads. The page shows texts of 8 points in the size of its own."""
+"""Inches of a chart, and of one over the full width of the page, which shows texts of 8
+points in the size of its own."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.2, 0.2, 0.42
 """Inches around what is drawn."""
-_TITLE, _ROW = 0.3, 0.17
-"""Inches of a PNG's title and of each line of its legend."""
-_PNG: dict[str, Any] = {"dpi": 180, "pil_kwargs": {"compress_level": 3}}
-"""Dots per inch, and a compression that is quick: a training waits for its pictures."""
 _FEW = 40
 """A line of at most so many points has a dot at each."""
-_NEAR = 0.15
-"""The share of the axis that two ticks are apart at least."""
+_MARGIN = 0.06
+_SIX_DIGITS = 1e-4
+"""An axis spans at least this share of its largest value: six digits tell its labels
+apart."""
+_EARLY, _STEEP = 0.25, 4
+"""An axis ends early if the first quarter of the steps makes it four times as long."""
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+_HEAD = re.compile(r'^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', re.DOTALL)
+_NOT_NEEDED = re.compile(
+    r""" id="[\w.]+_\d+"| xmlns:xlink="[^"]*"| transform="rotate\(-0 [^"]*"|"""
+    r""" font-family: [^;"]*;|<g/>|\n *"""
+)
+_PLACES, _DIGITS = re.compile(r' d="[^"]*"'), re.compile(r"(\.\d)\d+")
 
 
-def draw_all(charts: Sequence[Chart], most: int, pictures: Path | None) -> list[str]:
+def draw_all(charts: Sequence[Chart], pictures: Path | None = None) -> list[str]:
     """The drawing of each chart as HTML; the first one also over the full width.
 
     Args:
         charts: what is drawn.
-        most: how many values of a line are drawn.
-        pictures: a folder for the PNGs. It loses the PNGs of charts that are gone;
-            other files stay.
+        pictures: a folder for the PNGs.
     """
-    names = _names(charts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of overflowing spans, missing glyphs
-        figures = [draw(chart, most) for chart in charts]
-        found = list(map(_svg, figures, charts, names))
-        wide = _svg(draw(charts[0], most, _FULL_WIDTH), charts[0], f"{names[0]}, wide")
-        found[0] = f'<div class="wide">{wide}</div><div class="narrow">{found[0]}</div>'
-        if pictures is not None:
-            pictures.mkdir(exist_ok=True)
-            for figure, chart, name in zip(figures, charts, names, strict=True):
-                _add_head(figure, chart)
-                figure.savefig(pictures / f"{name}.png", **_PNG)
-            for path in pictures.glob("*.png"):
-                is_ours = path.stem in KEYS or path.stem.startswith(METRIC)
-                if is_ours and path.stem not in names:
-                    path.unlink()
+    if pictures is not None:
+        pictures.mkdir(exist_ok=True)
+    names = [chart.key.casefold() for chart in charts]
+    found = []
+    for place, chart in enumerate(charts):
+        again = names[:place].count(names[place])  # by another case, or a sign
+        name = chart.key + f"_{again + 1}" * bool(again)
+        png = None if pictures is None else pictures / f"{name}.png"
+        found.append(draw(chart, name, png=png))
+    wide = draw(charts[0], f"{charts[0].key}, wide", width=_FULL_WIDTH)
+    found[0] = f'<div class="wide">{wide}</div><div class="narrow">{found[0]}</div>'
     return found
 
 
-def _names(charts: Iterable[Chart]) -> list[str]:
-    """The charts' keys, numbered if they differ in nothing but upper and lower case."""
-    names: list[str] = []
-    for chart in charts:
-        name, number = chart.key, 1
-        while name.casefold() in {each.casefold() for each in names}:
-            number += 1
-            name = f"{chart.key}_{number}"
-        names.append(name)
-    return names
+def draw(
+    chart: Chart, name: str, *, width: float = _WIDTH, png: Path | None = None
+) -> str:
+    """Draw a chart as an SVG element, which takes its colours from the page.
+
+    Args:
+        chart: what is drawn.
+        name: tells it apart from the other drawings of the page.
+        width: in inches.
+        png: the file of the same figure as a PNG, with the texts that stand beside it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of overflowing spans, missing glyphs
+        figure = figure_of(chart, width)
+        svg = _svg(figure, chart, name)
+        if png is not None:
+            _add_head(figure, chart)
+            # A training waits for its pictures: compress them quickly.
+            quick = {"compress_level": 3}
+            figure.savefig(png, dpi=180, bbox_inches="tight", pil_kwargs=quick)
+    return svg
 
 
-def draw(chart: Chart, most: int, width: float = _WIDTH) -> Figure:
-    """A chart as a figure, with room for its head."""
-    height = _HEIGHT + _TITLE + len(chart.lines) * _ROW
-    figure = new_figure(width, height)
+def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
+    """A chart as a figure without title and legend."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = new_figure(width, _HEIGHT)
     across, up = width - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - _TOP
-    place = (_LEFT / width, _BOTTOM / height, across / width, up / height)
+    place = (_LEFT / width, _BOTTOM / _HEIGHT, across / width, up / _HEIGHT)
     panel = figure.add_axes(place)
     panel.patch.set_visible(False)  # the page has a colour of its own
     for line in chart.lines:
-        _draw_line(panel, chart, line, most)
-    _draw_axes(panel, chart, most_ticks=round(1.4 * width))
-    return figure
-
-
-def _draw_line(panel: Axes, chart: Chart, line: Line, most: int) -> None:
-    drawn = chart.drawn(line, most)
-    colour, is_plan = LIGHT[line.colour], line.colour == "plan"
-    if drawn.low:
-        panel.fill_between(
-            drawn.steps,
-            drawn.low,
-            drawn.high,
-            color=colour,
-            alpha=0.25,
-            linewidth=0,
-            step="post" if chart.as_stairs else None,
-        )
-    has_dots = len(drawn.steps) <= _FEW and not is_plan
-    dots = range(len(drawn.steps)) if has_dots else drawn.alone
-    panel.plot(
-        drawn.steps,
-        drawn.values,
-        color=colour,
-        linewidth=4.0 if is_plan else 1.2,
-        alpha=0.45 if is_plan else None,
-        linestyle=line.dash,
-        drawstyle="steps-post" if chart.as_stairs else "default",
-        marker="o" if dots else None,
-        markersize=3,
-        markevery=list(dots),
+        _draw_line(panel, chart, line.thinned())
+    steps = MaxNLocator(
+        round(1.4 * width), steps=[1, 2, 5, 10], integer=True, min_n_ticks=1
     )
-
-
-def _draw_axes(panel: Axes, chart: Chart, *, most_ticks: int) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-
-    low, high = chart.range
-    is_log = chart.axis == "log"
-    if chart.axis == "late":
-        high = chart.late[1]
-    panel.set_yscale("log" if is_log else "linear")
-    panel.set_ylim(*limits(low, high, is_log=is_log, from_zero=chart.from_zero))
-    if is_log:
-        label_decades(panel.yaxis)
-    else:
-        panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
-    shown = [step for line in chart.lines for step, _ in line.shown]
-    steps = min(shown), max(shown)
-    whole = MaxNLocator(most_ticks, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    ticks = _with_last(whole.tick_values(*steps), *steps)
-    panel.xaxis.set_major_locator(FixedLocator(ticks))
+    panel.xaxis.set_major_locator(steps)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
-    quiet = {"fontsize": 8, "color": LIGHT["quiet"]}
-    panel.set_xlabel(chart.over, loc="right", **quiet)
-    panel.set_title(chart.clipped, loc="right", pad=4, **quiet)
+    _set_values(panel, chart)
+    panel.set_xlabel("step", loc="right", fontsize=8, color=LIGHT["quiet"])
     panel.tick_params(labelsize=8, colors=LIGHT["quiet"], left=False, bottom=False)
     tidy(panel, grid="y")
     panel.spines["left"].set_visible(False)
     panel.spines["bottom"].set_color(LIGHT["quiet"])
+    return figure
 
 
-def _with_last(ticks: Iterable[float], first: float, last: float) -> list[float]:
-    """The ticks and the last step, which takes the place of any too near to it.
+def _draw_line(panel: Axes, chart: Chart, line: Line) -> None:
+    colour, is_plan = LIGHT[line.colour], line.colour == "plan"
+    if line.low:
+        panel.fill_between(
+            line.steps,
+            line.low,
+            line.high,
+            color=colour,
+            alpha=0.5 / (1 + len(chart.lines)),  # bands lie on each other
+            linewidth=0,
+        )
+    panel.plot(
+        line.steps,
+        line.values,
+        color=colour,
+        linewidth=4.0 if is_plan else 1.2,
+        alpha=0.45 if is_plan else None,
+        zorder=1.9 if is_plan else 2,
+        linestyle=line.dash,
+        drawstyle="steps-post" if chart.as_stairs else "default",
+        marker="o" if len(line.steps) <= _FEW and not is_plan else None,
+        markersize=3,
+    )
 
-    >>> _with_last([0, 50, 100, 150, 200], 3, 155)
-    [50, 100, 155]
+
+def _set_values(panel: Axes, chart: Chart) -> None:
+    """Set the limits of the axis of values, and its labels."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    edges = [each for x in chart.lines for each in (x.values, x.low, x.high)]
+    values = [value for each in edges for value in each if math.isfinite(value)]
+    least, most = min(values), max(values)
+    if chart.may_be_log and is_wide(least, most):
+        panel.set_yscale("log")
+        panel.margins(y=_MARGIN)
+        label_decades(panel.yaxis)
+        return
+    panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
+    if chart.may_be_log:
+        start, later = _late(chart)
+        if most - least >= _STEEP * (later - least) > 0:
+            said = f"before step {number(math.ceil(start))} values go up to "
+            quiet = {"fontsize": 8, "color": LIGHT["quiet"]}
+            panel.set_title(said + chart.text(most), loc="right", pad=4, **quiet)
+            most = later
+    panel.set_ylim(*limits(least, most, from_zero=chart.from_zero))
+
+
+def _late(chart: Chart) -> tuple[float, float]:
+    """The step at which the first quarter ends, and the largest value after it."""
+    points = [point for line in chart.lines for point in line.shown]
+    first, last = min(points)[0], max(points)[0]
+    start = first + _EARLY * (last - first)
+    few = [value for step, value in points if step >= start or len(points) <= _FEW]
+    return start, max(few)
+
+
+def limits(
+    least: float, most: float, *, from_zero: bool = False
+) -> tuple[float, float]:
+    """Where a linear axis begins and ends.
+
+    >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
+    ((0.0, 106.0), (1.8, 2.2))
     """
-    near = _NEAR * (last - first)
-    kept = [tick for tick in ticks if first <= tick and last - tick >= near]
-    return [tick for tick in kept if tick < last] + [last]
+    if from_zero:
+        least, most = min(least, 0.0), max(most, 0.0)
+    size = max(abs(least), abs(most))
+    room = max(_MARGIN * (most - least), _SIX_DIGITS / 2 * size)
+    if least == most:
+        room = 0.1 * size or 1.0
+    is_floor = from_zero and least == 0
+    is_roof = from_zero and most == 0 > least
+    return least - room * (not is_floor), most + room * (not is_roof)
 
 
 def _svg(figure: Figure, chart: Chart, name: str) -> str:
-    from matplotlib.transforms import Bbox
+    """The figure as SVG, in the colours of `LIGHT` by name and the font of the page."""
+    import matplotlib
 
-    box = Bbox([[0, 0], [figure.get_figwidth(), _HEIGHT]])
-    return inline_svg(figure, name=name, said=chart.caption, bbox_inches=box)
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        how = {"metadata": _NO_METADATA, "facecolor": "none"}
+        figure.savefig(file, format="svg", **how)
+    text = _NOT_NEEDED.sub("", file.getvalue())
+    text = _PLACES.sub(lambda path: _DIGITS.sub(r"\1", path[0]), text)
+    for colour, value in LIGHT.items():
+        text = text.replace(value, f"var(--{colour})")
+    head = f'role="img" aria-label="{escape(chart.caption)}"'
+    return _HEAD.sub(lambda found: f"<svg {found[1]} {head}>", text)
 
 
 def _add_head(figure: Figure, chart: Chart) -> None:
-    """Add the title, and the names of the lines in their colours."""
-    left, up = _LEFT / figure.get_figwidth(), 1 / figure.get_figheight()
-    figure.text(
-        left, 1 - 0.08 * up, chart.title, va="top", fontsize=10, parse_math=False
-    )
-    for place, line in enumerate(chart.lines):
-        figure.text(
-            left,
-            1 - (_TITLE + place * _ROW) * up,
-            f"{line.name}  {chart.last(line)}",
-            va="top",
-            fontsize=7,
-            color=LIGHT[line.colour],
-            parse_math=False,
-        )
+    """Add the title, and the names of the lines in their colours, above the chart."""
+    up = 1.0
+    for line in reversed(chart.lines):
+        said = f"{line.name}  {chart.last(line)}"
+        style = {"fontsize": 7, "color": LIGHT[line.colour]}
+        figure.text(_LEFT / _WIDTH, up, said, parse_math=False, **style)
+        up += 0.07
+    figure.text(_LEFT / _WIDTH, up, chart.title, fontsize=10, parse_math=False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
-from trainkit.cli.report.line import Line as Column
-from trainkit.cli.report.line import read_lines
-from trainkit.cli.report.noise_chart import SCALE, SEEN, window_sizes
+from trainkit.cli.report import lines
 from trainkit.cli.report.rate_plan import unit_of_weights
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.words_of_run import words_of_run
@@ -38,10 +37,10 @@ def facts_of_noise(trainer: Any, folder: RunFolder, *, is_over: bool) -> dict[st
     estimate = measured.estimate
     if estimate is None:
         return {KEY: None, ADVICE: [("noise scale", _none_since(measured, trainer))]}
-    lines = advice(estimate, unit_of_weights(trainer))
+    said = advice(estimate, unit_of_weights(trainer))
     if is_over:
-        lines += _suggested(trainer, folder, estimate)
-    return {KEY: estimate.facts(), ADVICE: lines}
+        said += _suggested(trainer, folder, estimate)
+    return {KEY: estimate.facts(), ADVICE: said}
 
 
 def _none_since(measured: NoiseScale, trainer: Any) -> str:
@@ -54,19 +53,16 @@ def _none_since(measured: NoiseScale, trainer: Any) -> str:
     return "no estimate: too few measured windows had several micro-batches"
 
 
-def curve(columns: dict[str, Column], window: float) -> list[Point]:
+def curve(columns: Mapping[str, lines.Line], window: float) -> list[Point]:
     """What was measured over the steps of a run.
 
     Args:
         columns: of its `metrics.csv`.
         window: the samples of a window where the file does not tell them.
     """
-    scale, seen = columns.get(SCALE), columns.get(SEEN)
-    sizes = {} if seen is None else window_sizes(seen)
-    return [
-        Point(int(step), value, sizes.get(step, window))
-        for step, value in (() if scale is None else scale.shown)
-    ]
+    sizes = lines.window_sizes(columns)
+    measured = columns[lines.SCALE].shown if lines.SCALE in columns else ()
+    return [Point(int(x), value, sizes.get(x, window)) for x, value in measured]
 
 
 def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list[Line]:
@@ -76,7 +72,7 @@ def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list
     if is_ours or own_sizes(trainer) or not trainer.is_global_zero:
         return []  # a schedule or the module has chosen the sizes
     try:
-        columns = read_lines(read_rows(folder.path / folder.METRICS))
+        columns = lines.read_lines(read_rows(folder.path / folder.METRICS))
     except (csv.Error, ValueError):  # the report names the damage
         return []
     found = suggest(
@@ -90,12 +86,12 @@ def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list
         return []
     follows = has_callback(trainer.callbacks, "LRScaling") or not found.words
     rate = "" if follows else "; without lr_scaling the rate does not follow the window"
-    lines = [("suggestion", found.why + rate)]
+    said = [("suggestion", found.why + rate)]
     if found.words:
         limit = [f"trainer.max_steps={found.steps}"] * (trainer.max_steps != -1)
         words = _repeated(folder, [*found.words, *limit])
-        lines.append(("to try it", f"trainkit train {shlex.join(words)}"))
-    return lines
+        said.append(("to try it", f"trainkit train {shlex.join(words)}"))
+    return said
 
 
 def _repeated(folder: RunFolder, given: list[str]) -> list[str]:

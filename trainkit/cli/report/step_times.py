@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from trainkit.cli.report.throughput import COLUMNS, STEP_TIMES
 from trainkit.cli.runs.folder import RunFolder
@@ -24,6 +23,7 @@ _EVERY = 1.0
 """How many seconds pass at least between two writes."""
 _FETCH = ".train_dataloader_next"
 """The end of the name under which Lightning profiles the wait for a batch."""
+_UNKNOWN = torch.full([NUM_COLUMNS], math.nan)
 
 
 class StepTimes(Callback):
@@ -52,8 +52,7 @@ class StepTimes(Callback):
         self._batch_end = self._fetch_start = self._written = 0.0
         self._aside = self._waited = 0.0
         self._is_aside = False
-        self._taken: list[tuple[list[float], Tensor, bool]] = []
-        self._late: deque[tuple[list[tuple[list[float], bool]], LateReading]] = deque()
+        self._late: deque[tuple[list[float], bool, LateReading]] = deque()
         self._before = [math.nan] * NUM_COLUMNS
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,9 +78,10 @@ class StepTimes(Callback):
             return
         windows = windows_of(trainer)
         account = None if windows is None else windows.ledger.of()
-        sums = torch.full([NUM_COLUMNS], math.nan) if account is None else account.sums
         times = [step, now - self._since - self._aside, self._waited]
-        self._taken.append((times, sums, account is None or account.counts_samples))
+        is_counted = account is None or account.counts_samples
+        reading = LateReading(_UNKNOWN if account is None else account.sums)
+        self._late.append((times, is_counted, reading))
         self._step, self._since = step, now
         self._aside = self._waited = 0.0
         if now - self._written > _EVERY:
@@ -124,35 +124,25 @@ class StepTimes(Callback):
     def _write(self, *, is_end: bool = False) -> None:
         """Write the steps whose sums have arrived; the end waits for all."""
         self._written = perf_counter()
-        taken, self._taken = self._taken, []
+        lines = ""
         try:
-            if taken:
-                table = torch.stack([sums.to(taken[-1][1]) for _, sums, _ in taken])
-                times = [(times, is_counted) for times, _, is_counted in taken]
-                self._late.append((times, LateReading(table)))
-            lines = []
-            while self._late and (is_end or self._late[0][1].arrived):
-                times, reading = self._late.popleft()
-                values = reading.values()
+            while self._late and (is_end or self._late[0][2].arrived):
+                times, is_counted, reading = self._late.popleft()
+                sums = reading.values()
                 if is_end and not self._late:
-                    times[-1][0][1] += perf_counter() - self._written
-                lines += map(self._line, times, values)
+                    times[1] += perf_counter() - self._written
+                new = [now - then for now, then in zip(sums, self._before, strict=True)]
+                self._before = sums
+                samples = new[SAMPLES] if is_counted else math.nan
+                counts = samples, new[TOKENS] - new[PADDING], new[PADDING]
+                cells = [f"{times[0]:.0f}", *(f"{each:.6g}" for each in times[1:])]
+                cells += [f"{each:.10g}" for each in counts]
+                lines += ",".join(cells) + "\n"
             if lines:
                 file = self._folder.path / STEP_TIMES
                 head = "" if file.exists() else f"{','.join(COLUMNS)}\n"
                 with file.open("a", encoding="utf-8") as opened:
-                    opened.write(head + "".join(lines))
+                    opened.write(head + lines)
         except (OSError, RuntimeError) as error:  # a full disk, or a broken device:
             # a training must not fail because of its report
             print(f"trainkit | report: no throughput: {error}", flush=True)
-
-    def _line(self, taken: tuple[list[float], bool], sums: list[float]) -> str:
-        (step, *times), is_counted = taken
-        samples, tokens, padding = (
-            sums[column] - self._before[column] for column in (SAMPLES, TOKENS, PADDING)
-        )
-        self._before = sums
-        samples = samples if is_counted else math.nan
-        cells = [f"{step:.0f}", *(f"{each:.6g}" for each in times)]
-        cells += [f"{each:.10g}" for each in (samples, tokens - padding, padding)]
-        return ",".join(cells) + "\n"

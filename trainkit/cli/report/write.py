@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cli.report.chart import Charts
-from trainkit.cli.report.charts import choose
-from trainkit.cli.report.line import Line, read_lines
+import yaml
+
+from trainkit.cli.report.charts import PLANNED, Chart, choose
+from trainkit.cli.report.lines import Line, noise_lines, read_lines
 from trainkit.cli.report.page import page
 from trainkit.cli.report.throughput import (
     STEP_TIMES,
@@ -21,15 +23,11 @@ from trainkit.cli.report.throughput import (
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows, throughput_text
 from trainkit.core.plan.effective_batch import EffectiveBatch
-from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
-from trainkit.pages.frame import summary_table
+from trainkit.pages.frame import table
 
 _Read = TypeVar("_Read")
-_SHOWN = {"status", "steps", "windows", "metrics", "micro_batching", "versions"}
-_SHOWN |= {"learning_rates", "plain_accumulation"}
-"""Entries without which a summary is damaged."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,14 @@ class Run:
     Attributes:
         name: how its configuration calls it.
         charts: none if no number was logged yet.
+        left_out: the columns that no chart shows.
         rows: the table of how it ended.
     """
 
     folder: RunFolder
     name: str
-    charts: Charts
+    charts: list[Chart]
+    left_out: list[str]
     rows: list[Row]
 
 
@@ -54,24 +54,48 @@ def read_run(folder: RunFolder) -> Run:
     Raises:
         TrainkitError: a file of it is damaged.
     """
-    plan = RatePlan.of_json(folder.read_rate_plan())
-    columns = _read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
-    times = _read(folder, STEP_TIMES, read_step_times)
-    columns |= {line.name: line for line in rates(times)}
-    steps = [step + 1.0 for step in plan.steps]  # rows count from 1
-    planned = {n: Line(n, steps, rate) for n, rate in plan.rates.items() if rate}
-    speed = throughput(times)
-    charts = choose(
-        columns,
-        planned,
-        why_no_plan=plan.why_not,
-        unit=plan.unit,
-        optimizers=plan.optimizers,
-        speed=speed,
+    columns = read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
+    last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
+    times = read(folder, STEP_TIMES, read_step_times)
+    plan = read(folder, folder.RATE_PLAN, _read_json)
+    columns |= noise_lines(columns) | rates(times)
+    columns |= read(folder, folder.RATE_PLAN, lambda _: _planned(plan, columns))
+    charts, left_out = choose(
+        columns, unit=plan.get("unit", ""), no_plan=plan.get("why_not", "")
     )
-    facts = _facts(folder)
+    speed = throughput(times)
+    facts = read(folder, folder.SUMMARY, _read_json)
+    if facts:
+        found = read(folder, folder.SUMMARY, lambda _: _rows(facts, speed))
+        if last > facts["steps"]:
+            found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
+    else:  # it was killed, or is under way
+        said = f"has not ended, or was killed; its last row is of step {last:,.0f}"
+        lines = [(chart, line) for chart in charts for line in chart.lines]
+        ends = [(x.name, c.last(x)) for c, x in lines if x.colour == "validation"]
+        found = [("training", said), *ends]
+        if speed is not None:
+            found.append(("throughput", throughput_text(**speed)))
     name = str(facts.get("name") or folder.path.name)
-    return Run(folder, name, charts, _rows(facts, charts, speed))
+    return Run(folder, name, charts, left_out, found)
+
+
+def read(folder: RunFolder, name: str, how: Callable[[Path], _Read]) -> _Read:
+    """What a file of a run holds; a file that was not written is as good as empty.
+
+    Raises:
+        TrainkitError: the file is damaged.
+    """
+    path = folder.path / name
+    damages = (ValueError, TypeError, AttributeError, LookupError)
+    try:
+        return how(path)
+    except (*damages, csv.Error, yaml.YAMLError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TrainkitError(
+            f"{path}: must be as a run writes it, and is damaged: {said}. Mend it or "
+            f"remove it."
+        ) from error
 
 
 def write_report(run: Run, *, pictures: bool = True) -> None:
@@ -86,7 +110,8 @@ def write_report(run: Run, *, pictures: bool = True) -> None:
         run.charts,
         title=run.name,
         where=str(folder.path),
-        table=summary_table(run.rows),
+        top=table(run.rows),
+        left_out=run.left_out,
         pictures=folder.path / folder.PICTURES if pictures else None,
     )
     folder.write(folder.REPORT, text)
@@ -99,7 +124,7 @@ def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
     """
     try:
         run = read_run(folder)
-        if run.charts.shown:
+        if run.charts:
             write_report(run, pictures=pictures)
     except Exception as error:  # such as a damaged file, or a fault of matplotlib
         said = f"could not be drawn: {type(error).__name__}: {error}"
@@ -109,60 +134,31 @@ def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
 def throughput_of(folder: RunFolder) -> dict[str, Any] | None:
     """The throughput of a run as far as it is known, for `summary.json`."""
     try:
-        return throughput(_read(folder, STEP_TIMES, read_step_times))
+        return throughput(read(folder, STEP_TIMES, read_step_times))
     except (OSError, TrainkitError):  # the report names the damage
         return None
 
 
-def _read(folder: RunFolder, name: str, read: Callable[[Path], _Read]) -> _Read:
-    path = folder.path / name
-    try:
-        return read(path)
-    except (csv.Error, ValueError) as error:
-        raise TrainkitError(
-            f"{path}: must be a table of numbers in UTF-8, and is damaged: {error}. "
-            f"Mend it or remove it."
-        ) from error
+def _read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return dict(found)
 
 
-def _facts(folder: RunFolder) -> dict[str, Any]:
-    """The content of `summary.json`; empty if there is none."""
-    try:
-        facts = folder.read_summary() or {}
-        missing = sorted(_SHOWN - facts.keys()) if facts else []
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-    except (ValueError, AttributeError) as error:
-        raise TrainkitError(
-            f"{folder.path / folder.SUMMARY}: must be JSON, as a run writes it at its "
-            f"end, and is damaged: {error}. Remove it."
-        ) from error
-    return facts
+def _planned(plan: dict[str, Any], columns: dict[str, Line]) -> dict[str, Line]:
+    """The planned rates of the columns that were logged."""
+    steps = [step + 1.0 for step in plan.get("steps", ())]  # rows count from 1
+    return {
+        name + PLANNED: Line(
+            name + PLANNED, steps, [float(y) for _, y in zip(steps, rate, strict=True)]
+        )
+        for name, rate in plan.get("rates", {}).items()
+        if name in columns and rate
+    }
 
 
-def _rows(
-    facts: dict[str, Any], charts: Charts, speed: dict[str, Any] | None
-) -> list[Row]:
-    """The table of how a run ended.
-
-    A run that was killed has no summary, and a resumed run has an old one until it
-    ends. The charts then know a later step.
-    """
-    last = charts.last_step
-    if not facts:
-        said = f"has not ended, or was killed; its last row is of step {last:,.0f}"
-        lines = [(chart, line) for chart in charts.shown for line in chart.lines]
-        return [
-            ("training", said),
-            *((x.name, c.last(x)) for c, x in lines if x.colour == "validation"),
-            *([("throughput", throughput_text(**speed))] if speed else []),
-        ]
+def _rows(facts: dict[str, Any], speed: dict[str, Any] | None) -> list[Row]:
+    """The table of how a run ended; a resumed run has an old one until it ends."""
     found = rows({**facts, "throughput": speed or facts.get("throughput")})
-    if any(chart.key == "uniform_gap" for chart in charts.shown):
-        more = "; the chart Uniform gap shows how far its weights are off"
-        found = [(a, b + more * (a == "plain accumulation")) for a, b in found]
-    if last > facts["steps"]:
-        found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
     batch = facts.get("effective_batch")
     if batch:
         names = ("micro_batch", "accumulate", "replicas", "unit")

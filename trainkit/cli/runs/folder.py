@@ -81,12 +81,6 @@ class RunFolder:
     def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
         self.write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
 
-    def read_rate_plan(self) -> Any:
-        try:
-            return self._read_json(self.RATE_PLAN)
-        except ValueError:  # a report does without a damaged plan
-            return None
-
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
         write_atomically(self.path / name, text)

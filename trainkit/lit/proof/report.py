@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.lit.callback.table import Row
 from trainkit.pages.atomic_file import write_atomically
-from trainkit.pages.frame import framed, summary_table
+from trainkit.pages.frame import framed, table
 
 LABELS = {
     "denominator": "denominator",
@@ -210,7 +210,7 @@ class Report:
             command: what was run, if it was a command.
         """
         text = framed(
-            summary_table(self.rows()),
+            table(self.rows()),
             title="trainkit check",
             where=command or "trainkit.check(module, data)",
         )

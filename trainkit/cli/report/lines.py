@@ -1,0 +1,142 @@
+"""Lines of charts: the columns of a `metrics.csv` as numbers over steps."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from trainkit.lit.logs.metric_file import Row
+
+MOST = 1000
+"""The most values that are all drawn."""
+LARGEST = 1e250
+"""A larger value is drawn as a gap, as infinity is: no axis can hold it."""
+SCALE, SEEN = "window/noise_scale", "window/samples_seen"
+WINDOW_SIZE = "size of the window"
+_LOW, _HIGH = f"{SCALE}_low", f"{SCALE}_high"
+_STRETCHES = MOST // 4
+_ROOM = 4
+"""How many times as far as the values the band of the noise scale is drawn at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        name: of the column, or what the legend calls it.
+        steps: the steps of its values, rising.
+        values: one for each step; NaN is a gap.
+        low: the lower edge of a band around it, at each step, or empty.
+        high: the upper edge, or empty.
+        colour: a name in `LIGHT`; "plan" is drawn broad and pale.
+        dash: "solid", "dashed" or "dotted", as both matplotlib and CSS call it.
+    """
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    colour: str = "train"
+    dash: str = "solid"
+
+    @property
+    def shown(self) -> list[tuple[float, float]]:
+        """The points that can be drawn."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return [(step, value) for step, value in pairs if math.isfinite(value)]
+
+    def thinned(self) -> Line:
+        """The line as it is drawn.
+
+        Of more than `MOST` values, equally many stretches are one point each: the mean,
+        in a band from the least to the largest value.
+        """
+        if len(self.steps) <= MOST:
+            return self
+        stretches = np.array_split(np.arange(len(self.steps)), _STRETCHES)
+
+        def each(numbers: Sequence[float], of: Callable[[Any], Any]) -> list[float]:
+            return [float(of(np.asarray(numbers)[stretch])) for stretch in stretches]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a stretch may be one gap
+            return replace(
+                self,
+                steps=each(self.steps, np.max),
+                values=each(self.values, np.nanmean),
+                low=each(self.low or self.values, np.nanmin),
+                high=each(self.high or self.values, np.nanmax),
+            )
+
+
+def read_lines(rows: Sequence[Row]) -> dict[str, Line]:
+    """Every column that holds numbers, by its name; what is not finite is a gap.
+
+    >>> rows = [{"step": "0", "loss": "2.5"}, {"step": "1", "loss": "nan"}]
+    >>> read_lines(rows)["loss"].values
+    (2.5, nan)
+    """
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        step = _number(row.get("step"))
+        for name, cell in row.items():
+            value = _number(cell)
+            if step is not None and value is not None and name not in ("step", "epoch"):
+                is_drawn = abs(value) <= LARGEST  # false for NaN, too
+                point = (step, value if is_drawn else math.nan)
+                columns.setdefault(name, []).append(point)
+    found = {}
+    for name, points in columns.items():
+        steps, values = zip(*sorted(points, key=itemgetter(0)), strict=True)
+        if not all(map(math.isnan, values)):
+            found[name] = Line(name, steps, values)
+    return found
+
+
+def _number(cell: Any) -> float | None:
+    try:
+        return float(cell)
+    except (ValueError, TypeError):  # a text, or more cells than columns
+        return None
+
+
+def window_sizes(columns: Mapping[str, Line]) -> dict[float, float]:
+    """The samples of a window at each step, from those of all windows so far.
+
+    >>> window_sizes({SEEN: Line(SEEN, (1.0, 2.0, 12.0), (8.0, 16.0, 176.0))})
+    {1.0: 8.0, 2.0: 8.0, 12.0: 16.0}
+    """
+    sizes, before, then = {}, 0.0, 0.0
+    for step, samples in columns[SEEN].shown if SEEN in columns else ():
+        sizes[step] = (samples - before) / (step - then)
+        before, then = samples, step
+    return sizes
+
+
+def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
+    """The noise scale in its band, and the size of the window beside it.
+
+    An end of the interval that is not known, or far out, is the end of the axis.
+    """
+    if SCALE not in columns:
+        return {}
+    scale, sizes = columns[SCALE], window_sizes(columns)
+    known = [*(value for _, value in scale.shown), *sizes.values()]
+    least, most = min(known) / _ROOM, max(known) * _ROOM
+
+    def edge(name: str, unknown: float) -> list[float]:
+        ends = dict(columns[name].shown) if name in columns else {}
+        return [min(max(ends.get(x, unknown), least), most) for x in scale.steps]
+
+    lines = {SCALE: replace(scale, low=edge(_LOW, least), high=edge(_HIGH, most))}
+    if sizes:
+        lines[WINDOW_SIZE] = Line(WINDOW_SIZE, [*sizes], [*sizes.values()])
+    return lines
