@@ -195,11 +195,12 @@ def test_a_rule_that_cannot_follow_is_said_and_refused_where_asked_for(
         ([*PLAN, "--betas", "0.9", "0.99"], "--betas: needs --lr, which is missing"),
         ([*PLAN, "--drop-last"], "--drop-last: needs --dataset-size, which is missing"),
         ([*PLAN, "--dataset-size", "-1"], "num_samples: must be a whole number"),
-        ([*PLAN, *RATE, "--lr", "-1"], "--lr: must be a positive number, received -1"),
-        ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be a positive number"),
-        ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a positive"),
-        ([*PLAN, *RATE, "--eps", "0"], "--eps: must be a positive number"),
-        ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: must be above 0 and below 1"),
+        ([*PLAN, *RATE, "--lr", "-1"], "--lr: must be a number above 0, received -1"),
+        ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be a number above 0, received nan"),
+        ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a number above 0"),
+        ([*PLAN, *RATE, "--reference", "8.5"], "--reference: invalid number value"),
+        ([*PLAN, *RATE, "--eps", "0"], "--eps: must be a number above 0"),
+        ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: .* above 0 and below 1, rec"),
     ],
 )
 def test_a_mistake_is_refused_by_name(argv: list[str], message: str) -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.cli.plan.main import main
-from trainkit.cli.plan.noise import windows
-from trainkit.cli.plan.scaling import Reference
+from trainkit.cli.plan.report import Reference, windows
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.errors import TrainkitError
 
@@ -145,7 +144,7 @@ def test_the_rule_to_paste_is_gain_unless_another_is_named(
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "-inf", "1e999"])
 def test_a_number_that_is_no_size_is_refused(wrong: str) -> None:
-    said = rf"--noise-scale: must be a positive number of samples.*received '{wrong}'"
+    said = rf"--noise-scale: must be a positive number or the .* received '{wrong}'"
     with pytest.raises(TrainkitError, match=said):
         main([*PLAN, f"--noise-scale={wrong}"])
 
@@ -163,7 +162,7 @@ def test_a_run_that_does_not_know_it_is_refused(
     summary: dict[str, Any] | None, said: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if summary is None else run(tmp_path, **summary)
-    with pytest.raises(TrainkitError, match=f"trainkit plan --noise-scale: .*{said}"):
+    with pytest.raises(TrainkitError, match=f"argument --noise-scale: .*{said}"):
         main([*PLAN, "--noise-scale", folder])
 
 

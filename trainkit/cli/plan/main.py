@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import overrides
 from trainkit.cli.loading import say_loading
-from trainkit.cli.plan import noise
-from trainkit.cli.plan.report import describe, make_report
-from trainkit.cli.plan.scaling import BETAS, BY_NOISE, EPS, Reference, scaled_by_rules
+from trainkit.cli.plan.report import BY_NOISE, Reference, Scale, make_report
+from trainkit.cli.plan.words import describe, table
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
+from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError
@@ -60,15 +62,25 @@ keys of --json, none of which is ever missing:
 """
 
 
+_NEEDS = {
+    "lr": "reference",
+    "reference": "lr",
+    "rule": "lr",
+    "betas": "lr",
+    "eps": "lr",
+    "drop_last": "dataset_size",
+}
+"""Options that have no meaning without another one."""
+
+
 def main(argv: list[str]) -> int:
     """Run `trainkit plan`, and return the exit status."""
     args = _parse(argv)
-    scale = None if args.noise_scale is None else noise.read(args.noise_scale)
-    probes = "probe" in args
-    found = _probed(args) if probes else None
-    if probes and found is None:
-        return 0  # only the first rank prints
-    if found is not None:
+    found, words = None, ()
+    if "probe" in args:
+        found, words = _probed(args), args.overrides
+        if found is None:
+            return 0  # only the first rank prints
         plan = found.plan
     else:
         plan = BatchPlan.make(
@@ -76,34 +88,28 @@ def main(argv: list[str]) -> int:
             world_size=args.world_size or 1,
             max_micro_batch=args.max_micro_batch,
         )
-    epoch = scaling = reference = None
+    epoch = reference = None
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
-        reference = Reference(
-            batch=args.reference,
-            lr=args.lr,
-            betas=tuple(args.betas or BETAS),
-            eps=EPS if args.eps is None else args.eps,
-        )
-        scaling = scaled_by_rules(plan, reference, rule=args.rule)
-    words = args.overrides if probes else ()
+        given = {name: getattr(args, name) for name in ("betas", "eps")}
+        more = {name: value for name, value in given.items() if value is not None}
+        reference = Reference(batch=args.reference, lr=args.lr, **more)
     report = make_report(
         plan,
-        epoch,
-        scaling,
-        rule=args.rule,
+        epoch=epoch,
         reference=reference,
+        rule=args.rule,
+        noise_scale=args.noise_scale,
         words=words,
-        noise_scale=scale,
     )
     report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         show([*([] if found is None else found.tried()), *describe(report)])
-        if scale is not None:
-            print("\n".join(noise.table(report)))
+        if args.noise_scale is not None:
+            print("\n".join(table(report)))
     return 0
 
 
@@ -138,12 +144,30 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--world-size", type=int, help="data-parallel ranks (default 1)")
     if probes:
         _add_probe(parser)
-    _add_epoch(parser)
+    add = parser.add_argument_group("the epoch").add_argument
+    add("--dataset-size", type=int, help="samples in the data set")
+    short = "the loader leaves out a last micro-batch that is not full"
+    add("--drop-last", action="store_true", help=short)
     _add_scaling(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, keys below")
     args = parser.parse_intermixed_args(argv)
-    _refuse_lonely(args)
-    _refuse_beside_probe(args)
+    for option, needed in _NEEDS.items():
+        lacks = getattr(args, needed) is None
+        if lacks and getattr(args, option) not in (None, False):
+            option, needed = (name.replace("_", "-") for name in (option, needed))
+            raise TrainkitError(
+                f"trainkit plan --{option}: needs --{needed}, which is missing. Add it."
+            )
+    if args.rule == BY_NOISE and args.noise_scale is None:
+        raise TrainkitError(
+            "trainkit plan --rule gain: needs --noise-scale, which is missing. Add a "
+            "number of samples, or the folder of a run that has measured it."
+        )
+    if "probe" in args and args.world_size is not None:
+        raise TrainkitError(
+            "trainkit plan --world-size: --probe takes the ranks of the Trainer it "
+            "builds. Write trainer.devices=... and trainer.num_nodes=... instead."
+        )
     return args
 
 
@@ -163,24 +187,23 @@ def _add_probe(parser: Arguments) -> None:
         probe.add_argument(short, long, help="as for trainkit train")
 
 
-def _add_epoch(parser: Arguments) -> None:
-    add = parser.add_argument_group("the epoch").add_argument
-    add("--dataset-size", type=int, help="samples in the data set")
-    short = "the loader leaves out a last micro-batch that is not full"
-    add("--drop-last", action="store_true", help=short)
-
-
 def _add_scaling(parser: Arguments) -> None:
     add = parser.add_argument_group("the learning rate").add_argument
-    add("--lr", type=float, help="the rate for the reference batch")
-    add("--reference", type=int, help="the effective batch to which --lr belongs")
+    positive, share = _between(0, math.inf), _between(0, 1)
+    add("--lr", type=positive, help="the rate for the reference batch")
+    add(
+        "--reference",
+        type=_between(0, math.inf, kind=int),
+        help="the effective batch to which --lr belongs",
+    )
     rules = [*RULES, BY_NOISE]
     add("--rule", choices=rules, help="one rule only (default: all of them)")
-    betas = f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})"
-    add("--betas", type=float, nargs=2, help=betas)
-    add("--eps", type=float, help=f"Adam's (default {EPS:g})")
+    betas = "Adam's, for the rules that change them (default 0.9 0.999)"
+    add("--betas", type=share, nargs=2, help=betas)
+    add("--eps", type=positive, help="Adam's (default 1e-08)")
     add(
         "--noise-scale",
+        type=_noise_scale,
         metavar="SAMPLES|RUN_FOLDER",
         help="the gradient noise scale, or a run that has measured it with NoiseScale: "
         "a table of windows with the progress of a step and of a sample, the time on "
@@ -190,36 +213,38 @@ def _add_scaling(parser: Arguments) -> None:
     )
 
 
-def _refuse_beside_probe(args: argparse.Namespace) -> None:
-    if "probe" in args and args.world_size is not None:
-        raise TrainkitError(
-            "trainkit plan --world-size: --probe takes the ranks of the Trainer it "
-            "builds. Write trainer.devices=... and trainer.num_nodes=... instead."
-        )
+def _between(
+    low: float, high: float, *, kind: Callable[[str], float] = float
+) -> Callable[[str], float]:
+    """Reads a number between two others."""
 
-
-def _refuse_lonely(args: argparse.Namespace) -> None:
-    """Refuse options that have no meaning without another one."""
-    given = {
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(args).items()
-        if value is not None and value is not False
-    }
-    needs = {
-        "--lr": "--reference",
-        "--reference": "--lr",
-        "--rule": "--lr",
-        "--betas": "--lr",
-        "--eps": "--lr",
-        "--drop-last": "--dataset-size",
-    }
-    for option, needed in needs.items():
-        if option in given and needed not in given:
-            raise TrainkitError(
-                f"trainkit plan {option}: needs {needed}, which is missing. Add it."
+    def number(text: str) -> float:
+        value = kind(text)
+        if not low < value < high:
+            most = "" if high == math.inf else f" and below {high}"
+            raise argparse.ArgumentTypeError(
+                f"must be a number above {low}{most}, received {text}"
             )
-    if args.rule == BY_NOISE and args.noise_scale is None:
-        raise TrainkitError(
-            "trainkit plan --rule gain: needs --noise-scale, which is missing. Add a "
-            "number of samples, or the folder of a run that has measured it."
-        )
+        return value
+
+    return number
+
+
+def _noise_scale(text: str) -> Scale:
+    """Reads the noise scale: `samples`, and of a run `low` and `high`.
+
+    >>> _noise_scale("210")
+    {'samples': 210.0, 'low': None, 'high': None}
+    """
+    try:
+        samples = float(text)
+    except ValueError:
+        samples = math.nan
+    if 0 < samples < math.inf:
+        return {"samples": samples, "low": None, "high": None}
+    try:
+        found = read_noise_scale(text)
+    except TrainkitError as error:
+        said = str(error).removeprefix("noise_scale: ").rstrip(".")
+        raise argparse.ArgumentTypeError(said) from error
+    return {"samples": found.samples, "low": found.low, "high": found.high}

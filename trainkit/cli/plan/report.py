@@ -1,40 +1,58 @@
-"""The output of `trainkit plan`: data with stable keys, and lines to read."""
+"""The data of `trainkit plan --json`, whose keys its `--help` lists."""
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainkit.cli.plan import noise
-from trainkit.cli.plan.scaling import BY_NOISE, Reference
 from trainkit.cli.words import key_of
+from trainkit.core.noise.estimate import per_sample, per_step
 from trainkit.core.plan.effective_batch import BatchPlan, EpochPlan
-from trainkit.core.plan.options import brief
-from trainkit.lit.callback.table import Row
+from trainkit.core.plan.scaling import RULES, gain
+from trainkit.errors import TrainkitError
+
+BY_NOISE = "gain"
+"""The rule that goes by the noise scale: its rates stand in the table of windows."""
+_DOUBLED = 3
+"""How often the window is doubled, and how often halved."""
+
+Scale = dict[str, float | None]
+"""A noise scale: `samples`, and `low` and `high` if they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Good hyperparameters, and the effective batch for which they were found."""
+
+    batch: int
+    lr: float
+    betas: Sequence[float] = (0.9, 0.999)
+    eps: float = 1e-8
 
 
 def make_report(
     plan: BatchPlan,
-    epoch: EpochPlan | None,
-    scaling: list[dict[str, Any]] | None,
     *,
-    rule: str | None,
-    reference: Reference | None,
+    epoch: EpochPlan | None = None,
+    reference: Reference | None = None,
+    rule: str | None = None,
+    noise_scale: Scale | None = None,
     words: Sequence[str] = (),
-    noise_scale: dict[str, float | None] | None = None,
 ) -> dict[str, Any]:
-    """The data of `trainkit plan --json`, whose keys its `--help` lists.
+    """All keys but `trials`.
 
     Args:
         plan: the plan.
         epoch: its epoch, if the size of the data set is known.
-        scaling: what the rules give, if a rate is known.
+        reference: a rate, and the batch to which it belongs.
         rule: the only rule of interest, which the overrides then choose.
-        reference: the rate, and the batch to which it belongs.
+        noise_scale: if it is known.
         words: what was probed; it is part of the overrides, and has the ranks.
-        noise_scale: its `samples`, with `low` and `high` if they are known.
+
+    Raises:
+        TrainkitError: the only rule of interest cannot be applied.
     """
     near = plan.nearby()
     samples = None if noise_scale is None else noise_scale["samples"]
@@ -44,16 +62,13 @@ def make_report(
         "max_micro_batch": plan.max_micro_batch,
         **_sizes(plan),
         "exact": plan.exact,
-        "nearby": None if near is None else _sizes(near),
-        "epoch": None if epoch is None else asdict(epoch),
-        "scaling": scaling,
+        "nearby": near and _sizes(near),
+        "epoch": epoch and asdict(epoch),
+        "scaling": reference and _scaled(plan, reference, rule),
         "noise_scale": noise_scale,
-        "windows": None
-        if samples is None
-        else noise.windows(samples, plan.effective, plan.world_size, reference),
-        "overrides": overrides(
-            plan, rule=rule, reference=reference, words=words, noise_scale=samples
-        ),
+        "windows": samples
+        and windows(samples, plan.effective, plan.world_size, reference),
+        "overrides": overrides(plan, reference, rule, samples, words),
     }
 
 
@@ -65,13 +80,73 @@ def _sizes(plan: BatchPlan) -> dict[str, int]:
     }
 
 
+def _scaled(
+    plan: BatchPlan, reference: Reference, only: str | None
+) -> list[dict[str, Any]]:
+    """For each rule but gain its name, k and what it changes, or its problem."""
+    k = plan.effective_batch.over(reference.batch)
+    beta1, beta2 = reference.betas
+    old = {"beta1": beta1, "beta2": beta2, "eps": reference.eps}
+    found = []
+    for rule in [each for each in RULES.values() if only in (None, each.name)]:
+        values: dict[str, Any] = dict.fromkeys(("lr", *old))
+        problem = None
+        try:
+            rule.check_reach(beta1, beta2, k)
+            values["lr"] = plan.scaled_rate(
+                reference.lr, reference_batch=reference.batch, rule=rule.name
+            )
+            for name, value in old.items():
+                change = getattr(rule, name)
+                values[name] = change and change(value, k)
+        except TrainkitError as error:
+            if only is not None:
+                raise
+            problem = str(error)
+        found.append({"rule": rule.name, "k": k, **values, "problem": problem})
+    return found
+
+
+def windows(
+    noise_scale: float, effective: int, world_size: int, reference: Reference | None
+) -> list[dict[str, Any]]:
+    """Powers of two around a window, and itself, with what each of them gives.
+
+    Args:
+        noise_scale: in samples.
+        effective: the window of the plan.
+        world_size: the number of devices.
+        reference: a rate and its window.
+    """
+    middle = math.floor(math.log2(effective))
+    sizes = {2**n for n in range(max(middle - _DOUBLED, 0), middle + _DOUBLED + 1)}
+    found = []
+    for size in sorted(sizes | {effective}):
+        time = 1 + size / noise_scale
+        rates: list[Any] = [None] * 3
+        if reference is not None:
+            times = gain(noise_scale, reference.batch, size)
+            rates = [times, reference.lr * times, reference.lr * math.sqrt(times)]
+        found.append(
+            {
+                "window": size,
+                "plan": size == effective,
+                "per_step": per_step(noise_scale, size),
+                "per_sample": per_sample(noise_scale, size),
+                "time": time,
+                "speed": min(world_size, size) / time,
+                **dict(zip(("gain", "lr_sgd", "lr_adam"), rates, strict=True)),
+            }
+        )
+    return found
+
+
 def overrides(
     plan: BatchPlan,
-    *,
-    rule: str | None = None,
     reference: Reference | None = None,
-    words: Sequence[str] = (),
+    rule: str | None = None,
     noise_scale: float | None = None,
+    words: Sequence[str] = (),
 ) -> dict[str, list[str]]:
     """The arguments with which either command trains by the plan.
 
@@ -79,130 +154,31 @@ def overrides(
     >>> " ".join(overrides(plan)["train"])
     'trainer=ddp trainer.devices=4 data.batch_size=16 trainer.accumulate_grad_batches=1'
     """
-    sizes = [
-        f"data.batch_size={plan.micro_batch}",
-        f"trainer.accumulate_grad_batches={plan.accumulate}",
-    ]
-    own = {size.partition("=")[0] for size in sizes}
-    train = [word for word in words if key_of(word) not in own]
-    fit = _for_fit(words)
+    sizes = {
+        "data.batch_size": plan.micro_batch,
+        "trainer.accumulate_grad_batches": plan.accumulate,
+    }
+    train = [word for word in words if key_of(word) not in sizes]
+    fit = []
+    for word in train:  # fit has options for what they say of the Trainer
+        key, value = key_of(word), word.partition("=")[2]
+        if word in ("trainer=ddp", "trainer=fsdp"):
+            fit.append(f"--trainer.strategy={value}")
+        elif key.startswith("trainer.") and not word.startswith("~"):
+            fit.append(f"--{key}={value}")
     if plan.world_size > 1 and not words:
         train += ["trainer=ddp", f"trainer.devices={plan.world_size}"]
         fit += ["--trainer.strategy=ddp", f"--trainer.devices={plan.world_size}"]
-    train += sizes
-    fit += [f"--{argument}" for argument in sizes]
+    train += [f"{key}={size}" for key, size in sizes.items()]
+    fit += [f"--{key}={size}" for key, size in sizes.items()]
     if reference is not None:
         rule = rule or ("auto" if noise_scale is None else BY_NOISE)
         # trainkit fit has no option for the rate: it is an argument of the module.
         train += [f"optimizer.lr={reference.lr:g}"]
         train += [f"lr_scaling={rule.replace('-', '_')}"]
-        if rule != "none":
-            train.append(f"lr_scaling.reference_batch={reference.batch}")
-            fit.append(f"--lr_scaling.rule={rule}")
-            fit.append(f"--lr_scaling.reference_batch={reference.batch}")
+        more = [f"lr_scaling.reference_batch={reference.batch}"] * (rule != "none")
         if rule == BY_NOISE:
-            train.append(f"lr_scaling.noise_scale={noise_scale:g}")
-            fit.append(f"--lr_scaling.noise_scale={noise_scale:g}")
+            more.append(f"lr_scaling.noise_scale={noise_scale:g}")
+        train += more
+        fit += [f"--{word}" for word in [f"lr_scaling.rule={rule}", *more] if more]
     return {"train": train, "fit": fit}
-
-
-def _for_fit(words: Sequence[str]) -> list[str]:
-    """What the words say of the Trainer, as options of `trainkit fit`."""
-    found = []
-    for word in words:
-        key, value = key_of(word), word.partition("=")[2]
-        if word in ("trainer=ddp", "trainer=fsdp"):
-            found.append(f"--trainer.strategy={value}")
-        elif key.startswith("trainer.") and not word.startswith("~"):
-            found.append(f"--{key}={value}")
-    return [each for each in found if "accumulate_grad_batches" not in each]
-
-
-def describe(report: dict[str, Any]) -> list[Row]:
-    """The report as rows of a table."""
-    rows = _about_plan(report)
-    if report["epoch"] is not None:
-        rows += _about_epoch(report)
-    for scaled in report["scaling"] or []:
-        rows.append((f"lr, {scaled['rule']}", _about_rule(scaled)))
-    if report["noise_scale"] is not None:
-        rows += noise.describe(report)
-    paste = report["overrides"]
-    rows.append(("Hydra", f"trainkit train {shlex.join(paste['train'])}"))
-    line = f"trainkit fit {shlex.join(paste['fit'])}"
-    if report["scaling"] is not None:
-        line += " (the rate for the reference batch is an argument of your module)"
-    rows.append(("Lightning CLI", line))
-    return rows
-
-
-def _about_plan(report: dict[str, Any]) -> list[Row]:
-    target, effective = report["target"], report["effective"]
-    if report["exact"]:
-        verdict = f"{brief(effective)} samples a step, exactly the target"
-    else:
-        verdict = (
-            f"{brief(effective)} samples a step, not the {brief(target)} asked for: "
-            f"{report['world_size']} equal ranks cannot make that, and this is nearest"
-        )
-    rows = [
-        ("micro-batch", f"{_count(report['micro_batch'], 'sample')} on each rank"),
-        ("accumulation", f"{_count(report['accumulate'], 'micro-batch')}"),
-        ("ranks", f"{report['world_size']}"),
-        ("effective batch", verdict),
-    ]
-    near = report["nearby"]
-    if near is not None:
-        cheaper = (
-            f"{_count(near['micro_batch'], 'sample')} x accumulation "
-            f"{brief(near['accumulate'])} = {brief(near['effective'])} samples a step, "
-            f"in place of {_count(report['accumulate'], 'micro-batch')}"
-        )
-        rows.append(("cheaper", cheaper))
-    return rows
-
-
-def _about_epoch(report: dict[str, Any]) -> list[Row]:
-    epoch = report["epoch"]
-    steps = (
-        f"{_count(epoch['num_steps'], 'optimizer step')} over "
-        f"{_count(epoch['num_samples'], 'sample')}, "
-        f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank"
-    )
-    last = (
-        f"{brief(epoch['last_window_samples'])} of "
-        f"{_count(report['effective'], 'sample')}, "
-        f"{epoch['last_window_micro_batches']} of "
-        f"{_count(report['accumulate'], 'micro-batch')}"
-    )
-    short = last if epoch["is_short"] else "as full as the others"
-    rows = [("epoch", steps), ("last window", short)]
-    if epoch["num_repeated_samples"]:
-        repeated = (
-            f"{_count(epoch['num_repeated_samples'], 'sample')}, so that ranks are even"
-        )
-        rows.append(("seen twice", repeated))
-    if epoch["num_dropped_samples"]:
-        dropped = f"{_count(epoch['num_dropped_samples'], 'sample')}, by --drop-last"
-        rows.append(("left out", dropped))
-    return rows
-
-
-def _about_rule(scaled: dict[str, Any]) -> str:
-    if scaled["problem"] is not None:
-        return scaled["problem"]
-    values = [f"{scaled['lr']:.6g}"]
-    for name in ("beta1", "beta2", "eps"):
-        if scaled[name] is not None:
-            values.append(f"{name} {scaled[name]:.6g}")
-    return f"{', '.join(values)} (k = {brief(scaled['k'])})"
-
-
-def _count(number: int, thing: str) -> str:
-    """A number and what it counts.
-
-    >>> _count(1, "micro-batch"), _count(12000, "micro-batch"), _count(2, "sample")
-    ('1 micro-batch', '12,000 micro-batches', '2 samples')
-    """
-    ending = "es" if thing.endswith("ch") else "s"
-    return f"{number:,} {thing}{ending if number != 1 else ''}"
