@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from tests.helpers import quiet_lightning, weights
 from tests.lit.rates.scaled import BATCHES, EXACT, STEPS, Saves, Scheduled, fit, linear
@@ -22,6 +22,7 @@ from trainkit import (
     LRScaling,
     MetricsCSVLogger,
     PerSample,
+    warmup_cosine,
 )
 from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.lit.rates.planned_rates import plan_rates
@@ -71,7 +72,6 @@ def assert_same(plan: RatePlan, used: list[list[float]], *, first: int = 0) -> N
     ("name", "interval"),
     [
         (None, "step"),
-        ("LambdaLR", "step"),
         ("ExponentialLR", "epoch"),
         ("CyclicLR-triangular2", "step"),
         ("OneCycleLR-cos", "step"),
@@ -99,13 +99,13 @@ def test_it_follows_scaling_warm_up_and_windows_of_other_sizes(
     sizes: dict[int, int], interval: str, rule: Any, tmp_path: Path
 ) -> None:
     schedule = AccumulationSchedule(sizes, unit="epoch" if 1 in sizes else "step")
-    module = Scheduled("LambdaLR", interval=interval)
+    module = Scheduled("ExponentialLR", interval=interval)
     noise_scale = 5 if rule == "gain" else None
     how: dict[str, Any] = {"reference_batch": 1.5, "noise_scale": noise_scale}
     scaling = LRScaling(rule, warmup_steps=3, **how)
     plan, used = planned(module, schedule, scaling, folder=tmp_path, window=1)
     assert_same(plan, used)
-    unscaled = Scheduled("LambdaLR", interval=interval)
+    unscaled = Scheduled("ExponentialLR", interval=interval)
     _, without = planned(unscaled, schedule, folder=tmp_path / "2", window=1)
     assert used[-1] != pytest.approx(without[-1], rel=0.1)  # the control
 
@@ -123,9 +123,6 @@ def test_planning_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-NUM_CALLS = 0
-
-
 class Own(LRScheduler):
     """May communicate with other ranks, or write files."""
 
@@ -134,64 +131,28 @@ class Own(LRScheduler):
 
 
 class Remembering(Scheduled):
-    """Its rate comes from a function that remembers, or reads, something.
+    """Its rate comes from a function of the user's, or from a class.
 
     Attributes:
-        calls: of that function.
+        calls: of the function.
     """
 
     def __init__(self, kind: str) -> None:
-        super().__init__("LambdaLR")
+        super().__init__("StepLR")
         self.kind = kind
         self.calls: list[int] = []
 
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
-        seen = iter(range(1, 1000))
-        num_calls, warmup = 0, 4
-
-        def counts(step: int) -> float:
-            nonlocal num_calls
-            num_calls += 1
-            print("asked")
-            return 1 / num_calls
-
-        def counts_within(step: int) -> float:
-            def count() -> None:
-                nonlocal num_calls
-                num_calls += 1
-
-            count()
-            return 1 / num_calls
-
-        def counts_globally(step: int) -> float:
-            global NUM_CALLS
-            NUM_CALLS += 1
-            return 1 / NUM_CALLS
-
-        def looks(step: int) -> float:
-            return 1 / (1 + num_calls)
-
-        global NUM_CALLS
-        NUM_CALLS = 0
-        rules: dict[str, Any] = {
-            "counts": counts,
-            "counts within": counts_within,
-            "counts globally": counts_globally,
-            "counts for another": [counts, looks],
-            "constant": lambda step: warmup / (warmup + step),
-            "partial": partial(_falling, warmup),
-            "iterates": lambda step: 1 / next(seen),
-            "module": lambda step: self.note(step),
-            "method": self.note,
-            "random": lambda step: float(torch.rand(1)),
-            "trainer": lambda step: 1.0 + self.trainer.global_step,
-            "weights": lambda step: float(self.weight[0].detach().sum()),
+        makers: dict[str, Any] = {
+            "own class": Own,
+            "lambda": lambda o: LambdaLR(o, lambda step: self.note(step)),
+            "partial": lambda o: LambdaLR(o, partial(_falling, 4)),
+            "method": lambda o: LambdaLR(o, self.note),
+            "chained": lambda o: ChainedScheduler([LambdaLR(o, self.note)]),
+            "trainkit's": lambda o: warmup_cosine(o, total_steps=9, warmup=0.3),
         }
-        if self.kind == "own class":
-            scheduler: Any = Own(found["optimizer"])
-        else:
-            scheduler = LambdaLR(found["optimizer"], rules[self.kind])
+        scheduler = makers[self.kind](found["optimizer"])
         return {**found, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def note(self, step: int) -> float:
@@ -204,39 +165,28 @@ def _falling(warmup: int, step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "name"),
     [
-        ("constant", ""),
-        ("partial", ""),
-        ("random", "the scheduler draws random numbers"),
-        ("counts", ""),
-        ("counts within", ""),
-        ("counts globally", ""),
-        ("counts for another", ""),
-        ("iterates", "lr_lambdas of LambdaLR may remember its calls"),
-        ("module", "lr_lambdas of LambdaLR may remember its calls"),
-        ("method", "lr_lambdas of LambdaLR may remember its calls"),
-        ("trainer", "lr_lambdas of LambdaLR may remember its calls"),
-        ("weights", "lr_lambdas of LambdaLR may remember its calls"),
-        ("own class", "(Own is not one of torch's schedulers)"),
+        ("own class", "Own"),
+        ("lambda", "<lambda>"),
+        ("partial", "_falling"),
+        ("method", "note"),
+        ("chained", "note"),
+        ("trainkit's", ""),  # the control
     ],
 )
-def test_a_function_that_remembers_does_not_notice_either(
-    kind: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_function_of_the_users_is_not_called(
+    kind: str, name: str, tmp_path: Path
 ) -> None:
     """On one of several ranks it would else have another rate from then on."""
     one, other = Remembering(kind), Remembering(kind)
-    torch.manual_seed(0)
     plan, used = planned(one, folder=tmp_path, max_epochs=1)
-    printed = capsys.readouterr().out
-    torch.manual_seed(0)
     fit(other, AccumulationCallback(PerSample()), max_epochs=1)
     assert used == [row[:2] for row in other.curve]
     assert one.calls == other.calls
-    assert printed == capsys.readouterr().out
-    assert len({row[0] for row in used}) > 1  # a control: it is no constant
-    if why:
-        assert why in plan.why_not
+    assert len({row[0] for row in used}) > 1  # it is no constant
+    if name:
+        assert f"{name} may remember its calls" in plan.why_not
     else:
         assert_same(plan, used)
 
@@ -244,15 +194,6 @@ def test_a_function_that_remembers_does_not_notice_either(
 class StepsItself(Scheduled):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         pass
-
-
-def test_a_slow_scheduler_is_planned_as_far_as_time_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainkit.lit.rates.planned_rates._MOST_SECONDS", -1.0)
-    plan, used = planned(Scheduled("StepLR"), folder=tmp_path)
-    assert plan == RatePlan([], {"lr-SGD/pg1": [], "lr-SGD/pg2": []})
-    assert len(used) == 2 * STEPS
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint:UserWarning")
