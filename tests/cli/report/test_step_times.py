@@ -25,6 +25,10 @@ from trainkit.cli.runs.folder import RunFolder
 STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0
 """Seconds of a batch, of the wait for it, of a validation, of a checkpoint, and of what
 is prepared in the first batch."""
+BATCHES = [pad(ragged_sequences(4)) for _ in range(8)]
+NUM_MEASURED = 7  # steps of two epochs of 4, without the first one
+SECONDS = 2 * (STEP + FETCH)
+"""Of a window of two batches."""
 
 
 class Clock:
@@ -85,66 +89,64 @@ class Saving(Callback):
         trainer.save_checkpoint(self.path)
 
 
-BATCHES = [pad(ragged_sequences(4)) for _ in range(8)]
-NUM_MEASURED = 7  # steps of two epochs of 4, without the first one
-SECONDS = 2 * (STEP + FETCH)
-"""Of a window of two batches."""
+class Failing(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 3:
+            raise KeyError("an error")
 
 
 def fitted(clock: Clock, path: Path, *callbacks: Any, **options: Any) -> Any:
     """What `step_times.csv` has of a training of two epochs."""
     data = Slow(clock, [dict(batch) for batch in BATCHES])
+    how = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
+    measured = StepTimes(RunFolder(path))
     with quiet_lightning():
-        each = trainer(
-            2,
-            callbacks=[StepTimes(RunFolder(path)), *callbacks],
-            max_epochs=2,
-            num_sanity_val_steps=1,
-            **options,
-        )
+        each = trainer(2, callbacks=[measured, *callbacks], **how)
         each.fit(Net(clock), data, Slow(clock, [BATCHES[0]]))
+    assert not {"start", "stop"} & vars(each.profiler).keys()  # given back
+    for copied in (copy.deepcopy(measured), pickle.loads(pickle.dumps(measured))):
+        assert copied._step == -1 < measured._step  # a copy begins anew
     return read_step_times(path / "step_times.csv")
 
 
+LABELS = torch.stack([batch["labels"] for batch in BATCHES])
+REAL = 2 * int((LABELS[0] != -100).sum())
+PADDING = (LABELS[0] == -100).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("strategies", "samples", "tokens", "padding"),
+    [
+        ([], None, None, None),
+        ([PerSample()], 8 / SECONDS, None, None),
+        ([PerToken()], 8 / SECONDS, REAL / SECONDS, PADDING),  # with WindowMonitor
+    ],
+)
 def test_each_step_has_its_time_without_what_lies_between(
-    clock: Clock, tmp_path: Path
+    strategies: list[Any],
+    samples: float | None,
+    tokens: float | None,
+    padding: float | None,
+    clock: Clock,
+    tmp_path: Path,
 ) -> None:
     """The control: with validations and checkpoints there were 33,000 seconds."""
-    times = fitted(
-        clock,
-        tmp_path,
-        AccumulationCallback(PerToken()),
-        WindowMonitor(every_n_steps=1000),
-        Saving(tmp_path / "one.ckpt"),
-        val_check_interval=3,
-    )
+    callbacks: list[Any] = [AccumulationCallback(each) for each in strategies]
+    callbacks += [WindowMonitor(every_n_steps=1000)] * (tokens is not None)
+    saving = Saving(tmp_path / "one.ckpt")
+    times = fitted(clock, tmp_path, *callbacks, saving, val_check_interval=3)
     assert clock.now > 16 * CHECKPOINT + FIRST
     assert times["step"].tolist() == [*range(2, NUM_MEASURED + 2)]
     assert times["seconds"].tolist() == [SECONDS] * NUM_MEASURED
-    found = throughput(times)
-    labels = torch.stack([batch["labels"] for batch in BATCHES])
-    real = 2 * int((labels[0] != -100).sum())
-    assert found is not None
-    assert found["steps"] == NUM_MEASURED
-    assert found["seconds"] == NUM_MEASURED * SECONDS
-    assert found["samples_per_second"] == pytest.approx(8 / SECONDS)
-    assert found["tokens_per_second"] == pytest.approx(real / SECONDS)
-    assert found["padding"] == pytest.approx((labels[0] == -100).double().mean().item())
-    assert found["waiting"] == pytest.approx(FETCH / (STEP + FETCH))
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_without_counts_there_is_less(
-    is_known: bool, clock: Clock, tmp_path: Path
-) -> None:
-    """Without `WindowMonitor` no tokens, and without windows no samples."""
-    callbacks = [AccumulationCallback(PerSample())] if is_known else []
-    found = throughput(fitted(clock, tmp_path, *callbacks))
-    assert found is not None
-    assert found["steps_per_second"] == pytest.approx(1 / SECONDS)
-    assert found["samples_per_second"] == (8 / SECONDS if is_known else None)
-    assert found["tokens_per_second"] is None
-    assert found["padding"] is None
+    assert throughput(times) == {
+        "steps": NUM_MEASURED,
+        "seconds": NUM_MEASURED * SECONDS,
+        "steps_per_second": pytest.approx(1 / SECONDS),
+        "samples_per_second": samples and pytest.approx(samples),
+        "tokens_per_second": tokens and pytest.approx(tokens),
+        "padding": padding and pytest.approx(padding),
+        "waiting": pytest.approx(FETCH / (STEP + FETCH)),
+    }
 
 
 @pytest.mark.parametrize("options", [{"max_steps": 1}, {"fast_dev_run": 2}])
@@ -154,12 +156,6 @@ def test_one_step_is_not_measured(
     callback = AccumulationCallback(PerSample())
     assert throughput(fitted(clock, tmp_path, callback, **options)) is None
     assert (tmp_path / "step_times.csv").exists() == ("max_steps" in options)
-
-
-class Failing(Callback):
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 3:
-            raise KeyError("an error")
 
 
 def test_a_training_that_fails_has_what_it_had_and_another_process_writes_on(
@@ -191,22 +187,9 @@ def test_the_wait_for_the_device_belongs_to_the_last_step(
 
     monkeypatch.setattr(step_times, "LateReading", Late)
     times = fitted(clock, tmp_path, AccumulationCallback(PerSample()))
-    seconds = times["seconds"].tolist()
-    assert seconds[:-1] == [SECONDS] * (NUM_MEASURED - 1)
-    assert seconds[-1] > SECONDS + 7
-
-
-def test_the_profiler_is_given_back_and_copies_begin_anew(
-    clock: Clock, tmp_path: Path
-) -> None:
-    measured = StepTimes(RunFolder(tmp_path))
-    each: Any = trainer(2, callbacks=[measured], max_epochs=1)
-    with quiet_lightning():
-        each.fit(Net(clock), Slow(clock, BATCHES), Slow(clock, BATCHES))
-    assert not {"start", "stop"} & vars(each.profiler).keys()
-    for copied in (copy.deepcopy(measured), pickle.loads(pickle.dumps(measured))):
-        assert copied._step == -1
-    assert measured._step == 4
+    *others, last = times["seconds"]
+    assert others == [SECONDS] * (NUM_MEASURED - 1)
+    assert last > SECONDS + 7
 
 
 def two_ranks(rank: int, world: int, path: Path) -> None:
@@ -214,11 +197,10 @@ def two_ranks(rank: int, world: int, path: Path) -> None:
     step_times.perf_counter = clock  # type: ignore[assignment]
     data = loader_of(ragged_sequences(16), 2, collate=pad)
     callbacks = [StepTimes(RunFolder(path)), AccumulationCallback(PerSample())]
+    how = {"strategy": "ddp", "devices": world, "use_distributed_sampler": True}
     with quiet_lightning():
-        trainer(
-            2, callbacks=callbacks, max_epochs=1, strategy="ddp", devices=world,
-            use_distributed_sampler=True,
-        ).fit(Net(clock), data)  # fmt: skip
+        each = trainer(2, callbacks=callbacks, max_epochs=1, **how)
+        each.fit(Net(clock), data)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -231,24 +213,15 @@ def test_samples_are_those_of_all_ranks(tmp_path: Path) -> None:
     assert found["samples_per_second"] == pytest.approx(8 / (2 * STEP))
 
 
-def stepped(times: StepTimes, count: int) -> None:
-    one = {"is_global_zero": True, "fast_dev_run": False, "callbacks": []}
-    for step in range(count):
-        each = SimpleNamespace(global_step=step, **one)
-        times.on_train_batch_end(each, None, None, None, 0)
-
-
-def test_a_full_disk_does_not_end_the_training(
+def test_a_step_costs_less_than_a_tenth_of_a_millisecond_and_a_full_disk_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = StepTimes(RunFolder(tmp_path / "gone"))
-    stepped(times, 2)
-    times.on_train_end(None, None)
-    assert "trainkit | report: no throughput: " in capsys.readouterr().out
-
-
-def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
-    times = StepTimes(RunFolder(tmp_path))
+    one = {"is_global_zero": True, "fast_dev_run": False, "callbacks": []}
     began = time.process_time()
-    stepped(times, 2000)
+    for step in range(2000):
+        each = SimpleNamespace(global_step=step, **one)
+        times.on_train_batch_end(each, None, None, None, 0)
     assert (time.process_time() - began) / 2000 < 1e-4
+    times.teardown(None, None, "fit")
+    assert "trainkit | report: no throughput: " in capsys.readouterr().out

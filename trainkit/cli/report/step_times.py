@@ -95,9 +95,6 @@ class StepTimes(Callback):
     ) -> None:
         self._is_aside = True
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
         self._end()
 

@@ -105,7 +105,7 @@ def _held(scheduler: Any) -> Iterator[Any]:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether a function or class is none of the user's."""
+    """Whether a function or a class is not the user's."""
     home = getattr(function, "__module__", None) or type(function).__module__
     return home.startswith((*_KNOWN, "lightning.pytorch.", "pytorch_lightning."))
 
