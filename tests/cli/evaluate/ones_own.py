@@ -78,26 +78,6 @@ class Data(BareData):
         return loader(3, 10)
 
 
-class RowsOfTraining(Data):
-    """Makes its rows for training alone."""
-
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.rows = loader(2, 9)
-
-    def test_dataloader(self) -> Any:
-        return self.rows
-
-
 class ByPosition(Data):
     def predict_dataloader(self) -> Any:
         return DataLoader(loader(3, 10).dataset, 4)
-
-
-class RowLoader(DataLoader):
-    pass
-
-
-class LoaderByPosition(Data):
-    def predict_dataloader(self) -> Any:
-        return RowLoader(loader(3, 10).dataset, 4)

@@ -146,23 +146,11 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
 
 
 def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
-    from jsonargparse import ArgumentError
-
-    from trainkit.cli.fit.cli import TrainkitCLI
-    from trainkit.lit._compat import replaced
+    from trainkit.cli.fit.cli import without_running
     from trainkit.lit.front.check import check
 
-    try:
-        # Given as arguments, Lightning warns that they are not the process's own.
-        with replaced(sys, argv=["trainkit", *words]):
-            cli: Any = TrainkitCLI(
-                run=False,
-                save_config_callback=None,
-                trainer_defaults={"default_root_dir": folder},
-                parser_kwargs={"prog": "trainkit check fit", "exit_on_error": False},
-            )
-    except ArgumentError as error:
-        raise TrainkitError(str(error)) from error
+    place = {"default_root_dir": folder}
+    cli = without_running("trainkit check fit", words, trainer_defaults=place)
     report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
     return cli.trainer, report
 

@@ -34,7 +34,7 @@ def collect(
 ) -> dict[str, Any]:
     """The content of `summary.json`."""
     trainer = training.trainer
-    metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
+    metrics = {name: number(value) for name, value in trainer.callback_metrics.items()}
     checkpoint = folder.newest_checkpoint()
     return {
         "name": config.name,
@@ -44,7 +44,7 @@ def collect(
         "epochs": trainer.current_epoch,
         "ended_by": _ended_by(trainer),
         "windows": {
-            name: _number(fact) for name, fact in facts_of_windows(trainer).items()
+            name: number(fact) for name, fact in facts_of_windows(trainer).items()
         },
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
@@ -152,7 +152,7 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
 
 def _learning_rates(trainer: Any) -> list[float | None]:
     return [
-        _number(group["lr"])
+        number(group["lr"])
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
     ]
@@ -166,7 +166,7 @@ def _plain(trainer: Any) -> dict[str, float] | None:
     return None
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A number for JSON; None if it is not finite or a metric of several elements."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None

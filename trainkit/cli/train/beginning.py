@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.cli.runs.checkpoint import unreadable, why_unreadable
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.errors import TrainkitError
@@ -77,18 +76,3 @@ def _refuse_other_optimizers(trainer: Any) -> None:
                     f"{missing[0]!r} for it. Undo the change, or leave ckpt_path out "
                     f"to start a new run."
                 )
-
-
-def does_not_fit(path: str, error: BaseException) -> TrainkitError:
-    """A short error in place of torch's, which may list every tensor."""
-    why = why_unreadable(path)
-    if why is not None:
-        return unreadable("ckpt_path", path, why)
-    first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
-    shown = " ".join([first, *more[:1]])
-    shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""
-    return TrainkitError(
-        f"ckpt_path: {path} does not fit this configuration: {shown}\n"
-        f"Undo what you changed in the configuration (the run's config.yaml shows the "
-        f"old values), or leave ckpt_path out to start a new run."
-    )

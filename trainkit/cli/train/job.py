@@ -24,13 +24,13 @@ from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training, throughput_of
 from trainkit.cli.runs import summary
-from trainkit.cli.runs.checkpoint import was_restoring
+from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.words_of_run import NOISE_SCALE
-from trainkit.cli.train.beginning import Beginning, does_not_fit
+from trainkit.cli.train.beginning import Beginning
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
 from trainkit.cli.train.monitors import Monitors
@@ -198,7 +198,7 @@ def _fit(
         if missing is not None:
             raise missing from error
         if ckpt_path and was_restoring(error) and not is_mistake(error):
-            raise does_not_fit(ckpt_path, error) from error
+            raise does_not_fit("ckpt_path", ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
         had_begun = beginning.is_written and training.trainer.global_step > 0
         if is_mistake(error) and not had_begun:
