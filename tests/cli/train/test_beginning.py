@@ -48,12 +48,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     longer = "trainer.max_steps=3"
     status = go_on(longer, "model.d_model=16", at=run)
     assert is_refused(status, "size mismatch for token.weight")
-    status = go_on(longer, "optimizer=sgd", at=run)
-    assert is_refused(
-        status,
-        "optimizer: must be of the type that the checkpoint was written with, "
-        "received SGD",
-    )
     with only_one(run, what="a run"):  # it is under way
         assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
 
@@ -70,7 +64,7 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
         assert go_on(*words, at=run) == 0
         shown = capsys.readouterr().out
         assert "the run had finished after 2 optimizer steps" in shown
-        assert "trainer.max_steps=4" in shown
+        assert "with a larger trainer.max_steps, max_epochs or max_time" in shown
         assert texts(run) == before
 
     # One that came to nothing is not the last; and no change is inherited.

@@ -29,10 +29,10 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
+from trainkit.cli.runs.summary_rows import counted_steps
 from trainkit.cli.runs.words_of_run import NOISE_SCALE
 from trainkit.cli.train.beginning import Beginning
 from trainkit.cli.train.ending import Ending, signals_given_back
-from trainkit.cli.train.finished import why_no_more
 from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
@@ -171,8 +171,12 @@ def _fit_and_report(
             metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
-                why = why_no_more(trainer, config.ckpt_path)
-                print(f"trainkit | training: {why}", flush=True)
+                print(
+                    f"trainkit | training: nothing to do: the run had finished after "
+                    f"{counted_steps(trainer.global_step)}; to train longer, resume it "
+                    f"with a larger trainer.max_steps, max_epochs or max_time",
+                    flush=True,
+                )
         elif trainer.is_global_zero:
             beginning.screen.open(folder.log)  # if another rank began
             folder.write_summary(facts)
