@@ -9,6 +9,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainkit import TrainkitError
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -51,6 +53,13 @@ class Net(Bare):
 class Failing(Net):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         raise ZeroDivisionError("in test_step")
+
+
+class Advised(Net):
+    """Is advised in Python, as the library advises."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        raise TrainkitError("write PerSample(), and not Uniform()")
 
 
 class BareData(LightningDataModule):

@@ -50,6 +50,7 @@ def is_refused(
         ([f"data._target_={OWN}.BareData"], "data: BareData has no test_dataloader."),
         ([f"data._target_={OWN}.loader", "+data.seed=1", "+data.rows=3"], "received D"),
         (["data._target_=nothing.Data"], "there is no module 'nothing'"),
+        ([f"model._target_={OWN}.Advised"], "write accumulation=per_sample, and not"),
         (["trainer.accelerator=tpu"], "trainer: lightning.pytorch.Trainer could not"),
     ],
 )

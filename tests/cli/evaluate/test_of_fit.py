@@ -86,6 +86,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert is_refused("Option 'rows' is not accepted", "--data.rows=5")
     assert is_refused("--ckpt_path=last", "--ckpt_path=last")
     assert is_refused("does not fit this configuration", "--model.width=6")
+    assert is_refused("write --accumulation=PerSample,", f"--model={OWN}.Advised")
     config["model"]["init_args"]["width"] = REDACTED
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     before = files(tmp_path)

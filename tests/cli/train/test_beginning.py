@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.runs.only_one import only_one
-from trainkit.config import allow_targets
-
-allow_targets("tests")
 
 TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
 def texts(run: Path) -> dict[str, str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.evaluation import evaluate, refuse_missing
 from trainkit.cli.runs.checkpoint import about_checkpoint, best_checkpoint
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.errors import TrainkitError
-from trainkit.lit.front.exact_resume import find_stop
 
 
 class TestAtEnd:
@@ -72,11 +70,8 @@ class TestAtEnd:
             print(f"trainkit | test: {shown}", flush=True)
         try:
             return evaluate("test", self.training, checkpoint, self.folder)
-        except SystemExit as end:
-            stopped = find_stop(trainer).stopped_by
-            self.error = end if stopped is None else Interrupted(stopped)
-            if stopped is not None and not trainer.is_global_zero:
+        except (SystemExit, Exception) as error:
+            self.error = error
+            if isinstance(error, SystemExit) and not trainer.is_global_zero:
                 self.error = SystemExit(0)  # else Lightning kills the first rank
-        except Exception as error:
-            self.error = error if is_mistake(error) else TrainingFailed.by(error)
         return None

@@ -10,13 +10,15 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
-from trainkit.cli.runs.checkpoint import Checkpoint
+from trainkit.cli.runs.checkpoint import Checkpoint, does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary import number
 from trainkit.config.build import Training
 from trainkit.config.redact import redact_words
 from trainkit.errors import TRACEBACK, TrainkitError
+from trainkit.lit.front.exact_resume import find_stop
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADERS = {
@@ -41,6 +43,11 @@ def evaluate(
         checkpoint: the weights.
         folder: of the run.
         words: the overrides of the command line.
+
+    Raises:
+        TrainkitError: a mistake in what was asked.
+        TrainingFailed: another error.
+        Interrupted: a signal has stopped it.
     """
     trainer: Any = training.trainer
     refuse_missing(verb, training.module, training.data)
@@ -52,9 +59,19 @@ def evaluate(
     source = {"datamodule": training.data, "ckpt_path": str(checkpoint.path)}
     try:
         getattr(trainer, verb)(training.module, **source, **own)
+    except SystemExit as end:
+        stopped = find_stop(trainer).stopped_by
+        if stopped is None:
+            raise
+        print(f"trainkit | stopped by {stopped.name}; no {verb}.json", flush=True)
+        raise Interrupted(stopped) from end
     except Exception as error:
         _explain(error, verb, training.module)
-        raise
+        if is_mistake(error):
+            raise
+        if was_restoring(error):
+            raise does_not_fit("checkpoint", checkpoint.path, error) from error
+        raise TrainingFailed.by(error) from error
     finally:
         if writer is not None:
             writer.close()

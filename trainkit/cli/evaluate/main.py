@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
 def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.cli.door import spoken
     from trainkit.cli.evaluate.configured import configured
+    from trainkit.cli.evaluate.evaluation import evaluate
     from trainkit.cli.evaluate.place import find
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
@@ -81,32 +82,11 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
             shown = place.checkpoint.shown(place.folder.path)
             print(f"trainkit | {verb}: {shown}", flush=True)
         with ranks_of_one_run(training.trainer):
-            facts = _evaluated(verb, training, place, words[1:])
+            of = training, place.checkpoint, place.folder, words[1:]
+            facts = evaluate(verb, *of)
     if is_first:
         _show(verb, facts, place)
     return 0
-
-
-def _evaluated(verb: str, training: Any, place: Any, words: Any) -> dict[str, Any]:
-    from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-    from trainkit.cli.evaluate.evaluation import evaluate
-    from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
-    from trainkit.lit.front.exact_resume import find_stop
-
-    try:
-        return evaluate(verb, training, place.checkpoint, place.folder, words)
-    except SystemExit as end:
-        stopped = find_stop(training.trainer).stopped_by
-        if stopped is None:
-            raise
-        print(f"trainkit | stopped by {stopped.name}; nothing was written", flush=True)
-        raise Interrupted(stopped) from end
-    except Exception as error:
-        if is_mistake(error):
-            raise
-        if was_restoring(error):
-            raise does_not_fit("checkpoint", place.checkpoint.path, error) from error
-        raise TrainingFailed.by(error) from error
 
 
 def _show(verb: str, facts: dict[str, Any], place: Any) -> None:
