@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
-
-from trainkit.lit._compat import replaced
 
 
 def run_of(logger: Any) -> Any:
@@ -43,24 +36,3 @@ def take_over_ranks(trainer: Any) -> list[subprocess.Popen[bytes]]:
     processes = list(watched)
     watched.clear()
     return processes
-
-
-@contextmanager
-def loaders_by_position(owner: Any, hook: str) -> Iterator[None]:
-    """Let a hook make `DataLoader(rows, 8)`, with a size by position.
-
-    Lightning makes the loaders of an evaluation again. From the arguments that it has
-    noted in the hook it would pass this size twice, and fail. Without these notes it
-    takes the loader's attributes, as for loaders that no hook has made.
-    """
-    make = getattr(owner, hook)
-
-    def made(*args: Any) -> Any:
-        loaders = make(*args)
-        for each in CombinedLoader(loaders).flattened:
-            if type(each) is DataLoader:
-                vars(each).pop("__pl_saved_args", None)
-        return loaders
-
-    with replaced(owner, **{hook: made}):
-        yield

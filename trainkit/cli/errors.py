@@ -36,10 +36,6 @@ class TrainingFailed(Exception):
         return cls("".join(shown) + f"trainkit: {readable(error)}")
 
 
-class MissingMetric(TrainkitError):
-    """A metric that was chosen is logged by nothing."""
-
-
 class Interrupted(SystemExit):
     """The end of a training that a signal stopped; exit status 128 + its number."""
 

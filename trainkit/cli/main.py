@@ -10,7 +10,6 @@ from importlib import import_module
 from trainkit.cli.ctrl_c import remember_ctrl_c
 from trainkit.cli.errors import guarded
 from trainkit.cli.loading import say_loading
-from trainkit.cli.mixture import refuse_a_mixture
 from trainkit.errors import TrainkitError, did_you_mean
 
 EVALUATE = "trainkit.cli.evaluate.main"
@@ -62,7 +61,6 @@ def run() -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    refuse_a_mixture()  # before anything that the other could have replaced
     if not argv or argv[0] in ("-h", "--help"):
         lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
         print(HELP.format(commands="\n".join(lines)), end="")

@@ -9,6 +9,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainkit import TrainkitError
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -53,6 +55,13 @@ class Failing(Net):
         raise ZeroDivisionError("in test_step")
 
 
+class Advised(Net):
+    """Is advised in Python, as the library advises."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        raise TrainkitError("write PerSample(), and not Uniform()")
+
+
 class BareData(LightningDataModule):
     """With neither test_dataloader nor predict_dataloader.
 
@@ -78,26 +87,6 @@ class Data(BareData):
         return loader(3, 10)
 
 
-class RowsOfTraining(Data):
-    """Makes its rows for training alone."""
-
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self.rows = loader(2, 9)
-
-    def test_dataloader(self) -> Any:
-        return self.rows
-
-
 class ByPosition(Data):
     def predict_dataloader(self) -> Any:
         return DataLoader(loader(3, 10).dataset, 4)
-
-
-class RowLoader(DataLoader):
-    pass
-
-
-class LoaderByPosition(Data):
-    def predict_dataloader(self) -> Any:
-        return RowLoader(loader(3, 10).dataset, 4)

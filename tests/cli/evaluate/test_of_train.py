@@ -63,7 +63,7 @@ def test_of_validation(
 
 def test_of_a_test_with_overrides(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    assert trainkit("test", tmp_path / "outputs") == 0  # there is one run below it
+    assert trainkit("test", run) == 0
     found = result(run, "test")
     module = Net()
     best = torch.load(run / "checkpoints" / "best.ckpt")

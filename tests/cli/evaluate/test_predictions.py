@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.cli.evaluate.ones_own import ByPosition, Net, loader
-from tests.cli.evaluate.runs import OWN, result, trained, trainkit
+from tests.cli.evaluate.ones_own import Net, loader
+from tests.cli.evaluate.runs import result, trained, trainkit
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.errors import TrainkitError
 
@@ -35,18 +34,6 @@ def test_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (about["rows"], about["file"]) == (10, "predictions.csv")
     assert about["checkpoint"] == "checkpoints/best.ckpt"
     assert "predictions: 10 rows" in capsys.readouterr().out
-
-
-def test_a_loader_may_have_its_size_by_position(tmp_path: Path) -> None:
-    """By itself Lightning fails there, which is the control."""
-    with pytest.raises(MisconfigurationException, match="more than one `__init__`"):
-        Trainer(accelerator="cpu", logger=False).predict(Net(), datamodule=ByPosition())
-    run = trained(tmp_path)
-    assert trainkit("predict", run) == 0
-    rows = (run / "predictions.csv").read_text()
-    (run / "predictions.csv").unlink()
-    assert trainkit("predict", run, f"data._target_={OWN}.ByPosition") == 0
-    assert (run / "predictions.csv").read_text() == rows
 
 
 class Echo(LightningModule):

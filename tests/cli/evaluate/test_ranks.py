@@ -33,7 +33,7 @@ def test_each_row_counts_once(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "test: on 2 ranks some rows may count twice" in done.stdout
+    assert "; on 2 ranks some rows may count twice" in done.stdout
     run = the_run(tmp_path)
     at_end = summary_of(run)["test"]
     assert at_end == result(run, "test")

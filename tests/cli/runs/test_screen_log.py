@@ -156,17 +156,3 @@ def test_a_file_that_cannot_be_written_is_said_once(
     shown = capsys.readouterr()
     assert shown.out == "goes on\n"
     assert shown.err.count("train.log: is not written") == 1
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_only_the_first_rank_removes_hydras_empty_file(
-    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another one could remove the file that the first has just opened."""
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    path = tmp_path / "train.log"
-    of_hydra = logging.FileHandler(path)
-    monkeypatch.setattr(logging.root, "handlers", [of_hydra])
-    with screen_log():
-        assert logging.root.handlers == []
-        assert path.exists() is (rank == "1")

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.runs.only_one import only_one
-from trainkit.config import allow_targets
-
-allow_targets("tests")
 
 TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
 def texts(run: Path) -> dict[str, str]:
@@ -48,12 +38,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     longer = "trainer.max_steps=3"
     status = go_on(longer, "model.d_model=16", at=run)
     assert is_refused(status, "size mismatch for token.weight")
-    status = go_on(longer, "optimizer=sgd", at=run)
-    assert is_refused(
-        status,
-        "optimizer: must be of the type that the checkpoint was written with, "
-        "received SGD",
-    )
     with only_one(run, what="a run"):  # it is under way
         assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
 
@@ -70,7 +54,7 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
         assert go_on(*words, at=run) == 0
         shown = capsys.readouterr().out
         assert "the run had finished after 2 optimizer steps" in shown
-        assert "trainer.max_steps=4" in shown
+        assert "with a larger trainer.max_steps, max_epochs or max_time" in shown
         assert texts(run) == before
 
     # One that came to nothing is not the last; and no change is inherited.

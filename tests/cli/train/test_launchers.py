@@ -44,9 +44,7 @@ class Mine(CodeLM):
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
+def _with_a_model(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(MODEL)
 
 

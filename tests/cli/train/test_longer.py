@@ -65,7 +65,7 @@ def test_of_a_run_that_has_ended_only_that_is_said(
     run_in(tmp_path, "ckpt_path=last")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("trainkit | training: nothing to do: the run had finished")
-    assert said.endswith("trainer.max_steps=2")
+    assert said.endswith("trainer.max_steps, max_epochs or max_time")
     nope = ["metric=nope", "callbacks.best=null"]
     run_in(tmp_path, "ckpt_path=last", *nope)
     assert "nope" not in capsys.readouterr().out

@@ -28,16 +28,6 @@ from tests.cli.training import (
     weights_of,
 )
 from trainkit import AccumulationCallback, PerSample, PerToken, warmup_cosine
-from trainkit.config import allow_targets
-
-allow_targets("tests")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    return tmp_path
 
 
 def test_a_run_leaves_its_folder(

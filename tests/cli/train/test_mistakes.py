@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from trainkit.cli.runs.new_folder import NewFolder, remove_if_new
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.train.resume import expand
 from trainkit.cli.words import quoted
-from trainkit.config import allow_targets
 from trainkit.config.build import build
-
-allow_targets("tests")
 
 
 class Foreign(LightningModule):
@@ -51,12 +47,6 @@ class Manual(Foreign):
 class Broken(CodeLM):
     def __init__(self, **kwargs: int) -> None:
         raise ZeroDivisionError("in its constructor")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
 def is_one_message(text: str, shown: str) -> bool:

@@ -42,21 +42,15 @@ class Nll(Bare):
 
 
 class Plateau(Nll):
-    interval = "epoch"
-
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        how = {"scheduler": scheduler, "monitor": "val/loss", "interval": self.interval}
+        how = {"scheduler": scheduler, "monitor": "val/loss"}
         return {"optimizer": optimizer, "lr_scheduler": how}
 
 
 class Free(Nll):
     configure_optimizers = LightningModule.configure_optimizers
-
-
-class EachStep(Plateau):
-    interval = "step"
 
 
 class Quiet(Nll):
@@ -93,6 +87,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric"),
+    pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric"),
 ]
 CALLBACK = "+callbacks.mine={{_target_: lightning.pytorch.callbacks.{}, monitor: {}}}"
 ONE_EPOCH = "trainer.max_epochs=1"
@@ -189,22 +184,11 @@ def test_without_validation_it_is_refused_before_anything_is_written(
     assert not run_dirs(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["metric=window/loss", "accumulation=none"],
-        ["metric=window/loss", "callbacks.monitor=null"],
-        ["metric=val/nll", "callbacks.monitor=null", stop("window/loss")],
-        ["metric=''"],
-    ],
-)
-def test_without_windows_a_metric_of_windows_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_empty_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert own("Nll", *words) == 2
-    assert "metric: must be" in (shown := capsys.readouterr().err) or (
-        "window/loss is logged by nothing, since WindowMonitor is not there" in shown
-    )
+    assert own("Nll", "metric=''") == 2
+    assert "metric: must be a name or null, received ''" in capsys.readouterr().err
     assert not run_dirs(tmp_path)
 
 
@@ -290,15 +274,6 @@ def test_a_training_at_its_end_is_finished_first(
     assert summary_of(run)["status"] == "finished"
     assert (run / "report.html").exists()
     assert "callbacks=none" in words or (run / "checkpoints" / "last.ckpt").exists()
-
-
-def test_lightnings_own_error_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """A scheduler that reads it after each step, before any validation."""
-    assert own("EachStep", "metric=val/nll", NO_SANITY) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("trainkit: monitor of the scheduler: val/loss is logged by")
-    assert "Choose train/loss" in shown
-    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize(

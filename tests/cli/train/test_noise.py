@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,17 @@ from trainkit.cli.errors import Interrupted
 from trainkit.cli.main import main
 from trainkit.cli.report.noise import _repeated
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.config import allow_targets
 from trainkit.config.redact import REDACTED
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
 
-allow_targets("tests")
-
 STEPS = [
     "trainer.max_steps=6",
     "trainer.accumulate_grad_batches=4",
     "data.batch_size=2",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
 def given(**values: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ import torch
 import yaml
 
 from tests.cli.training import run_dirs, the_run, train
-from trainkit.config import allow_targets
 from trainkit.core.noise.estimate import NoiseEstimate
 
-allow_targets("tests")
 GAIN = ["lr_scaling=gain", "lr_scaling.reference_batch=2"]
 KEPT = "++lr_scaling.noise_scale=43.25"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
 def earlier_run(name: str = "earlier", samples: float = 43.25) -> Path:

@@ -16,11 +16,6 @@ from trainkit.config import register
 register()
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def made(name: str, overrides: list[str], *, at: float, checkpoints=("last.ckpt",)):
     folder = RunFolder(Path("outputs/code_lm") / name)
     folder.write_start({"a": 1}, overrides)

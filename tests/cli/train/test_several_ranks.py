@@ -30,12 +30,6 @@ SGD = ["optimizer=sgd", "optimizer.lr=0.1"]
 """AdamW divides by the gradient's own size, and would show rounding enlarged."""
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-
-
 def run(
     program: list[str], *words: str, cwd: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:

@@ -71,18 +71,17 @@ def main(argv: list[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Our own options, and behind them the `words` of the training."""
     place = next((n for n, word in enumerate(argv) if word in CHECKED), len(argv))
-    # argparse would take the word that follows for the page's name.
-    own = ["--html=check.html" if word == "--html" else word for word in argv[:place]]
     parser = Arguments(prog="trainkit check", description=_ABOUT, epilog=_EXIT)
     parser.usage = "trainkit check [--json] [--html[=FILE]] [--rows N] train|fit ..."
     add = parser.add_argument
     add("--json", action="store_true", help="print the report as JSON")
     page = "write the report as a page too, without =FILE as check.html"
-    add("--html", metavar="FILE", help=page)
+    html: Any = add("--html", nargs="?", const="check.html", metavar="FILE", help=page)
     few = "use at most so many rows (default 24)"
     add("--rows", type=int, default=24, metavar="N", help=few)
-    add("words", nargs="*", help="train or fit, and the words one would train with")
-    options = parser.parse_args(own)
+    words: Any = add("words", nargs="*", help="train or fit, and its words")
+    words.completer, html.completer = lambda **_: CHECKED, lambda **_: ()
+    options = parser.parse_args(argv[:place])
     check_whole_number("trainkit check --rows", options.rows, least=2)
     if options.words or place == len(argv):
         received = repr(options.words[0]) if options.words else "nothing"
@@ -146,23 +145,11 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
 
 
 def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
-    from jsonargparse import ArgumentError
-
-    from trainkit.cli.fit.cli import TrainkitCLI
-    from trainkit.lit._compat import replaced
+    from trainkit.cli.fit.cli import without_running
     from trainkit.lit.front.check import check
 
-    try:
-        # Given as arguments, Lightning warns that they are not the process's own.
-        with replaced(sys, argv=["trainkit", *words]):
-            cli: Any = TrainkitCLI(
-                run=False,
-                save_config_callback=None,
-                trainer_defaults={"default_root_dir": folder},
-                parser_kwargs={"prog": "trainkit check fit", "exit_on_error": False},
-            )
-    except ArgumentError as error:
-        raise TrainkitError(str(error)) from error
+    place = {"default_root_dir": folder}
+    cli = without_running("trainkit check fit", words, trainer_defaults=place)
     report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
     return cli.trainer, report
 

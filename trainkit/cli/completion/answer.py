@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
@@ -31,9 +31,8 @@ def answer() -> NoReturn:
     program, command, *before = before
     if command == "check":
         at = next((i for i, each in enumerate(before) if each in CHECKED), None)
-        if at is None:
-            offer(_parser_of_check(is_file=word.startswith("--html=")))
-        command, *before = before[at:]
+        if at is not None:
+            command, *before = before[at:]
     about = COMMANDS.get(command, ("",))[0]
     if about == EVALUATE and not before and not word.startswith("-"):
         offer(_parser_of_evaluation())
@@ -54,18 +53,6 @@ def answer() -> NoReturn:
         offer(parser_of(command))
     trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
-
-
-def _parser_of_check(*, is_file: bool) -> Arguments:
-    parser = Arguments(prog="trainkit")
-    parser.add_argument("command")
-    parser.add_argument("--json", action="store_true")
-    # Its file stands behind =; the next word is never one.
-    page: Any = parser.add_argument("--html", nargs=None if is_file else "?")
-    page.completer = FilesCompleter() if is_file else lambda **_: ()
-    parser.add_argument("--rows")
-    parser.add_argument("checked", choices=CHECKED)
-    return parser
 
 
 def _parser_of_evaluation() -> Arguments:

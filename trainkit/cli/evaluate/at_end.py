@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-from trainkit.cli.evaluate.evaluation import Evaluation, refuse_missing
+from trainkit.cli.evaluate.evaluation import evaluate, refuse_missing
 from trainkit.cli.runs.checkpoint import about_checkpoint, best_checkpoint
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.errors import TrainkitError
-from trainkit.lit.front.exact_resume import find_stop
 
 
 class TestAtEnd:
@@ -39,7 +37,10 @@ class TestAtEnd:
                 "(trainer.enable_checkpointing=false or callbacks=none). Leave "
                 "test=true out, or let the run write one."
             )
-        for logger in _that_can_wait(training.trainer):
+        # These can wait for the test, and would else end with the training.
+        loggers = training.trainer.loggers
+        self._waiting: Any = [each for each in loggers if hasattr(each, "stays_open")]
+        for logger in self._waiting:
             logger.stays_open = True
 
     def run(self, *, is_wanted: bool) -> dict[str, Any] | None:
@@ -50,7 +51,7 @@ class TestAtEnd:
         """
         trainer: Any = self.training.trainer
         best = best_checkpoint(self.folder) if is_wanted else None
-        for logger in _that_can_wait(trainer):
+        for logger in self._waiting:
             logger.stays_open = False  # it ends with the test
             if best is None:
                 logger.finish()
@@ -61,32 +62,16 @@ class TestAtEnd:
         checkpoint = about_checkpoint(best)
         if trainer.is_global_zero:
             shown = checkpoint.shown(self.folder.path)
+            if trainer.world_size > 1:
+                shown += (
+                    f"; on {trainer.world_size} ranks some rows may count twice, so "
+                    f"that each rank has as many; trainkit test RUN counts each once"
+                )
             print(f"trainkit | test: {shown}", flush=True)
-            _say_padded(trainer)
-        module, data = self.training.module, self.training.data
         try:
-            return Evaluation(
-                "test", trainer, module, data, checkpoint, self.folder, words=[]
-            ).run()
-        except SystemExit as end:
-            stopped = find_stop(trainer).stopped_by
-            self.error = end if stopped is None else Interrupted(stopped)
-            if stopped is not None and not trainer.is_global_zero:
+            return evaluate("test", self.training, checkpoint, self.folder)
+        except (SystemExit, Exception) as error:
+            self.error = error
+            if isinstance(error, SystemExit) and not trainer.is_global_zero:
                 self.error = SystemExit(0)  # else Lightning kills the first rank
-        except Exception as error:
-            self.error = error if is_mistake(error) else TrainingFailed.by(error)
         return None
-
-
-def _that_can_wait(trainer: Any) -> list[Any]:
-    """The loggers that can wait for the test, and else end with the training."""
-    return [each for each in trainer.loggers if hasattr(each, "stays_open")]
-
-
-def _say_padded(trainer: Any) -> None:
-    if trainer.world_size > 1:
-        print(
-            f"trainkit | test: on {trainer.world_size} ranks some rows may count twice,"
-            f" so that each rank has as many; trainkit test RUN counts each once",
-            flush=True,
-        )

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from trainkit.cli._compat import loaders_by_position
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
-from trainkit.cli.runs.checkpoint import Checkpoint
+from trainkit.cli.runs.checkpoint import Checkpoint, does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.summary import show_written
+from trainkit.cli.runs.summary import number
+from trainkit.config.build import Training
 from trainkit.config.redact import redact_words
 from trainkit.errors import TRACEBACK, TrainkitError
+from trainkit.lit.front.exact_resume import find_stop
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADERS = {
@@ -31,113 +28,70 @@ LOADERS = {
 }
 
 
-class NoLogger(DummyLogger):
-    """Logs nothing; a module may still ask it for the folder of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = str(folder)
-
-    @property
-    def save_dir(self) -> str:
-        return self.folder
-
-    @property
-    def log_dir(self) -> str:
-        return self.folder
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a command evaluates.
+def evaluate(
+    verb: str,
+    training: Training,
+    checkpoint: Checkpoint,
+    folder: RunFolder,
+    words: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Evaluate, write the result, and return its facts.
 
     Args:
         verb: `validate`, `test` or `predict`.
-        trainer: a Trainer.
-        module: the module, without the checkpoint's weights.
-        data: a data module, or None for the module's own loaders.
+        training: the Trainer, the module without the weights, and the data.
         checkpoint: the weights.
         folder: of the run.
         words: the overrides of the command line.
+
+    Raises:
+        TrainkitError: a mistake in what was asked.
+        TrainingFailed: another error.
+        Interrupted: a signal has stopped it.
     """
-
-    verb: str
-    trainer: Any
-    module: LightningModule
-    data: Any
-    checkpoint: Checkpoint
-    folder: RunFolder
-    words: Sequence[str]
-
-    def run(self) -> dict[str, Any]:
-        """Evaluate, write the result, and return its facts."""
-        refuse_missing(self.verb, self.module, self.data)
-        writer = Predictions(self.folder.path) if self.verb == "predict" else None
-        if writer is not None:
-            _refuse_several_ranks(self.trainer)
-            self.trainer.callbacks.append(writer)
-        own = {"return_predictions": False} if writer else {"verbose": False}
-        owner = self.module if self.data is None else self.data
-        try:
-            with loaders_by_position(owner, LOADERS[self.verb]):
-                getattr(self.trainer, self.verb)(
-                    self.module,
-                    datamodule=self.data,
-                    ckpt_path=str(self.checkpoint.path),
-                    **own,
-                )
-        except Exception as error:
-            _explain(error, self.verb, self.module)
+    trainer: Any = training.trainer
+    refuse_missing(verb, training.module, training.data)
+    writer = Predictions(folder.path) if verb == "predict" else None
+    if writer is not None:
+        _refuse_several_ranks(trainer)
+        trainer.callbacks.append(writer)
+    own = {"return_predictions": False} if writer else {"verbose": False}
+    source = {"datamodule": training.data, "ckpt_path": str(checkpoint.path)}
+    try:
+        getattr(trainer, verb)(training.module, **source, **own)
+    except SystemExit as end:
+        stopped = find_stop(trainer).stopped_by
+        if stopped is None:
             raise
-        finally:
-            if writer is not None:
-                writer.close()
-        self._refuse_no_batch()
-        facts = self._facts(writer)
-        if self.trainer.is_global_zero:
-            self.folder.write(f"{self.verb}.json", _as_json(facts))
-        return facts
-
-    def show(self, facts: Mapping[str, Any]) -> None:
-        """Print the result."""
-        rows = [(name, _brief(value)) for name, value in facts["metrics"].items()]
-        files = [f"{self.verb}.json"]
-        if self.verb != "predict" and not rows:
-            rows.append((self.verb, f"{STEPS[self.verb]} has logged nothing"))
-        if "rows" in facts:
-            counted = f"{facts['rows']:,} rows"
-            if facts["file"] is None:
-                counted = "predict_step has returned nothing, so there are no rows"
-            else:
-                files.append(facts["file"])
-            rows.append(("predictions", counted))
-        show_written(rows, self.folder.path, sorted(files))
-
-    def _facts(self, writer: Predictions | None) -> dict[str, Any]:
-        found = self.trainer.callback_metrics.items()
-        facts = {
-            "checkpoint": self.checkpoint.name(self.folder.path),
-            "step": self.checkpoint.step,
-            "metrics": {
-                name: number(value)
-                for name, value in found
-                if not isinstance(value, torch.Tensor) or value.numel() == 1
-            },
-            "overrides": redact_words(self.words),
-        }
+        print(f"trainkit | stopped by {stopped.name}; no {verb}.json", flush=True)
+        raise Interrupted(stopped) from end
+    except Exception as error:
+        _explain(error, verb, training.module)
+        if is_mistake(error):
+            raise
+        if was_restoring(error):
+            raise does_not_fit("checkpoint", checkpoint.path, error) from error
+        raise TrainingFailed.by(error) from error
+    finally:
         if writer is not None:
-            facts["rows"] = writer.num_rows
-            facts["file"] = writer.path and writer.path.name
-        return facts
-
-    def _refuse_no_batch(self) -> None:
-        kind = "val" if self.verb == "validate" else self.verb
-        if not sum(getattr(self.trainer, f"num_{kind}_batches")):
-            raise TrainkitError(
-                f"{LOADERS[self.verb]}: must give at least one batch to {self.verb}, "
-                f"and gave none. Look at the rows of the data, and at "
-                f"trainer.limit_{kind}_batches."
-            )
+            writer.close()
+    _refuse_no_batch(verb, trainer)
+    facts = {
+        "checkpoint": checkpoint.name(folder.path),
+        "step": checkpoint.step,
+        "metrics": {
+            name: number(value)
+            for name, value in trainer.callback_metrics.items()
+            if not isinstance(value, torch.Tensor) or value.numel() == 1
+        },
+        "overrides": redact_words(words),
+    }
+    if writer is not None:
+        facts["rows"] = writer.num_rows
+        facts["file"] = writer.path and writer.path.name
+    if trainer.is_global_zero:
+        folder.write_json(f"{verb}.json", facts)
+    return facts
 
 
 def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:
@@ -157,31 +111,19 @@ def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:
         )
     owner = module if data is None else data
     if not is_overridden(loader, owner):
-        has_val = verb == "test" and is_overridden(LOADERS["validate"], owner)
-        other = " trainkit validate runs on its val_dataloader." if has_val else ""
         raise TrainkitError(
             f"data: {type(owner).__name__} has no {loader}. Write {loader}(self), or "
-            f"choose other data: data._target_=my_module.MyData.{other}"
+            f"choose other data: data._target_=my_module.MyData."
         )
 
 
-def does_not_fit(evaluation: Evaluation, error: BaseException) -> TrainkitError:
-    """A short error in place of torch's, which may list every tensor."""
-    lines = [line.strip() for line in str(error).splitlines()] or ["?"]
-    more = f" (and {len(lines) - 2} more)" if len(lines) > 2 else ""
-    return TrainkitError(
-        f"checkpoint: {evaluation.checkpoint.path} does not fit the configuration: "
-        f"{' '.join(lines[:2])}{more}\n"
-        f"Undo what has changed since the run began: overrides, files in conf/, or the "
-        f"code of {type(evaluation.module).__name__}. The run's config.yaml shows its "
-        f"values."
-    )
-
-
-def number(value: Any) -> float | None:
-    """A number for JSON; None if it is not finite."""
-    plain = float(value)
-    return plain if math.isfinite(plain) else None
+def _refuse_no_batch(verb: str, trainer: Any) -> None:
+    kind = "val" if verb == "validate" else verb
+    if not sum(getattr(trainer, f"num_{kind}_batches")):
+        raise TrainkitError(
+            f"{LOADERS[verb]}: must give at least one batch to {verb}, and gave none. "
+            f"Look at the rows of the data, and at trainer.limit_{kind}_batches."
+        )
 
 
 def _refuse_several_ranks(trainer: Any) -> None:
@@ -203,12 +145,6 @@ def _explain(error: Exception, verb: str, module: LightningModule) -> None:
             f"DataLoader(rows, batch_size=8)."
         ) from error
     frames = [f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, AttributeError) and loader in frames:
-        raise TrainkitError(
-            f"{loader}: it must find what it reads, and failed: {error}. To {verb}, "
-            f'Lightning calls setup with the stage "{verb}" alone, without "fit". '
-            f"Make it there too. {TRACEBACK}=1 in the environment shows where."
-        ) from error
     if "predict_step" in frames and not is_overridden("predict_step", module):
         raise TrainkitError(
             f"model: must have predict_step to predict on these data, and "
@@ -217,11 +153,3 @@ def _explain(error: Exception, verb: str, module: LightningModule) -> None:
             f"Write predict_step(self, batch, batch_idx), for example: inputs, _ = "
             f"batch; return self(inputs). {TRACEBACK}=1 in the environment shows where."
         ) from error
-
-
-def _as_json(facts: Mapping[str, Any]) -> str:
-    return json.dumps(dict(facts), indent=2, allow_nan=False) + "\n"
-
-
-def _brief(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"

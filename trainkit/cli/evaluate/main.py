@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ usage: trainkit {verb} RUN [OVERRIDES]
 The first form takes the folder of a run, or a checkpoint in one, with the run's own
 configuration. Of a folder it takes the best checkpoint. OVERRIDES change the
 configuration: key=value for a run of trainkit train, --key=value for one of trainkit
-fit. It {writes} in that folder.
+fit. It writes {writes} in that folder.
 
 The second form is the Lightning CLI. trainkit {verb} --help describes its options.
 
@@ -26,9 +27,9 @@ examples:
 """
 
 _WRITES = {
-    "validate": "writes validate.json",
-    "test": "writes test.json",
-    "predict": "writes predictions.csv or predictions.jsonl, and predict.json,",
+    "validate": "validate.json",
+    "test": "test.json",
+    "predict": "predictions.csv or predictions.jsonl, and predict.json,",
 }
 
 
@@ -48,61 +49,61 @@ def main(argv: list[str]) -> int:
             f"trainkit {verb}: must be given a run or options, received nothing.\n"
             f"{text.rstrip()}"
         )
+    if {"-h", "--help"} & set(words):
+        print(text, flush=True)
     if words[0].startswith("-"):
         from trainkit.cli.fit.main import main as lightning
 
-        if words[0] in ("-h", "--help"):
-            print(text)
         return lightning(argv)
-    if {"-h", "--help"} & set(words):
-        print(text, end="")
-        return 0
-    return _evaluate(verb, words[0], words[1:], argv)
+    return 0 if {"-h", "--help"} & set(words) else _of_a_run(verb, words, argv)
 
 
-def _evaluate(verb: str, named: str, words: Sequence[str], argv: Sequence[str]) -> int:
-    from trainkit.cli.evaluate import of_fit, of_train
+def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
+    from trainkit.cli.door import spoken
+    from trainkit.cli.evaluate.configured import configured
+    from trainkit.cli.evaluate.evaluation import evaluate
     from trainkit.cli.evaluate.place import find
-    from trainkit.cli.evaluate.trainers import forget_trainings
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()
-    place = find(verb, named)
+    place = find(verb, words[0])
     # Lightning starts other ranks with the words of this process.
     same = replaced(sys, argv=[*sys.argv[:1], *argv])
-    with without_advice(), same:
-        forget_trainings()
-        make = of_train.make if place.config is None else of_fit.make
-        evaluation = make(verb, place, words)
-        shown = place.checkpoint.shown(place.folder.path)
-        if evaluation.trainer.is_global_zero:
+    spoken_here = spoken("train" if place.config is None else "fit")
+    with without_advice(), same, spoken_here:
+        # The writers of checkpoints are not there, and need not be.
+        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint")
+        warnings.filterwarnings("ignore", ".*srun. command is available on your")
+        training = configured(verb, place, words[1:])
+        is_first = training.trainer.is_global_zero
+        if is_first:
+            shown = place.checkpoint.shown(place.folder.path)
             print(f"trainkit | {verb}: {shown}", flush=True)
-        with ranks_of_one_run(evaluation.trainer):
-            facts = _run(evaluation, verb)
-    if evaluation.trainer.is_global_zero:
-        evaluation.show(facts)
+        with ranks_of_one_run(training.trainer):
+            of = training, place.checkpoint, place.folder, words[1:]
+            facts = evaluate(verb, *of)
+    if is_first:
+        _show(verb, facts, place)
     return 0
 
 
-def _run(evaluation: Any, verb: str) -> dict[str, Any]:
-    from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-    from trainkit.cli.evaluate.evaluation import does_not_fit
-    from trainkit.cli.runs.checkpoint import was_restoring
-    from trainkit.lit.front.exact_resume import find_stop
+def _show(verb: str, facts: dict[str, Any], place: Any) -> None:
+    """Print the result."""
+    from trainkit.cli.evaluate.evaluation import STEPS
+    from trainkit.cli.runs.summary import show_written
 
-    try:
-        return evaluation.run()
-    except SystemExit as end:
-        stopped = find_stop(evaluation.trainer).stopped_by
-        if stopped is None:
-            raise
-        print(f"trainkit | stopped by {stopped.name}; nothing was written", flush=True)
-        raise Interrupted(stopped) from end
-    except Exception as error:
-        if is_mistake(error):
-            raise
-        if was_restoring(error):
-            raise does_not_fit(evaluation, error) from error
-        raise TrainingFailed.by(error) from error
+    rows = [
+        (name, "not finite" if value is None else f"{value:.6g}")
+        for name, value in facts["metrics"].items()
+    ]
+    if verb == "predict":
+        none = "predict_step has returned nothing, so there are no rows"
+        rows.append(
+            ("predictions", f"{facts['rows']:,} rows" if facts["file"] else none)
+        )
+    elif not rows:
+        rows.append((verb, f"{STEPS[verb]} has logged nothing"))
+    files = [each for each in (f"{verb}.json", facts.get("file")) if each]
+    show_written(rows, place.folder.path, sorted(files))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ import yaml
 
 from trainkit.cli.runs.checkpoint import Checkpoint, about_checkpoint, best_checkpoint
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.errors import TrainkitError
-
-_SHOWN = 5
-"""The number of runs that a message lists."""
+from trainkit.errors import TrainkitError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -38,27 +33,32 @@ def find(verb: str, text: str) -> Place:
 
     Args:
         verb: `validate`, `test` or `predict`, for messages.
-        text: the folder of a run, a folder above one run, or a checkpoint.
+        text: the folder of a run, or a checkpoint in it.
 
     Raises:
-        TrainkitError: nothing is there, or several runs, or no checkpoint.
+        TrainkitError: nothing is there, or no run, or no checkpoint.
     """
     path = Path(text).expanduser().absolute()
     if not path.exists():
-        raise _absent(verb, text, path)
-    around = [path, *path.parents]
-    run = next((each for each in around if _is_run(each)), None)
-    if run is None and path.is_dir():
-        run = _only_run_below(verb, path)
-    if run is None:
+        near = did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
         raise TrainkitError(
-            f"trainkit {verb}: a checkpoint needs the configuration of its run, and "
-            f"{path} is not in the folder of one (with {RunFolder.OVERRIDES}, or the "
-            f"config.yaml of trainkit fit). Put it into checkpoints/ of its run, or "
-            f"use the Lightning CLI: trainkit {verb} --config=... --ckpt_path={text}"
+            f"trainkit {verb}: the first word must be the folder of a run or a "
+            f"checkpoint, received {text!r}, which does not exist.{near} For example: "
+            f"trainkit {verb} outputs/MyModule/2026-01-31_12-00-00-1a2b"
+        )
+    run = next((each for each in (path, *path.parents) if _is_run(each)), None)
+    if run is None:
+        below = sorted({file.parent for file in path.rglob(RunFolder.OVERRIDES)})
+        runs = "".join(f"\n  {each}" for each in below[-5:])
+        raise TrainkitError(
+            f"trainkit {verb}: must be given one run or a checkpoint in its folder, "
+            f"whose configuration it needs, and {path} is not in one (with "
+            f"{RunFolder.OVERRIDES}, or the config.yaml of trainkit fit)."
+            + (f" The last of {len(below)} below it:{runs}" if runs else "")
         )
     folder = RunFolder(run)
-    named = path if path.is_file() or _is_sharded(path) else best_checkpoint(folder)
+    is_checkpoint = path.is_file() or path.suffix == ".ckpt"  # a folder if sharded
+    named = path if is_checkpoint else best_checkpoint(folder)
     if named is None:
         raise TrainkitError(
             f"trainkit {verb}: the run must have a checkpoint, and {folder.checkpoints}"
@@ -71,10 +71,6 @@ def find(verb: str, text: str) -> Place:
 
 def _is_run(path: Path) -> bool:
     return RunFolder(path).is_of_a_run() or _config_of_fit(path) is not None
-
-
-def _is_sharded(path: Path) -> bool:
-    return path.suffix == ".ckpt"
 
 
 def _config_of_fit(path: Path) -> Path | None:
@@ -92,63 +88,3 @@ def _describes_a_fit(path: Path) -> bool:
     except (OSError, ValueError, yaml.YAMLError):
         return False
     return isinstance(content, dict) and "trainer" in content
-
-
-def _only_run_below(verb: str, path: Path) -> Path:
-    files = [*path.rglob(RunFolder.OVERRIDES), *path.rglob("config*.yaml")]
-    runs = [each for each in {file.parent for file in files} if _is_run(each)]
-    if len(runs) == 1:
-        return runs[0]
-    if not runs:
-        raise TrainkitError(
-            f"trainkit {verb}: must be given a run or a checkpoint, and there is no run"
-            f" in {path}. trainkit train ends with the name of its folder."
-        )
-    runs.sort(key=_begun, reverse=True)
-    lines = [f"  {each}{_metric_of(each)}" for each in runs[:_SHOWN]]
-    others = len(runs) - _SHOWN
-    lines += [f"  and {others} more"] if others > 0 else []
-    raise TrainkitError(
-        f"trainkit {verb}: must be given one run, and there are {len(runs)} in {path}. "
-        f"Name one; the newest come first:\n" + "\n".join(lines)
-    )
-
-
-def _begun(run: Path) -> float:
-    file = run / RunFolder.OVERRIDES
-    return (file if file.is_file() else run).stat().st_mtime
-
-
-def _metric_of(run: Path) -> str:
-    try:
-        summary = RunFolder(run).read_summary() or {}
-    except json.JSONDecodeError:
-        return ""
-    name = summary.get("metric")
-    value = (summary.get("metrics") or {}).get(name)
-    return "" if value is None else f"  {name} {value:.4g}"
-
-
-def _absent(verb: str, text: str, path: Path) -> TrainkitError:
-    if text.startswith("ckpt_path="):
-        return TrainkitError(
-            f"trainkit {verb}: the first word must be the folder of a run or a "
-            f"checkpoint, without ckpt_path=, received {text!r}. trainkit {verb} RUN "
-            f"takes its best checkpoint; for the last: RUN/checkpoints/last.ckpt"
-        )
-    if "=" in text and not text.endswith(".ckpt"):
-        return TrainkitError(
-            f"trainkit {verb}: the first word must be the folder of a run or a "
-            f"checkpoint, received {text!r}. For example: trainkit {verb} "
-            f"outputs/MyModule/2026-01-31_12-00-00-1a2b {text}"
-        )
-    there = next(each for each in path.parents if each.is_dir())
-    missing = path.relative_to(there).parts[0]
-    names = sorted(each.name for each in there.iterdir())
-    close = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
-    near = ", ".join(str(there / name) for name in close)
-    return TrainkitError(
-        f"trainkit {verb}: must be given the folder of a run or a checkpoint, received "
-        f"{text!r}, which does not exist: {there} has no {missing!r}. "
-        + (f"Near it: {near}." if close else "trainkit train ends with that name.")
-    )

@@ -1,22 +1,23 @@
-"""Writes the predictions of a run, batch by batch."""
+"""Writes the predictions of a run, batch by batch, a row for each sample."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from trainkit.cli.evaluate.rows import Row, rows_of
 from trainkit.errors import TrainkitError
 
 CSV, JSONL = "predictions.csv", "predictions.jsonl"
-LOADER = "dataloader"
-"""The column that says which of several loaders a row is of."""
+
+Row = dict[str, Any]
 
 
 class Predictions(BasePredictionWriter):
@@ -56,7 +57,7 @@ class Predictions(BasePredictionWriter):
             return  # the module writes by itself
         rows = rows_of(prediction, len(batch_indices) if batch_indices else None)
         if len(trainer.num_predict_batches) > 1:
-            rows = [{LOADER: dataloader_idx, **row} for row in rows]
+            rows = [{"dataloader": dataloader_idx, **row} for row in rows]
         if rows:
             self._write(rows)
 
@@ -78,34 +79,81 @@ class Predictions(BasePredictionWriter):
             self._file = None
 
     def _write(self, rows: list[Row]) -> None:
+        names = list(rows[0])
+        is_flat = not any(isinstance(x, list | dict) for r in rows for x in r.values())
         if self._file is None:
             unfinished = self.folder / f".predictions.{os.getpid()}"
             self._file = unfinished.open("w", encoding="utf-8", newline="")
-            if _is_flat(rows):
-                self._columns = list(rows[0])
-                csv.writer(self._file).writerow(self._columns)
+            if is_flat:
+                self._columns = names
+                csv.writer(self._file).writerow(names)
         self.num_rows += len(rows)
         if self._columns is None:
             self._file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-            return
-        self._refuse_others(rows)
-        lines = ([row[name] for name in self._columns] for row in rows)
-        csv.writer(self._file).writerows(lines)
-
-    def _refuse_others(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            if list(row) != self._columns or not _is_flat([row]):
-                raise TrainkitError(
-                    f"predict_step: all batches must have the columns of the first "
-                    f"one, {self._columns}, each with one number or text, received "
-                    f"{row}. Return the same names and shapes for each batch."
-                )
+        elif names == self._columns and is_flat:
+            csv.writer(self._file).writerows(row.values() for row in rows)
+        else:
+            raise TrainkitError(
+                f"predict_step: all batches must have the columns of the first one, "
+                f"{self._columns}, each with one number or text, received {rows[0]}. "
+                f"Return the same names and shapes for each batch."
+            )
 
 
-def _is_flat(rows: list[Row]) -> bool:
-    names = list(rows[0])
-    return all(
-        list(row) == names
-        and not any(isinstance(value, list | dict) for value in row.values())
-        for row in rows
+def rows_of(prediction: Any, num_rows: int | None = None) -> list[Row]:
+    """One row for each sample of a batch.
+
+    A tensor or an array is split along its first dimension. A list has an entry for
+    each sample. A mapping has a column in each of its values; one that is a single
+    number or text counts for each sample.
+
+    >>> rows_of({"id": [7, 8], "p": torch.tensor([[1., 0.], [0., 1.]]), "by": "me"})[1]
+    {'id': 8, 'p': [0.0, 1.0], 'by': 'me'}
+    >>> rows_of(torch.tensor([3, 4]))
+    [{'prediction': 3}, {'prediction': 4}]
+
+    Args:
+        prediction: what `predict_step` has returned.
+        num_rows: the samples in the batch, if that is known.
+
+    Raises:
+        TrainkitError: it has no rows, or not as many as the batch.
+    """
+    named = (
+        prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
+    )
+    columns = {str(name): _plain(value) for name, value in named.items()}
+    lengths = {len(each) for each in columns.values() if isinstance(each, list)} or {1}
+    count = lengths.pop()
+    if lengths or num_rows not in (None, count):
+        raise _refused(
+            f"columns of {sorted({count, *lengths})} rows, for a batch of "
+            f"{num_rows or 'an unknown size'}"
+        )
+    return [
+        {name: x[n] if isinstance(x, list) else x for name, x in columns.items()}
+        for n in range(count)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value of plain numbers, texts, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str | int | float | None):
+        return value
+    raise _refused(f"an object of {type(value).__name__}")
+
+
+def _refused(received: str) -> TrainkitError:
+    return TrainkitError(
+        f"predict_step: must return a row for each sample of the batch, received "
+        f"{received}. Return a tensor or a list with one entry for each sample, or a "
+        f"dict of such columns."
     )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jsonargparse import ArgumentError
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -20,6 +22,7 @@ from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import replaced
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.callback.table import say
@@ -170,6 +173,30 @@ class TrainkitCLI(LightningCLI):
         if self.subcommand in (None, "fit"):
             _say_if_plain(self.model, trainer)
         return trainer
+
+
+def without_running(prog: str, words: Sequence[str], **options: Any) -> Any:
+    """The CLI after it has made module, data and Trainer; it runs nothing.
+
+    Args:
+        prog: the name of the command, for messages.
+        words: its options.
+        options: more arguments of `TrainkitCLI`.
+
+    Raises:
+        TrainkitError: a mistake in the options.
+    """
+    try:
+        # Given as arguments, Lightning warns that they are not the process's own.
+        with replaced(sys, argv=["trainkit", *words]):
+            return TrainkitCLI(
+                run=False,
+                save_config_callback=None,
+                parser_kwargs={"prog": prog, "exit_on_error": False},
+                **options,
+            )
+    except ArgumentError as error:
+        raise TrainkitError(str(error)) from error
 
 
 def _say_if_plain(module: Any, trainer: Any) -> None:

@@ -58,11 +58,7 @@ def best_checkpoint(folder: RunFolder) -> Path | None:
 
 
 def about_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint with the step and the metric that are saved in it.
-
-    Raises:
-        TrainkitError: it is not a readable checkpoint of Lightning.
-    """
+    """The checkpoint with the step and the metric that are saved in it."""
     if path.is_dir():  # sharded
         return Checkpoint(path)
     content = read_checkpoint(path)
@@ -75,50 +71,55 @@ def about_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, content.get("global_step"), score)
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint; of large ones the tensors stay in the file."""
-    why = why_unreadable(path)
-    if why is not None:
-        raise unreadable("checkpoint", path, why)
-    return _read(path)
+def read_checkpoint(path: Path | str, key: str = "checkpoint") -> dict[str, Any]:
+    """The content of a checkpoint; of large ones the tensors stay in the file.
 
+    Args:
+        path: the file.
+        key: what names it, for the message.
 
-def unreadable(key: str, path: Path | str, why: str) -> TrainkitError:
-    """The message for a file that is no readable checkpoint."""
-    return TrainkitError(
+    Raises:
+        TrainkitError: it is not a readable checkpoint of Lightning.
+    """
+    path = Path(path)
+    try:
+        # As Lightning loads it; the default of torch decides what may be in it.
+        content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        if isinstance(content, dict) and "state_dict" in content:
+            return content
+        why = "has no state_dict, as checkpoints of Lightning have"
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    except Exception as error:  # a file that was cut off, or something else
+        size = path.stat().st_size
+        why = f"is damaged or no checkpoint ({size:,} bytes; {type(error).__name__})"
+        if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
+            why = (
+                "holds objects other than tensors and plain values, and torch loads "
+                "none of them (weights_only). If you trust it, set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment"
+            )
+    raise TrainkitError(
         f"{key}: must be a readable checkpoint, received {path}, which {why}. Name "
         f"another one; a run keeps them in its folder checkpoints/."
     )
 
 
-def why_unreadable(path: Path | str) -> str | None:
-    """Why a file is not a readable checkpoint of Lightning; None if it is one."""
-    path = Path(path)
-    if path.is_dir():
-        return None  # sharded: the strategy reads it
-    try:
-        content = _read(path)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    except UnpicklingError:
-        if path.stat().st_size and zipfile.is_zipfile(path):
-            return (
-                "holds objects other than tensors and plain values, and torch loads "
-                "none of them (weights_only). If you trust it, set "
-                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment"
-            )
-        return "is no checkpoint"
-    except Exception as error:  # a file that was cut off, or something else
-        size = path.stat().st_size
-        return f"is damaged or no checkpoint ({size:,} bytes; {type(error).__name__})"
-    if not isinstance(content, dict) or "state_dict" not in content:
-        return "has no state_dict, as checkpoints of Lightning have"
-    return None
-
-
-def _read(path: Path) -> Any:
-    # As Lightning loads it; the default of torch decides what may be in it.
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+def does_not_fit(key: str, path: Path | str, error: BaseException) -> TrainkitError:
+    """A short error in place of torch's, which may list every tensor."""
+    if Path(path).is_file():
+        try:
+            read_checkpoint(path, key)
+        except TrainkitError as unreadable:
+            return unreadable
+    lines = [line.strip() for line in str(error).splitlines()] or ["?"]
+    more = f" (and {len(lines) - 2} more)" if len(lines) > 2 else ""
+    return TrainkitError(
+        f"{key}: {path} does not fit this configuration: {' '.join(lines[:2])}{more}\n"
+        f"Undo what has changed since the run began: overrides, files in conf/, or the "
+        f"code of the module; the run's config.yaml shows its values. To start a new "
+        f"run, leave ckpt_path out."
+    )
 
 
 def _savers(content: dict[str, Any]) -> list[dict[str, Any]]:

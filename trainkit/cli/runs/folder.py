@@ -71,15 +71,19 @@ class RunFolder:
         self.write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self.write(
-            self.SUMMARY, json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
-        )
+        self.write_json(self.SUMMARY, summary)
 
     def read_summary(self) -> dict[str, Any] | None:
         return self._read_json(self.SUMMARY)
 
     def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
-        self.write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
+        self.write_json(self.RATE_PLAN, plan, indent=None)
+
+    def write_json(
+        self, name: str, content: Mapping[str, Any], *, indent: int | None = 2
+    ) -> None:
+        text = json.dumps(dict(content), indent=indent, allow_nan=False)
+        self.write(name, f"{text}\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""

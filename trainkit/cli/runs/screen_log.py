@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.loading import is_first_rank
-from trainkit.cli.runs.folder import RunFolder
-
 _ERASE = "\x1b[2K"
 """After it a progress bar of rich draws itself again, or what is printed above it."""
 _UP = "\x1b[1A"
@@ -116,7 +113,6 @@ class _Shown:
 @contextmanager
 def screen_log() -> Iterator[ScreenLog]:
     """Let a log keep what is printed or logged to the screen."""
-    _without_file()
     log = ScreenLog()
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     shown = {n: _Shown(each, log) for n, each in before.items() if each is not None}
@@ -131,23 +127,6 @@ def screen_log() -> Iterator[ScreenLog]:
                 setattr(sys, name, before[name])
             _redirect_handlers(stream, before[name])
         log.close()
-
-
-def _without_file() -> None:
-    """Close the file to which Hydra logs: what is logged stands on the screen too.
-
-    Only the first rank removes it. A later one could remove the file that the first
-    has opened meanwhile, and in which nothing stands yet.
-    """
-    for handler in list(logging.root.handlers):
-        if isinstance(handler, logging.FileHandler):
-            path = Path(handler.baseFilename)
-            if path.name == RunFolder.LOG:
-                logging.root.removeHandler(handler)
-                handler.close()
-                is_empty = path.exists() and not path.stat().st_size
-                if is_empty and is_first_rank():
-                    path.unlink()
 
 
 def _redirect_handlers(old: Any, new: Any) -> None:

@@ -7,7 +7,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def collect(
 ) -> dict[str, Any]:
     """The content of `summary.json`."""
     trainer = training.trainer
-    metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
+    metrics = {name: number(value) for name, value in trainer.callback_metrics.items()}
     checkpoint = folder.newest_checkpoint()
     return {
         "name": config.name,
@@ -42,9 +42,8 @@ def collect(
         "metrics": metrics,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
-        "ended_by": _ended_by(trainer),
         "windows": {
-            name: _number(fact) for name, fact in facts_of_windows(trainer).items()
+            name: number(fact) for name, fact in facts_of_windows(trainer).items()
         },
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
@@ -54,7 +53,7 @@ def collect(
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "versions": {
             "trainkit": __version__,
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
         "git_commit": git_commit(),
@@ -121,22 +120,6 @@ def _effective_batch(
     return None
 
 
-def _ended_by(trainer: Any) -> str | None:
-    """Which of two limits ended the training, if it has both."""
-    steps, epochs = trainer.max_steps, trainer.max_epochs
-    if steps in (-1, None) or epochs in (-1, None) or trainer.fast_dev_run:
-        return None
-    limits = [f"trainer.max_steps={steps}", f"trainer.max_epochs={epochs}"]
-    # Lightning also counts an epoch that a number of steps has ended.
-    is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    has_all_epochs = trainer.current_epoch >= epochs and is_whole
-    if trainer.global_step >= steps and not has_all_epochs:
-        return f"{limits[0]} came before {limits[1]}"
-    if trainer.global_step < steps and has_all_epochs:
-        return f"{limits[1]} came before {limits[0]}"
-    return None
-
-
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:
     """The limits under which loader batches were cut, or None if they were not."""
     windows = windows_of(trainer)
@@ -152,7 +135,7 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
 
 def _learning_rates(trainer: Any) -> list[float | None]:
     return [
-        _number(group["lr"])
+        number(group["lr"])
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
     ]
@@ -166,16 +149,9 @@ def _plain(trainer: Any) -> dict[str, float] | None:
     return None
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A number for JSON; None if it is not finite or a metric of several elements."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -11,12 +11,8 @@ Row = tuple[str, str]
 
 def rows(facts: dict[str, Any]) -> list[Row]:
     """The lines of the table after training, and of the report."""
-    ended = f": {facts['ended_by']}" if facts.get("ended_by") else ""
-    done = f"{facts['status']} after {counted_steps(facts['steps'])}{ended}"
-    found = [
-        ("training", done),
-        *_window_rows(facts["windows"]),
-    ]
+    done = f"{facts['status']} after {counted_steps(facts['steps'])}"
+    found = [("training", done), *_window_rows(facts["windows"])]
     tested = (facts.get("test") or {}).get("metrics", {})
     for name, value in {**facts["metrics"], **tested}.items():
         if value is not None and not name.startswith(("lr-", "window/")):

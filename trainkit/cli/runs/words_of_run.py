@@ -15,9 +15,15 @@ NOISE_SCALE = "lr_scaling.noise_scale"
 """The key of a number that may be given as the folder of another run."""
 
 
-def words_of_run(folder: RunFolder, given: list[str]) -> list[str]:
-    """The run's own arguments, with those that are given now in place of theirs."""
-    saved = folder.overrides()
+def words_of_run(folder: RunFolder, given: list[str], *, but: str = "") -> list[str]:
+    """The run's own arguments, with those that are given now in place of theirs.
+
+    Args:
+        folder: the folder of the run.
+        given: the overrides of the command line.
+        but: a group of which nothing is taken.
+    """
+    saved = [w for w in folder.overrides() if key_of(w).partition(".")[0] != but]
     return [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
 
 

@@ -1,4 +1,4 @@
-"""The files that a run writes when it begins, and refusals to resume."""
+"""The files that a run writes when it begins."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.cli.runs.checkpoint import unreadable, why_unreadable
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_log import ScreenLog
-from trainkit.errors import TrainkitError
 
 
 class Beginning(Callback):
@@ -51,7 +49,6 @@ class Beginning(Callback):
             self._write()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        _refuse_other_optimizers(trainer)
         self.has_trained = True
         if self._earlier is not None and trainer.is_global_zero:
             self._write()
@@ -59,36 +56,3 @@ class Beginning(Callback):
     def _write(self) -> None:
         self.folder.write_start(self.config, self.words)
         self.screen.open(self.folder.log)
-
-
-def _refuse_other_optimizers(trainer: Any) -> None:
-    """Refuse an optimizer whose checkpoint lacks some of its options.
-
-    torch loads the state of any optimizer that has as many parameters, and then fails
-    at the first step.
-    """
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            missing = [name for name in optimizer.defaults if name not in group]
-            if missing:
-                raise TrainkitError(
-                    f"optimizer: must be of the type that the checkpoint was written "
-                    f"with, received {type(optimizer).__name__}; the checkpoint has no "
-                    f"{missing[0]!r} for it. Undo the change, or leave ckpt_path out "
-                    f"to start a new run."
-                )
-
-
-def does_not_fit(path: str, error: BaseException) -> TrainkitError:
-    """A short error in place of torch's, which may list every tensor."""
-    why = why_unreadable(path)
-    if why is not None:
-        return unreadable("ckpt_path", path, why)
-    first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
-    shown = " ".join([first, *more[:1]])
-    shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""
-    return TrainkitError(
-        f"ckpt_path: {path} does not fit this configuration: {shown}\n"
-        f"Undo what you changed in the configuration (the run's config.yaml shows the "
-        f"old values), or leave ckpt_path out to start a new run."
-    )

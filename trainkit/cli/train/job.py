@@ -24,16 +24,16 @@ from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training, throughput_of
 from trainkit.cli.runs import summary
-from trainkit.cli.runs.checkpoint import was_restoring
+from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
+from trainkit.cli.runs.summary_rows import counted_steps
 from trainkit.cli.runs.words_of_run import NOISE_SCALE
-from trainkit.cli.train.beginning import Beginning, does_not_fit
+from trainkit.cli.train.beginning import Beginning
 from trainkit.cli.train.ending import Ending, signals_given_back
-from trainkit.cli.train.finished import why_no_more
-from trainkit.cli.train.monitors import Monitors
+from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
 from trainkit.config.build import Training, build
@@ -92,7 +92,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
             metrics = _fit_and_report(
-                training, config, beginning, windows, stop, ending, monitors, test
+                training, config, beginning, windows, stop, ending, test
             )
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
@@ -136,7 +136,6 @@ def _fit_and_report(
     windows: WindowSummary,
     stop: GracefulStop,
     ending: Ending,
-    monitors: Monitors,
     test: TestAtEnd | None,
 ) -> dict[str, Any]:
     """Train and test, then write and show the summary, even after an error.
@@ -147,7 +146,7 @@ def _fit_and_report(
     started = time.monotonic()
     status = "failed"
     try:
-        _fit(training, config.ckpt_path, beginning, monitors)
+        _fit(training, config.ckpt_path, beginning)
         status = "finished"
     except SystemExit as end:  # GracefulStop's, or Lightning's after a second Ctrl+C
         if ending.is_over:
@@ -172,8 +171,12 @@ def _fit_and_report(
             metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
-                why = why_no_more(trainer, config.ckpt_path)
-                print(f"trainkit | training: {why}", flush=True)
+                print(
+                    f"trainkit | training: nothing to do: the run had finished after "
+                    f"{counted_steps(trainer.global_step)}; to train longer, resume it "
+                    f"with a larger trainer.max_steps, max_epochs or max_time",
+                    flush=True,
+                )
         elif trainer.is_global_zero:
             beginning.screen.open(folder.log)  # if another rank began
             folder.write_summary(facts)
@@ -183,25 +186,18 @@ def _fit_and_report(
     return metrics
 
 
-def _fit(
-    training: Training,
-    ckpt_path: str | None,
-    beginning: Beginning,
-    monitors: Monitors,
-) -> None:
+def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
     try:
         with spoken("train"):
             training.fit(ckpt_path)
         _refuse_no_batches(training.trainer)
     except Exception as error:
-        missing = monitors.explained(training.trainer, error)
-        if missing is not None:
-            raise missing from error
         if ckpt_path and was_restoring(error) and not is_mistake(error):
-            raise does_not_fit(ckpt_path, error) from error
+            raise does_not_fit("ckpt_path", ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
         had_begun = beginning.is_written and training.trainer.global_step > 0
-        if is_mistake(error) and not had_begun:
+        is_early = is_mistake(error) and not had_begun
+        if is_early or isinstance(error, MissingMetric):
             raise
         raise TrainingFailed.by(error) from error
 

@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import WandbLogger
 
 from trainkit.core.plan.effective_batch import EffectiveBatch, Unit
 from trainkit.lit.batch_size.effective import find_effective_batch
-from trainkit.lit.callback.base import windows_of
 
 
 class WandbFacts(Callback):
@@ -18,33 +17,17 @@ class WandbFacts(Callback):
     So runs can be compared and grouped by them:
 
     - `effective_batch`: samples and tokens, and their factors. What is not known when
-      training starts is added once the first windows have shown it.
+      training starts, such as tokens, is added at its end.
     - `learning_rate`: of each optimizer and parameter group when training starts.
       `LRScaling` adds the rates before and after scaling as `lr_scaling`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_complete = False
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._is_complete = not _loggers(trainer)
         _log(trainer, {"learning_rate": _learning_rates(trainer)})
         self._log_batch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not self._is_complete:
-            windows = windows_of(trainer)
-            if windows is None or windows.first_windows.is_complete:
-                self._is_complete = True
-                self._log_batch(trainer)
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._is_complete:
-            self._is_complete = True
-            self._log_batch(trainer)  # training ended before it was measured
+        self._log_batch(trainer)
 
     def _log_batch(self, trainer: Any) -> None:
         units: tuple[Unit, ...] = ("samples", "tokens")
@@ -72,10 +55,7 @@ def _learning_rates(trainer: Any) -> dict[str, list[float]]:
     }
 
 
-def _loggers(trainer: Any) -> list[WandbLogger]:
-    return [each for each in trainer.loggers if isinstance(each, WandbLogger)]
-
-
 def _log(trainer: Any, facts: dict[str, Any]) -> None:
-    for logger in _loggers(trainer):
-        logger.log_hyperparams(facts)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_hyperparams(facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import signal
 import sys
@@ -86,8 +87,12 @@ class WandbRunLogger(WandbLogger):
         finish_timeout: float = 30.0,
     ) -> None:
         check_mode(mode)
-        _check_seconds("init_timeout", init_timeout)
-        _check_seconds("finish_timeout", finish_timeout)
+        for option, value in (("init", init_timeout), ("finish", finish_timeout)):
+            if isinstance(value, bool | str) or not value > 0:
+                raise TrainkitError(
+                    f"WandbRunLogger {option}_timeout: must be a number of seconds "
+                    f"above 0, received {value!r}. 30 is the default."
+                )
         if log_model not in (True, False, "all"):
             raise TrainkitError(
                 f"WandbRunLogger log_model: must be true, false or 'all', received "
@@ -149,8 +154,9 @@ class WandbRunLogger(WandbLogger):
 
         if self.save_dir is not None:
             Path(self.save_dir).mkdir(parents=True, exist_ok=True)
-        known = wandb_id.run_id(self.save_dir, self._wanted_id)
-        name = known or wandb_id.new_run_id()
+        known = self._wanted_id or os.environ.get("WANDB_RUN_ID")
+        known = known or wandb_id.remembered(self.save_dir)
+        name = known or secrets.token_hex(4)
         # With resume="allow" for a new run that a dying server has half uploaded,
         # `wandb sync` would append all rows to those on the server.
         resume = "allow" if known else None
@@ -274,14 +280,6 @@ class WandbRunLogger(WandbLogger):
                 f"W&B: not all was uploaded ({_first_line(error)}); it is kept in "
                 f"{folder}. To upload it: wandb sync --include-online {folder}"
             )
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise TrainkitError(
-            f"WandbRunLogger {name}: must be a number of seconds above 0, received "
-            f"{value!r}. 30 is the default."
-        )
 
 
 def _exit_code(status: str) -> int:

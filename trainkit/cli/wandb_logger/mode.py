@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from trainkit.errors import TrainkitError
 
@@ -39,8 +36,8 @@ def resolve_mode(mode: Mode) -> str:
     settings = wandb.setup().settings
     wanted = _wanted(mode, os.environ, saved=settings.mode)
     if wanted == "auto":
-        wanted = "online" if is_logged_in(settings) else "offline"
-    elif wanted == "online" and not is_logged_in(settings):
+        wanted = "online" if _is_logged_in(settings) else "offline"
+    elif wanted == "online" and not _is_logged_in(settings):
         raise TrainkitError(
             f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
             f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
@@ -63,24 +60,11 @@ def _wanted(mode: str, environ: Mapping[str, str], *, saved: str) -> str:
     return _ALIASES.get(mode, mode)
 
 
-def is_logged_in(settings: Any) -> bool:
+def _is_logged_in(settings: Any) -> bool:
     """Whether there is a key for the server that the settings name."""
+    from requests.utils import get_netrc_auth  # wandb uses it too
+
     if settings.api_key or settings.identity_token_file:
         return True
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(settings.base_url).netloc
-    for path in _netrc_files():
-        try:
-            found = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError):
-            continue  # wandb warns of it if it needs the file
-        if found and found[2]:
-            return True
-    return False
-
-
-def _netrc_files() -> list[Path]:
-    if "NETRC" in os.environ:
-        return [Path(os.environ["NETRC"]).expanduser()]
-    return [Path.home() / ".netrc", Path.home() / "_netrc"]
+    _, password = get_netrc_auth(settings.base_url) or (None, None)
+    return bool(os.environ.get("WANDB_API_KEY") or password)
