@@ -215,14 +215,8 @@ def test_a_users_application_uses_the_groups(tmp_path: Path) -> None:
 def test_accumulation_for_a_fixed_effective_batch() -> None:
     assert [accumulate(64, size) for size in (1, 8, 64)] == [64, 8, 1]
     assert accumulate(64, 8, 4) == 2
-    with pytest.raises(TrainkitError, match="12 x 1 for 64. Micro-batches .*: 1, 2, 4"):
-        accumulate(64, 12)
-    with pytest.raises(TrainkitError, match="none on so many ranks"):
-        accumulate(64, 1, 3)
-    with pytest.raises(TrainkitError, match=r"that fit: 1, 2, .*, 500000000\.$"):
-        accumulate(10**9, 3, 2)
-    for wrong in ((0, 1), (64, 0), (-64, -8), (64, 1, 0)):
-        with pytest.raises(TrainkitError, match="must be at least 1, received"):
+    for wrong in ((64, 12), (64, 1, 3), (0, 1), (64, 0), (-64, -8), (64, 1, 0)):
+        with pytest.raises(TrainkitError, match=f"at least 1, received {wrong[1]} x"):
             accumulate(*wrong)
 
 

@@ -121,7 +121,7 @@ REMOVED: Any = object()
         ("trainer.val_check_interval", 0, "val_check_interval: must be above 0, rec"),
         ("trainer.accumulate_grad_batches", 0, "must be at least 1, received 0"),
         ("trainer.check_val_every_n_epoch", 0, "every_n_epoch: must be at least 1"),
-        ("callbacks.monitor.every_n_steps", 0, "monitor=null leaves the monitor out"),
+        ("callbacks.monitor.every_n_steps", 0, "WindowMonitor every_n_steps: must be"),
         ("mode", "foo", "mode: must be min or max, received 'foo'"),
         (
             "trainer.strategy",

@@ -20,7 +20,7 @@ from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import Checkpoint
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary import show_written
-from trainkit.config.redact import redact_words
+from trainkit.config.redact import redact
 from trainkit.errors import TRACEBACK, TrainkitError
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -123,7 +123,7 @@ class Evaluation:
                 for name, value in found
                 if not isinstance(value, torch.Tensor) or value.numel() == 1
             },
-            "overrides": redact_words(self.words),
+            "overrides": redact(self.words),
         }
         if writer is not None:
             facts["rows"] = writer.num_rows
