@@ -22,7 +22,6 @@ from trainkit.config._compat import VERSION_BASE
 from trainkit.config.build import build
 from trainkit.config.check import check_all
 from trainkit.config.conf import accumulate
-from trainkit.config.schema import TrainerSchema
 from trainkit.config.targets import TARGET, locate
 
 register()
@@ -136,20 +135,17 @@ def test_an_option_says_what_the_target_would_do_anyway(
             ), name
 
 
-def test_the_trainer_has_the_types_of_lightning() -> None:
+def test_the_trainer_has_the_defaults_of_lightning() -> None:
     theirs = inspect.signature(Trainer.__init__).parameters
     expected = {
         name: parameter.default
         for name, parameter in theirs.items()
         if name not in ("self", "logger", "callbacks")
     }
-    ours = {
-        name: field.default
-        for name, field in TrainerSchema.__dataclass_fields__.items()
-        if name != TARGET
-    }
-    expected["default_root_dir"] = "${paths.run_dir}"
-    assert ours == expected
+    node: Any = OmegaConf.load(conf_dir() / "train.yaml")
+    ours: Any = OmegaConf.to_container(node.trainer, resolve=False)
+    own = {TARGET: "lightning.pytorch.Trainer", "enable_model_summary": False}
+    assert ours == {**expected, **own, "default_root_dir": "${paths.run_dir}"}
 
 
 def test_an_experiment_says_how_to_run_it() -> None:
