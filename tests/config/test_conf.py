@@ -22,7 +22,6 @@ from trainkit.config._compat import VERSION_BASE
 from trainkit.config.build import build
 from trainkit.config.check import check_all
 from trainkit.config.conf import accumulate
-from trainkit.config.schema import TrainerSchema
 from trainkit.config.targets import TARGET, locate
 
 register()
@@ -136,20 +135,17 @@ def test_an_option_says_what_the_target_would_do_anyway(
             ), name
 
 
-def test_the_trainer_has_the_types_of_lightning() -> None:
+def test_the_trainer_has_the_defaults_of_lightning() -> None:
     theirs = inspect.signature(Trainer.__init__).parameters
     expected = {
         name: parameter.default
         for name, parameter in theirs.items()
         if name not in ("self", "logger", "callbacks")
     }
-    ours = {
-        name: field.default
-        for name, field in TrainerSchema.__dataclass_fields__.items()
-        if name != TARGET
-    }
-    expected["default_root_dir"] = "${paths.run_dir}"
-    assert ours == expected
+    node: Any = OmegaConf.load(conf_dir() / "train.yaml")
+    ours: Any = OmegaConf.to_container(node.trainer, resolve=False)
+    own = {TARGET: "lightning.pytorch.Trainer", "enable_model_summary": False}
+    assert ours == {**expected, **own, "default_root_dir": "${paths.run_dir}"}
 
 
 def test_an_experiment_says_how_to_run_it() -> None:
@@ -215,14 +211,8 @@ def test_a_users_application_uses_the_groups(tmp_path: Path) -> None:
 def test_accumulation_for_a_fixed_effective_batch() -> None:
     assert [accumulate(64, size) for size in (1, 8, 64)] == [64, 8, 1]
     assert accumulate(64, 8, 4) == 2
-    with pytest.raises(TrainkitError, match="12 x 1 for 64. Micro-batches .*: 1, 2, 4"):
-        accumulate(64, 12)
-    with pytest.raises(TrainkitError, match="none on so many ranks"):
-        accumulate(64, 1, 3)
-    with pytest.raises(TrainkitError, match=r"that fit: 1, 2, .*, 500000000\.$"):
-        accumulate(10**9, 3, 2)
-    for wrong in ((0, 1), (64, 0), (-64, -8), (64, 1, 0)):
-        with pytest.raises(TrainkitError, match="must be at least 1, received"):
+    for wrong in ((64, 12), (64, 1, 3), (0, 1), (64, 0), (-64, -8), (64, 1, 0)):
+        with pytest.raises(TrainkitError, match=f"at least 1, received {wrong[1]} x"):
             accumulate(*wrong)
 
 

@@ -13,9 +13,8 @@ from trainkit.config.limits import check_limits
 
 
 def check(key: str = "seed", value: Any = 0) -> None:
-    monitor = {"_target_": "trainkit.WindowMonitor", "every_n_steps": 1}
     config = OmegaConf.create(
-        {"trainer": {}, "seed": 0, "mode": "min", "callbacks": {"monitor": monitor}}
+        {"trainer": {}, "seed": 0, "mode": "min", "checks": "late"}
     )
     OmegaConf.update(config, key, value)
     check_limits(config)
@@ -36,7 +35,7 @@ def check(key: str = "seed", value: Any = 0) -> None:
         ("seed", -1, "from 0 to 4294967295"),
         ("seed", 2**32, "from 0 to 4294967295"),
         ("mode", "foo", "min or max"),
-        ("callbacks.monitor.every_n_steps", 0, "at least 1"),
+        ("checks", "never", "late or now"),
     ],
 )
 def test_beyond_a_limit(key: str, value: Any, rule: str) -> None:
@@ -59,9 +58,7 @@ def test_beyond_a_limit(key: str, value: Any, rule: str) -> None:
         ("seed", None),
         ("seed", 2**32 - 1),
         ("mode", "max"),
-        ("callbacks.monitor.every_n_steps", 1),
-        ("callbacks.monitor", None),
-        ("callbacks", None),
+        ("checks", "now"),
     ],
 )
 def test_within_the_limits(key: str, value: Any) -> None:

@@ -29,16 +29,22 @@ def read_by_all(
     epoch: int = 0,
     start: int = 0,
 ) -> list[Batches]:
-    """The batches of each rank, and that every rank was told the right number."""
+    """The batches of each rank, and that every rank was told the right number.
+
+    Args:
+        make: returns a batch sampler, with ours as its `sampler`.
+        num_ranks: how many ranks read.
+        epoch: what the sampler is told.
+        start: the position from which all begin.
+    """
     shares = []
     for rank in range(num_ranks):
         with rank_of(rank, num_ranks):
-            sampler = make()
-            sampler.set_epoch(epoch)
-            sampler.start = start
-            batches = [list(batch) for batch in sampler]
-            assert start or len(batches) == len(sampler)
-            shares.append(batches)
+            batches = make()
+            batches.sampler.set_epoch(epoch)
+            batches.sampler.start = start
+            shares.append([list(batch) for batch in batches])
+            assert start or len(shares[-1]) == len(batches)
     assert len({len(batches) for batches in shares}) == 1
     return shares
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
-    TensorDataset,
+    SequentialSampler,
 )
 
-from tests.helpers import TokenModule, pad, ragged_sequences, trainer
-from trainkit.data.resumable import ResumableLoader
-from trainkit.errors import TrainkitError
+from tests.data.sharing import rank_of
+from tests.helpers import TokenModule, pad, ragged_sequences, trainer, weights
+from trainkit import (
+    AccumulationCallback,
+    LengthGroupedSampler,
+    PadCollate,
+    PerToken,
+    ResumableLoader,
+    TokenBudgetSampler,
+    TrainkitError,
+    WeighNothing,
+)
 
 NUM_ROWS = 23
 
@@ -39,23 +50,30 @@ class Rows(Dataset[int]):
         return row
 
 
-def loader(batch_size: int = 4, *, number: int = NUM_ROWS, **options: Any) -> Any:
-    how = {"shuffle": True, "seed": 3, **options}
+LENGTHS = [1 + row * 7 % 11 for row in range(NUM_ROWS)]
+SAMPLERS: dict[str, Callable[..., Any]] = {
+    "token budget": lambda **how: TokenBudgetSampler(LENGTHS, tokens=24, **how),
+    "length grouped": lambda **how: LengthGroupedSampler(
+        LENGTHS, batch_size=4, pool=3, **how
+    ),
+}
+KINDS = ["rows", *SAMPLERS]
+
+
+def loader(
+    batch_size: int = 4,
+    *,
+    kind: str = "rows",
+    number: int = NUM_ROWS,
+    seed: int = 3,
+    **options: Any,
+) -> Any:
+    if kind in SAMPLERS:
+        return ResumableLoader(
+            Rows(), batch_sampler=SAMPLERS[kind](seed=seed), **options
+        )
+    how = {"shuffle": True, "seed": seed, **options}
     return ResumableLoader(Rows(number), batch_size, **how)
-
-
-def test_workers_draw_by_seed_epoch_and_rank(ranks: Any) -> None:
-    """What `worker_init_fn` finds as torch's seed comes from the loader's generator."""
-
-    def drawn(rank: int, epoch: int = 0, **options: Any) -> int:
-        ranks(rank, 2)
-        each = loader(number=16, **options)
-        read(each, epoch)
-        return each.generator.initial_seed()
-
-    assert drawn(0) == drawn(0)
-    others = {drawn(0), drawn(1), drawn(0, epoch=1), drawn(0, seed=4)}
-    assert len(others) == 4
 
 
 def read(each: Any, epoch: int = 0, most: int | None = None) -> list[list[int]]:
@@ -63,24 +81,37 @@ def read(each: Any, epoch: int = 0, most: int | None = None) -> list[list[int]]:
     return [batch.tolist() for batch in itertools.islice(each, most)]
 
 
+def going_on(first: Any, **how: Any) -> Any:
+    """Another loader, with the state of the first, or with this state."""
+    second = loader(**how)
+    second.load_state_dict(first if isinstance(first, dict) else first.state_dict())
+    return second
+
+
 # ---- the order -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_each_row_is_read_once_an_epoch(drop_last: bool) -> None:
-    whole = sorted(itertools.chain(*read(loader(drop_last=drop_last))))
-    assert len(whole) == len(set(whole)) == (20 if drop_last else 23)
-    assert len(loader(drop_last=drop_last)) == (5 if drop_last else 6)
+def test_workers_draw_by_seed_epoch_and_rank() -> None:
+    """What `worker_init_fn` finds as torch's seed comes from the loader's generator."""
+
+    def drawn(rank: int, epoch: int = 0, **options: Any) -> int:
+        with rank_of(rank, 2):
+            each = loader(number=16, **options)
+            read(each, epoch)
+            return each.generator.initial_seed()
+
+    assert drawn(0) == drawn(0)
+    others = {drawn(0), drawn(1), drawn(0, epoch=1), drawn(0, seed=4)}
+    assert len(others) == 4
 
 
-def test_order_is_that_of_seed_and_epoch() -> None:
-    first, second = read(loader()), read(loader(), epoch=1)
-    assert first == read(loader())
-    assert first != second
-    assert first != read(loader(seed=4))
-    assert second != read(loader(seed=4))
-    in_order = read(loader(shuffle=False), epoch=1)
-    assert list(itertools.chain(*in_order)) == list(range(NUM_ROWS))
+@pytest.mark.parametrize(("drop_last", "num_rows"), [(True, 20), (False, 23)])
+def test_each_row_is_read_once_an_epoch(drop_last: bool, num_rows: int) -> None:
+    each = loader(drop_last=drop_last)
+    whole = sorted(itertools.chain(*read(each)))
+    assert len(whole) == len(set(whole)) == num_rows
+    assert len(each) == -(-num_rows // 4)
+    assert read(each) == read(loader(drop_last=drop_last)), "and again"
 
 
 def test_global_generator_is_left_alone() -> None:
@@ -89,58 +120,55 @@ def test_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_epoch_can_be_read_twice() -> None:
-    each = loader()
-    assert read(each) == read(each)
-
-
 # ---- going on ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", range(6))
-def test_resumed_epoch_equals_the_rest_and_loads_no_other_row(given: int) -> None:
-    whole, next_epoch = read(loader(), epoch=2), read(loader(), epoch=3)
-    first = loader()
-    assert read(first, epoch=2, most=given) == whole[:given]
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    iter(second)  # as Lightning does before it says which epoch it is
-    assert second.state_dict() == first.state_dict()
-    assert read(second, epoch=2) == whole[given:]
-    assert second.dataset.loaded == list(itertools.chain(*whole[given:]))
-    assert read(second, epoch=3) == next_epoch
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_epoch_equals_the_rest_and_loads_no_other_row(kind: str) -> None:
+    whole, next_epoch = read(loader(kind=kind), 2), read(loader(kind=kind), 3)
+    for given in range(len(whole) + 1):
+        first = loader(kind=kind)
+        assert read(first, epoch=2, most=given) == whole[:given]
+        second = going_on(first, kind=kind)
+        iter(second)  # as Lightning does before it says which epoch it is
+        assert second.state_dict() == first.state_dict()
+        assert read(second, epoch=2) == whole[given:]
+        assert second.dataset.loaded == list(itertools.chain(*whole[given:]))
+        assert read(second, epoch=3) == next_epoch
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("persistent_workers", [True, False])
-def test_what_workers_have_fetched_ahead_is_not_read(persistent_workers: bool) -> None:
+def test_what_workers_have_fetched_ahead_is_not_read(
+    persistent_workers: bool, kind: str
+) -> None:
     how: dict[str, Any] = {
+        "kind": kind,
         "num_workers": 2,
         "persistent_workers": persistent_workers,
         "prefetch_factor": 4,
     }
-    whole = read(loader())
+    whole = read(loader(kind=kind))
     first = loader(**how)
     assert read(first, most=2) == whole[:2]
-    second = loader(**how)
-    second.load_state_dict(first.state_dict())
+    second = going_on(first, **how)
     assert read(second) == whole[2:]
-    assert read(second, epoch=1) == read(loader(), epoch=1)
+    assert read(second, epoch=1) == read(loader(kind=kind), epoch=1)
 
 
 def test_state_of_an_epochs_end_begins_the_next() -> None:
+    other: dict[str, Any] = {"batch_size": 5, "seed": 9}
     first = loader()
     read(first)
-    second = loader(batch_size=5, seed=9)  # nothing is left of the old order
-    second.load_state_dict(first.state_dict())
-    assert read(second, epoch=1) == read(loader(batch_size=5, seed=9), epoch=1)
+    second = going_on(first, **other)  # nothing is left of the old order
+    assert read(second, epoch=1) == read(loader(**other), epoch=1)
 
 
 def test_ended_loader_stays_ended_in_its_epoch() -> None:
     """Beside a longer one it does; its next pass begins anew, as where they cycle."""
     first = loader()
     read(first, epoch=2)
-    second = loader()
-    second.load_state_dict(first.state_dict())
+    second = going_on(first)
     assert read(second, epoch=2) == []
     assert second.state_dict() == first.state_dict()
     assert read(second, epoch=2) == read(loader(), epoch=2)
@@ -148,134 +176,109 @@ def test_ended_loader_stays_ended_in_its_epoch() -> None:
 
 
 def test_state_of_an_epochs_end_begins_another_where_nobody_says_which() -> None:
-    first, second = loader(shuffle=False), loader(shuffle=False)
+    first = loader(shuffle=False)
     whole = [batch.tolist() for batch in first]
-    second.load_state_dict(first.state_dict())
+    second = going_on(first, shuffle=False)
     assert [batch.tolist() for batch in second] == whole
 
 
-def test_state_between_two_epochs_begins_the_second() -> None:
+@pytest.mark.parametrize("most", [2, None])
+def test_state_between_two_epochs_begins_the_second(most: int | None) -> None:
     """Beside a shorter one its last position was within the first."""
-    for most in (2, None):
-        first = loader()
-        read(first, most=most)
-        first.sampler.set_epoch(1)
-        second = loader()
-        second.load_state_dict(first.state_dict())
-        assert read(second, epoch=1) == read(loader(), epoch=1)
+    first = loader()
+    read(first, most=most)
+    first.sampler.set_epoch(1)
+    assert read(going_on(first), epoch=1) == read(loader(), epoch=1)
 
 
 def test_position_belongs_to_its_epoch() -> None:
-    first = loader()
-    read(first, epoch=1, most=2)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert read(second, epoch=2) == read(loader(), epoch=2)
-
-
-def test_earlier_epoch_than_that_of_the_state_is_refused() -> None:
     """Fabric counts epochs from 0 in a loader that it has set up, also in a run that
     goes on: it would read the wrong rows."""
     first = loader()
-    read(first, epoch=2, most=2)
-    second = loader()
-    second.load_state_dict(first.state_dict())
+    read(first, epoch=1, most=2)
+    assert read(going_on(first), epoch=2) == read(loader(), epoch=2)
     with pytest.raises(
-        TrainkitError, match=r"saved in epoch 2, .* epoch 0\. .* Fabric"
+        TrainkitError, match=r"saved in epoch 1, .* epoch 0\. .* Fabric"
     ):
-        read(second, epoch=0)
+        read(going_on(first), epoch=0)
 
 
 def test_look_at_a_batch_in_between_moves_nothing() -> None:
     whole, each = read(loader()), loader()
-    going_on = iter(each)
-    seen = [next(going_on)]
-    seen.append(next(going_on))
+    under_way = iter(each)
+    seen = [next(under_way), next(under_way)]
     assert next(iter(each)).tolist() == whole[0]
-    seen.append(next(going_on))
-    second = loader()
-    second.load_state_dict(each.state_dict())
-    assert [b.tolist() for b in seen] + read(second) == whole
-
-
-def test_state_of_another_loader_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="received one without end, epoch, positi"):
-        loader().load_state_dict({"_num_yielded": 3})
+    seen.append(next(under_way))
+    assert [b.tolist() for b in seen] + read(going_on(each)) == whole
 
 
 def test_twice_interrupted_epoch() -> None:
-    whole, state, seen = read(loader()), None, []
+    each, seen = loader(), []
     for _ in range(3):
-        each = loader()
-        if state is not None:
-            each.load_state_dict(state)
         seen += read(each, most=2)
-        state = each.state_dict()
-    assert seen == whole
+        each = going_on(each)
+    assert seen == read(loader())
 
 
 # ---- ranks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("number", [16, 22, 23, 24, 29])
-def test_ranks_share_each_row_once(ranks: Any, number: int, world_size: int) -> None:
-    shares, left_out = [], 0
-    for rank in range(world_size):
-        ranks(rank, world_size)
-        each = loader(number=number)
-        left_out = number - each.sampler.end
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(each.sampler, "_has_warned", True)
-            shares.append(read(each))
-        assert len(each) == len(shares[-1])
-    rows = sorted(row for share in shares for batch in share for row in batch)
-    assert len(rows) == len(set(rows)) == number - left_out
-    assert left_out < world_size
-    assert len({len(share) for share in shares}) == 1
-
-
-@pytest.mark.parametrize(("batch_size", "world_size"), [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("batch_size", "num_ranks"), [(8, 1), (4, 2), (2, 4)])
 def test_other_number_of_ranks_goes_on_at_the_same_row(
-    ranks: Any, batch_size: int, world_size: int
+    batch_size: int, num_ranks: int
 ) -> None:
-    ranks(0, 2)
-    first = loader(number=32)
-    read(first, most=2)
-    state = first.state_dict()
-    ranks(0, 1)
+    with rank_of(0, 2):
+        first = loader(number=32)
+        read(first, most=2)
+        state = first.state_dict()
     stretches = read(loader(8, number=32))
     rest = []
-    for rank in range(world_size):
-        ranks(rank, world_size)
-        each = loader(batch_size, number=32)
-        each.load_state_dict(state)
-        rest.append(read(each))
+    for rank in range(num_ranks):
+        with rank_of(rank, num_ranks):
+            rest.append(read(going_on(state, batch_size=batch_size, number=32)))
     together = [sorted(itertools.chain(*parts)) for parts in zip(*rest, strict=True)]
     assert together == [sorted(stretch) for stretch in stretches[2:]]
 
 
-def test_rows_too_few_for_the_ranks_are_spoken_of(ranks: Any) -> None:
-    ranks(0, 3)
-    with pytest.warns(UserWarning, match="the last 1 of 25 rows are too few for 3"):
+def test_rows_too_few_for_the_ranks_are_spoken_of() -> None:
+    text = "the last 1 of 25 rows are too few for 3"
+    with rank_of(0, 3), pytest.warns(UserWarning, match=text):
         read(loader(number=25))
 
 
 # ---- refusals ------------------------------------------------------------------------
 
 
-def test_changes_within_an_epoch_are_refused() -> None:
-    first = loader()
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("rows", {"batch_size": 2}, r"batch_size x ranks: .* was 4 .* is 2 now"),
+        ("rows", {"seed": 4}, r"seed: .* was 3 .* is 4 now"),
+        ("rows", {"shuffle": False}, r"shuffle: .* was True .* is False now"),
+        ("rows", {"number": 24}, r"dataset: .* was 23 .* is 24 now"),
+        ("token budget", {"seed": 4}, "seed: must stay as it was"),
+        ("length grouped", {"seed": 4}, "seed: must stay as it was"),
+        ("token budget", {"kind": "rows"}, "batch_size x ranks: .* another sampler"),
+        ("length grouped", {"kind": "token budget"}, "tokens: .* another sampler"),
+    ],
+)
+def test_changes_within_an_epoch_are_refused(
+    kind: str, change: dict[str, Any], text: str
+) -> None:
+    first = loader(kind=kind)
     read(first, most=2)
     state = first.state_dict()
-    for change, text in [
-        ({"batch_size": 2}, r"batch_size x ranks: .* was 4 .* is 2 now"),
-        ({"seed": 4}, r"seed: .* was 3 .* is 4 now"),
-        ({"shuffle": False}, r"shuffle: .* was True .* is False now"),
-        ({"number": 24}, r"dataset: .* was 23 .* is 24 now"),
-    ]:
-        with pytest.raises(TrainkitError, match=text):
-            loader(**change).load_state_dict(state)
+    with pytest.raises(TrainkitError, match=text):
+        going_on(state, **{"kind": kind, **change})
+    with rank_of(0, 2), pytest.raises(TrainkitError, match="ranks: must stay as it"):
+        going_on(state, kind=kind)
+    read(first)
+    going_on(first, **{"kind": kind, **change})  # at an epoch's end whatever you like
+
+
+def test_state_of_another_loader_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="received one without end, epoch, positi"):
+        loader().load_state_dict({"_num_yielded": 3})
 
 
 class Stream(IterableDataset[int]):
@@ -286,12 +289,24 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"dataset": Stream()}, "dataset: must have a length .* received Stream"),
+        ({"dataset": Stream()}, "dataset: must have .* received Stream.* __len__"),
         ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
         ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),
         ({"in_order": False}, "in_order: must be True, .* which rows were read"),
+        (
+            {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, False)},
+            "must be a TokenBudgetSampler or a LengthGroupedSampler, received BatchSam",
+        ),
+        (
+            {"batch_sampler": SAMPLERS["token budget"](), "shuffle": True},
+            "cuts the batches by itself, .* apply to TokenBudgetSampler",
+        ),
+        (
+            {"batch_sampler": LengthGroupedSampler([1, 2], batch_size=2)},
+            "needs the length of every row, received 2 lengths for 23 rows",
+        ),
     ],
 )
 def test_options_are_checked(how: dict[str, Any], text: str) -> None:
@@ -306,35 +321,107 @@ def test_no_full_batch_is_refused() -> None:
 
 # ---- in a Trainer --------------------------------------------------------------------
 
+SEQUENCES = [{"ids": x, "labels": y} for x, y in ragged_sequences(24)]
+NUM_TOKENS = [len(row["ids"]) for row in SEQUENCES]
+PAD = PadCollate({"labels": -100})
 
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
+
+def of_sequences(kind: str) -> ResumableLoader:
+    if kind == "rows":
+        return ResumableLoader(SEQUENCES, 4, shuffle=True, collate_fn=PAD)
+    samplers: dict[str, Any] = {
+        "token budget": lambda: TokenBudgetSampler(NUM_TOKENS, tokens=40),
+        "length grouped": lambda: LengthGroupedSampler(NUM_TOKENS, batch_size=4),
+    }
+    return ResumableLoader(SEQUENCES, batch_sampler=samplers[kind](), collate_fn=PAD)
+
+
+class Interrupted(Callback):
+    """Ends a training after so many batches, as a kill would."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.seen: list[Any] = []
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.batches.append(args[2]["ids"])
+        if self.after and len(self.seen) == self.after:
+            raise KeyboardInterrupt
+        self.seen.append(args[2]["ids"].tolist())
 
 
-def test_lightning_says_the_epoch() -> None:
-    seen, sequences = Seen(), ragged_sequences(10)
-    each = ResumableLoader(sequences, 5, shuffle=True, collate_fn=pad)
-    trainer(callbacks=[seen]).fit(TokenModule(), each)
-    assert len(seen.batches) == 4
-    assert not torch.equal(seen.batches[0], seen.batches[2])
-    assert each.state_dict()["epoch"] == 1
+def fit(kind: str, folder: Path, *, after: int = 0, resume: Any = None) -> Any:
+    torch.manual_seed(0)
+    module = TokenModule(dtype=torch.float64)
+    seen = Interrupted(after)
+    saving = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    fitting = trainer(
+        2,
+        callbacks=[seen, AccumulationCallback(PerToken()), saving],
+        enable_checkpointing=True,
+    )
+    try:
+        fitting.fit(module, of_sequences(kind), ckpt_path=resume)
+    except (KeyboardInterrupt, SystemExit):
+        assert after
+    return module, seen.seen
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("kind", KINDS)
+def test_lightning_says_the_epoch_and_goes_on_at_the_very_batch(
+    kind: str, tmp_path: Path
+) -> None:
+    whole, batches = fit(kind, tmp_path / "whole")
+    each = len(of_sequences(kind))
+    assert len(batches) == 2 * each
+    assert batches[:each] != batches[each:]
+    cut = each + 4  # in the second epoch, at a window's end
+    _, before = fit(kind, tmp_path / "cut", after=cut)
+    resumed, after = fit(kind, tmp_path / "cut", resume=tmp_path / "cut" / "last.ckpt")
+    assert before + after == batches
+    assert torch.equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled")
 def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
-    seen, sequences = Seen(), ragged_sequences(10)
+    """Of a sampler by length Lightning would replace the order; it says so."""
+    seen, sequences = Interrupted(0), ragged_sequences(10)
     each = ResumableLoader(sequences, 5, shuffle=True, collate_fn=pad)
     trainer(callbacks=[seen], overfit_batches=1).fit(TokenModule(), each)
-    assert len(seen.batches) == 2
-    assert torch.equal(*seen.batches)
+    assert len(seen.seen) == 2
+    assert seen.seen[0] == seen.seen[1]
+    for kind in SAMPLERS:
+        with pytest.raises(TypeError, match="can't inject"):
+            trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))
 
 
-def test_plain_loader_begins_again() -> None:
-    """Negative control: why all this is needed."""
-    plain = DataLoader(TensorDataset(torch.arange(NUM_ROWS)), 4)
+def test_lightning_puts_no_other_sampler_in_its_place() -> None:
+    """The control is a plain loader, which does not resume either."""
+    from lightning.pytorch.trainer.connectors.data_connector import (
+        _DataConnector,  # what decides it
+    )
+
+    fitting: Any = trainer(max_epochs=1)
+    connector: Any = _DataConnector(fitting)
+    plain: Any = DataLoader(SEQUENCES, 4)  # type: ignore[arg-type]
     assert not hasattr(plain, "load_state_dict")
+    for kind in KINDS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(fitting._accelerator_connector), "is_distributed", True)
+            assert not connector._requires_distributed_sampler(of_sequences(kind))
+            assert connector._requires_distributed_sampler(plain)
+
+
+def test_fillers_where_rows_are_fewer_than_ranks() -> None:
+    shares = []
+    for rank in range(3):
+        with rank_of(rank, 3):
+            each = ResumableLoader(
+                SEQUENCES[:2],
+                batch_sampler=TokenBudgetSampler(NUM_TOKENS[:2], tokens=40),
+                weigh_nothing=WeighNothing(labels=-100),
+                collate_fn=PAD,
+            )
+            shares.append([(b["labels"] != -100).sum().item() for b in each])
+    assert sorted(itertools.chain(*shares)) == sorted([0, *NUM_TOKENS[:2]])

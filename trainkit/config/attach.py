@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback
 
+from trainkit.config.groups import LIGHTNING
 from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, check_strategy
@@ -19,8 +20,6 @@ from trainkit.lit.proof.verdict import Proof
 Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]
 MakeScheduler = Callable[[Any], Any]
-
-LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def attach_accumulation(
@@ -55,49 +54,31 @@ def attach_accumulation(
     """
     if strategy is not None:
         check_strategy(strategy)
-    _refuse_other_checks(checks)
+    options = {
+        "micro_batching": micro_batching,
+        "wide_gradients": wide_gradients or None,
+        "checks": None if checks == "late" else checks,
+        "proof": None if proof == "warn" else proof,
+    }
+    asked = {name: value for name, value in options.items() if value is not None}
     if isinstance(module, AccumulationMixin):
         if strategy is not None:
             module.accumulation = strategy
-        if micro_batching is not None:
-            module.micro_batching = micro_batching
-        if wide_gradients:
-            module.accumulation_wide_gradients = True
-        if checks != "late":
-            module.accumulation_checks = checks
-        if proof != "warn":
-            module.accumulation_proof = proof
+        for name, value in asked.items():
+            is_long = name != "micro_batching"
+            setattr(module, f"accumulation_{name}" if is_long else name, value)
         return []
     if strategy is not None or is_inside(micro_batching):
-        return [
-            AccumulationCallback(
-                strategy,
-                micro_batching=micro_batching,
-                wide_gradients=wide_gradients,
-                checks=checks,
-                proof=proof,
+        return [AccumulationCallback(strategy, **asked)]  # type: ignore[arg-type]
+    for name, value in asked.items():
+        if value != "off":
+            raise TrainkitError(
+                f"{name}: the weight of a micro-batch must be known, but "
+                f"{type(module).__name__} has no AccumulationMixin with a strategy, "
+                f"and no accumulation was chosen, received {value!r}. Choose "
+                f"accumulation=per_sample or per_token."
             )
-        ]
-    asked = {
-        "micro_batching": micro_batching is not None,
-        "wide_gradients": wide_gradients,
-        'checks="now"': checks == "now",
-        'proof="require"': proof == "require",
-    }
-    if any(asked.values()):
-        first = next(name for name, is_asked in asked.items() if is_asked)
-        raise TrainkitError(
-            f"{first}: the weight of a micro-batch must be known, but "
-            f"{type(module).__name__} has no AccumulationMixin with a strategy, and no "
-            f"accumulation was chosen. Choose accumulation=per_sample or per_token."
-        )
     return []
-
-
-def _refuse_other_checks(checks: Any) -> None:
-    if checks not in get_args(Checks):
-        known = " or ".join(get_args(Checks))
-        raise TrainkitError(f"checks: must be {known}, received {checks!r}.")
 
 
 def attach_optimizer(
@@ -147,8 +128,13 @@ def has_own_optimizer(module: Any) -> bool:
     """Whether a module defines `configure_optimizers` itself."""
     if "configure_optimizers" in vars(module):
         return True
-    owner = next(c for c in type(module).__mro__ if "configure_optimizers" in vars(c))
-    return not owner.__module__.startswith(LIGHTNING)
+    return not is_lightnings(module, "configure_optimizers")
+
+
+def is_lightnings(module: Any, method: str) -> bool:
+    """Whether a module has a method of Lightning, and none of its own."""
+    owner = next(cls for cls in type(module).__mro__ if method in vars(cls))
+    return owner.__module__.startswith(tuple(f"{name}." for name in LIGHTNING))
 
 
 def _configure(

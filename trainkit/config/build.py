@@ -21,13 +21,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.attach import (
-    LIGHTNING,
     attach_accumulation,
     attach_optimizer,
     has_own_optimizer,
+    is_lightnings,
 )
 from trainkit.config.check import AUTO, check_all
-from trainkit.config.kinds import CALLBACK_GROUPS, check_made
+from trainkit.config.groups import (
+    CALLBACK_GROUPS,
+    check_made,
+    entries_of,
+    is_empty,
+)
 from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
@@ -83,11 +88,11 @@ def build(
             f"Add trainer.gradient_clip_val=null, and clip in training_step."
         )
     data = _make(config, "data")
-    made = [_make(config, key) for key in _named(config, "callbacks")]
-    made += [_make(config, key) for key in CALLBACK_GROUPS if config[key]]
+    keys = [*entries_of(config, "callbacks"), *CALLBACK_GROUPS]
+    made = [each for each in (_make(config, key) for key in keys) if each is not None]
     made += _accumulation(config, module, made)
     _give_optimizer(config, module)
-    loggers = [_make(config, key) for key in _named(config, "logger")]
+    loggers = [_make(config, key) for key in entries_of(config, "logger")]
     if metrics and all(getattr(each, "path", None) != metrics.path for each in loggers):
         loggers.append(metrics)
     useless = _useless(config, module, loggers)
@@ -99,9 +104,7 @@ def build(
 
 
 def _refuse_no_data(config: DictConfig, module: LightningModule) -> None:
-    owner = next(c for c in type(module).__mro__ if "train_dataloader" in vars(c))
-    has_data = config.data and config.data.get(TARGET, True)
-    if not has_data and owner.__module__.startswith(LIGHTNING):
+    if is_empty(config.data) and is_lightnings(module, "train_dataloader"):
         raise TrainkitError(
             f"data: must be given, since {type(module).__name__} has no "
             f"train_dataloader. Choose data=..., or write "
@@ -113,27 +116,21 @@ def _useless(
     config: DictConfig, module: LightningModule, loggers: list[Any]
 ) -> tuple[type[Callback], ...]:
     """Kinds of callbacks that have nothing to do in this training, and would fail."""
-    kinds: list[type[Callback]] = []
-    if not loggers:
-        kinds.append(LearningRateMonitor)
-    if config.trainer.get("enable_progress_bar") is False:
-        kinds.append(ProgressBar)
-    if config.trainer.get("enable_checkpointing") is False:
-        kinds.append(Checkpoint)
-    if not config.accumulation and not isinstance(module, AccumulationMixin):
-        kinds.append(WindowMonitor)
-    return tuple(kinds)
-
-
-def _named(config: DictConfig, group: str) -> list[str]:
-    """The keys of a group's entries; an entry that is null is left out."""
-    return [f"{group}.{name}" for name, node in (config[group] or {}).items() if node]
+    off = {key for key, value in config.trainer.items() if value is False}
+    is_plain = not config.accumulation and not isinstance(module, AccumulationMixin)
+    conditions = {
+        LearningRateMonitor: not loggers,
+        ProgressBar: "enable_progress_bar" in off,
+        Checkpoint: "enable_checkpointing" in off,
+        WindowMonitor: is_plain,
+    }
+    return tuple(kind for kind, is_useless in conditions.items() if is_useless)
 
 
 def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     """The object that a node describes; None for an empty node, such as `none`."""
     node = OmegaConf.select(config, key)
-    if not node or node.get(TARGET, True) is None:
+    if is_empty(node):
         return None
     try:
         made = instantiate(node, _convert_="all", **kwargs)
@@ -175,21 +172,8 @@ def _accumulation(
 ) -> list[Callback]:
     strategy = _make(config, "accumulation")
     own = getattr(module, "accumulation", None)
-    numbers = {
-        "trainer.accumulate_grad_batches": config.trainer.accumulate_grad_batches
-    }
-    for each in callbacks:  # Lightning's own schedule says how many too
-        if isinstance(each, GradientAccumulationScheduler):
-            numbers[type(each).__name__] = max(each.scheduling.values())
-    key, number = max(numbers.items(), key=lambda item: item[1])
-    is_plain = strategy is None and not isinstance(module, AccumulationMixin)
-    if is_plain and number > 1 and module.automatic_optimization:
-        raise TrainkitError(
-            f"accumulation: must be chosen where a step has several micro-batches "
-            f"({key}={number}), since it says what they "
-            f"weigh. Choose accumulation=per_sample or per_token; trainkit check "
-            f"train ... measures which one is exact."
-        )
+    if strategy is None and not isinstance(module, AccumulationMixin):
+        _refuse_uncounted(config.trainer, module, callbacks)
     is_own = own is not AccumulationMixin.accumulation
     if strategy is not None and own is not None and is_own and own != strategy:
         warnings.warn(
@@ -206,6 +190,24 @@ def _accumulation(
         checks=config.checks,
         proof=checked_proof(config.proof),
     )
+
+
+def _refuse_uncounted(
+    trainer: DictConfig, module: LightningModule, callbacks: Sequence[Callback]
+) -> None:
+    """Refuse several micro-batches in a step if nothing says what they weigh."""
+    numbers = {"trainer.accumulate_grad_batches": trainer.accumulate_grad_batches}
+    for each in callbacks:  # Lightning's own schedule says how many too
+        if isinstance(each, GradientAccumulationScheduler):
+            numbers[type(each).__name__] = max(each.scheduling.values())
+    key, number = max(numbers.items(), key=lambda item: item[1])
+    if number > 1 and module.automatic_optimization:
+        raise TrainkitError(
+            f"accumulation: must be chosen where a step has several micro-batches "
+            f"({key}={number}), since it says what they weigh. Choose "
+            f"accumulation=per_sample or per_token; trainkit check train ... measures "
+            f"which one is exact."
+        )
 
 
 # ---- optimizer -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config.fitting import fits, remedy_for_text
-from trainkit.config.kinds import CALLBACK_GROUPS, check_kinds
+from trainkit.config.groups import check_kind, is_empty, nodes_of
 from trainkit.config.limits import check_limits
 from trainkit.config.schema import TrainSchema
 from trainkit.config.targets import TARGET, locate, targets_of
@@ -41,80 +41,16 @@ def refuse_other_root(config: DictConfig) -> None:
 
 def check_all(config: DictConfig) -> None:
     """Refuse arguments that do not fit the signatures of their targets."""
-    if not config.model or not config.model.get(TARGET, True):
+    if is_empty(config.model):
         raise TrainkitError(
             "model: must be given. Choose model=..., one of trainkit's or of your "
             "conf/model, or write model._target_=my_module.MyModule."
         )
     refuse_unread(config)
-    check_kinds(config)
-    for name in ("model", "data", "trainer"):
-        _refuse_without_class(config[name], name)
-    groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
-    for name in ("model", "data", *groups, "trainer"):
-        check(config[name], key=name)
-    check(_with_some_steps(config.scheduler), key="scheduler")
-    for group in (*groups, "scheduler"):
-        _refuse_without_option(config[group], group)
-    for group in ("callbacks", "logger"):
-        check(config[group], key=group)
-        _refuse_without_target(config[group], key=group)
+    for key, node in list(nodes_of(config)):  # all must have a target first
+        check_kind(node, key=key)
+        check(node, key=key)
     check_limits(config)
-
-
-def _refuse_without_option(node: DictConfig | None, group: str) -> None:
-    """Refuse an argument in a group without a target: `+group.size=4`, or one that an
-    experiment sets although the user wrote `group=none`."""
-    if OmegaConf.is_dict(node) and node and TARGET not in node:
-        name = next(iter(node))
-        without = " ".join(f"'~{group}.{name}'" for name in node)
-        raise TrainkitError(
-            f"{group}.{name}: needs an option of {group}, and none is chosen, received "
-            f"{node[name]!r}. Choose one before it: {group}=...; trainkit train --help "
-            f"lists the options. A file of your own needs a line {TARGET}: "
-            f"my_module.MyClass. If an experiment sets the argument and you want no "
-            f"{group}: {group}=none {without}"
-        )
-
-
-def _refuse_without_class(node: DictConfig | None, group: str) -> None:
-    """Refuse a group's file without a target; only the data may be left out."""
-    if (node or group != "data") and TARGET not in (node or {}):
-        names = ", ".join(map(str, node or ())) or "nothing"
-        raise TrainkitError(
-            f"{group}: must have a {TARGET}, received {names}. Add a line {TARGET}: "
-            f"my_module.MyClass to the file that {group}=... names."
-        )
-
-
-def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
-    """Refuse an entry without a target in a group that holds several by name."""
-    if not group:
-        return
-    if TARGET in group:
-        raise TrainkitError(
-            f"{key}: must hold entries by name, received one without: {TARGET}: "
-            f"{group[TARGET]}. Put it under a name of your choice: "
-            f"{key}.mine.{TARGET}=..."
-        )
-    for name in group:
-        node = group[name]
-        if node and not (OmegaConf.is_dict(node) and TARGET in node):
-            raise TrainkitError(
-                f"{key}.{name}: must have a {TARGET} or be null, received {node!r}. "
-                f"Write {key}.{name}.{TARGET}=my_module.MyClass."
-            )
-
-
-def _with_some_steps(node: DictConfig | None) -> DictConfig | None:
-    """A scheduler with a number in place of `auto`, whose value is not known yet."""
-    if not node:
-        return None
-    known = node.copy()
-    for name in node:
-        if node[name] == AUTO:
-            known[name] = 1
-    return known
 
 
 def check(config: Any, *, key: str) -> None:
@@ -140,8 +76,7 @@ def check(config: Any, *, key: str) -> None:
             )
         check(config[name], key=inner)
     if not is_list and TARGET in config:
-        target = locate(config[TARGET], key=f"{key}.{TARGET}")
-        _check_arguments(target, config, key)
+        _check_arguments(locate(config[TARGET], key=f"{key}.{TARGET}"), config, key)
 
 
 def _check_arguments(target: Any, config: DictConfig, key: str) -> None:
@@ -151,46 +86,46 @@ def _check_arguments(target: Any, config: DictConfig, key: str) -> None:
     except (TypeError, ValueError):
         return  # written in C: it refuses wrong arguments itself
     values = {str(name): config[name] for name in config if str(name) not in OF_HYDRA}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_any:
-        for name in values:
-            _refuse_unknown(name, [*parameters], key, target)
+    kinds = {parameter.kind for parameter in parameters.values()}
+    unknown = [name for name in values if name not in parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise TrainkitError(
+            f"{key}.{unknown[0]}: {target.__qualname__} has no such argument."
+            f"{did_you_mean(unknown[0], parameters)} It takes: "
+            f"{', '.join(parameters) or 'none'}."
+        )
     if "_args_" not in config and not config.get("_partial_", False):
-        for name, parameter in parameters.items():
-            _refuse_missing(name, parameter, set(values), key, target)
+        _refuse_missing(parameters, values, key, target)
     hints = _hints(target)
     for name, value in values.items():
-        is_default = (
-            value is None and name in parameters and (parameters[name].default is None)
-        )
-        if name in hints and not is_default:
+        is_default = name in parameters and parameters[name].default is value is None
+        is_later = key == "scheduler" and value == AUTO
+        if name in hints and not is_default and not is_later:
             _refuse_wrong_type(value, hints[name], f"{key}.{name}")
 
 
-def _refuse_unknown(name: str, known: list[str], key: str, target: Any) -> None:
-    if name in known:
-        return
-    raise TrainkitError(
-        f"{key}.{name}: {target.__qualname__} has no such argument."
-        f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'none'}."
-    )
-
-
 def _refuse_missing(
-    name: str, parameter: inspect.Parameter, present: set[str], key: str, target: Any
+    parameters: Mapping[str, inspect.Parameter],
+    values: Mapping[str, Any],
+    key: str,
+    target: Any,
 ) -> None:
-    is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if is_variadic or parameter.default is not parameter.empty or name in present:
-        return
-    if key in _PARTIAL:
-        raise TrainkitError(
-            f"{key}: {target.__qualname__} needs {name}, which exists only when the "
-            f"training begins. Add _partial_: true beside its {TARGET}."
+    for name, parameter in parameters.items():
+        is_variadic = parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
         )
-    raise TrainkitError(
-        f"{key}.{name}: {target.__qualname__} needs it. Add {key}.{name}=... to the "
-        f"command line."
-    )
+        if is_variadic or parameter.default is not parameter.empty or name in values:
+            continue
+        if key in _PARTIAL:
+            raise TrainkitError(
+                f"{key}: {target.__qualname__} needs {name}, which exists only when "
+                f"the training begins. Add _partial_: true beside its {TARGET}."
+            )
+        raise TrainkitError(
+            f"{key}.{name}: {target.__qualname__} needs it. Add {key}.{name}=... to "
+            f"the command line."
+        )
 
 
 def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
@@ -202,8 +137,10 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
         advice = remedy_for_text(value, hint)
         if _is_mapping(hint):
             advice = f"On the command line: {_word(key, hint)}"
+        name = hint.__name__ if isinstance(hint, type) else str(hint)
         raise TrainkitError(
-            f"{key}: must be {_name_of(hint)}, received {value!r}. {advice}".rstrip()
+            f"{key}: must be {name.replace('typing.', '')}, received {value!r}. "
+            f"{advice}".rstrip()
         )
 
 
@@ -222,7 +159,3 @@ def _hints(target: Any) -> Mapping[str, Any]:
         return get_type_hints(function)
     except Exception:  # a hint names something that only a type checker imports
         return {}
-
-
-def _name_of(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

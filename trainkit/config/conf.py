@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -139,19 +138,12 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
         TrainkitError: no whole number of micro-batches fits.
     """
     size = micro_batch * world_size
-    if min(target, micro_batch, world_size) < 1:
-        raise TrainkitError(
-            f"trainkit.accumulate: effective batch, micro-batch and ranks must be at "
-            f"least 1, received {target}, {micro_batch} and {world_size}."
-        )
-    if target % size:
-        each = 0 if target % world_size else target // world_size
-        lower = [n for n in range(1, math.isqrt(each) + 1) if each % n == 0]
-        fitting = sorted({*lower, *(each // n for n in lower)})
+    if min(target, micro_batch, world_size) < 1 or target % size:
+        each = target / world_size if world_size else target
         raise TrainkitError(
             f"trainkit.accumulate: micro-batch x ranks must divide the effective "
-            f"batch, received {micro_batch} x {world_size} for {target}. Micro-batches "
-            f"that fit: {', '.join(map(str, fitting)) or 'none on so many ranks'}."
+            f"batch, all of them at least 1, received {micro_batch} x {world_size} for "
+            f"{target}. Choose a micro-batch that divides {each:g}, or other ranks."
         )
     return target // size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -40,22 +40,22 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def remedy_for_text(value: Any, hint: Any) -> str:
-    """Advice about a text that stands for something of the type; else an empty text.
+    """Advice about a text that stands for something of another type.
 
     >>> print(remedy_for_text("8", int)[:43])
     The text is not converted. Write it without
     """
-    if fits(_decoded(value), hint):
+    if value == (decoded := _decoded(value)) and not isinstance(value, str):
+        return ""
+    if fits(decoded, hint):
         return (
             "The text is not converted. Write it without quotes, or put "
             "${oc.decode:...} around its source."
         )
-    if isinstance(value, str) and any(map(_is_of_objects, (hint, *get_args(hint)))):
-        return (
-            "The text is not converted to the object that it names. Name the object by "
-            "_target_, with _partial_: true for the class or function itself."
-        )
-    return ""
+    return (
+        "The text is not converted. An object, class or function is named by _target_; "
+        "the last two with _partial_: true."
+    )
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
@@ -85,8 +85,3 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_decoded(key): _decoded(each) for key, each in value.items()}
     return [_decoded(each) for each in value] if isinstance(value, list) else value
-
-
-def _is_of_objects(hint: Any) -> bool:
-    """Whether a type is no plain one, so that `_target_` makes its values."""
-    return callable(hint) and (hint is type or hint.__module__ != "builtins")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import hydra.utils
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from trainkit.errors import TrainkitError
 
@@ -101,25 +101,38 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     if not isinstance(target, str):
         return target  # a program has put it there
     package = target.partition(".")[0]
-    is_here = _is_here(package)
+    spec = _spec(package)
+    is_here = _is_here(spec)
     if package not in allowed_packages() and not is_here:
-        if _found(package) is None:
+        if spec is None:
             raise TrainkitError(
                 f"{key}: must name something that can be imported, received "
                 f"{target!r}, and there is no module {package!r}, neither installed "
                 f"nor in the current folder ({Path.cwd()})."
             )
         raise _not_allowed(target, key, package)
+    found = _imported(target, key)
+    home = found.__name__ if inspect.ismodule(found) else _home_of(found)
+    parts = allowed()
+    if is_here and _is_here(_spec(home.partition(".")[0])):
+        parts.append(home)
+    if not any(f"{home}.".startswith(f"{part}.") for part in parts):
+        raise _not_allowed(target, key, home)
+    return found
+
+
+def _imported(target: str, key: str) -> Any:
     log = logging.getLogger("hydra.utils")
     try:
         log.disabled = True  # it would say what is said below
-        found = hydra.utils.get_object(target)
+        return hydra.utils.get_object(target)
     except (HydraException, ImportError, AttributeError, ValueError) as error:
         cause = error.__cause__ or error
         reason = str(cause).strip().splitlines()[0]
         if isinstance(cause, TrainkitError):  # its text already says what to do
             raise TrainkitError(f"{key}: {reason}") from error
-        if target.startswith("trainkit.recipes.") and _is_of_others(cause):
+        missing = (getattr(cause, "name", None) or "trainkit").partition(".")[0]
+        if target.startswith("trainkit.recipes.") and missing != "trainkit":
             raise TrainkitError(
                 f"{key}: {target} needs a package that is not installed: {reason}. "
                 f"pip install 'lightning-trainkit[recipes]'"
@@ -130,42 +143,26 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
         ) from error
     finally:
         log.disabled = False
-    home = found.__name__ if inspect.ismodule(found) else _home_of(found)
-    is_of_here = is_here and _is_here(home.partition(".")[0])
-    if not is_of_here and not any(
-        f"{home}.".startswith(f"{part}.") for part in allowed()
-    ):
-        is_own = home.partition(".")[0] == package
-        raise _not_allowed(target, key, home if is_own else home.partition(".")[0])
-    return found
 
 
-def _found(package: str) -> ModuleSpec | None:
+def _spec(package: str) -> ModuleSpec | None:
     try:
         return find_spec(package)
     except (ImportError, ValueError):
         return None
 
 
-def _is_here(package: str) -> bool:
+def _is_here(spec: ModuleSpec | None) -> bool:
     """Whether a module lies in the current folder, and is not installed there."""
-    spec = _found(package)
-    if spec is None or package == "trainkit":
+    if spec is None or spec.name == "trainkit":
         return False
     origin = [spec.origin] if spec.origin and spec.has_location else []
-    places = origin or spec.submodule_search_locations or []
-    paths = [Path(place).absolute() for place in places]
-    return any(
-        path.is_relative_to(Path.cwd())
-        and not INSTALLED & set(path.relative_to(Path.cwd()).parts)
-        for path in paths
-    )
-
-
-def _is_of_others(error: BaseException) -> bool:
-    """Whether the missing module belongs to another package than trainkit."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    return name is not None and name.partition(".")[0] != "trainkit"
+    here = Path.cwd()
+    for place in origin or spec.submodule_search_locations or []:
+        path = Path(place).absolute()
+        if path.is_relative_to(here):
+            return not INSTALLED & {*path.relative_to(here).parts}
+    return False
 
 
 def _home_of(found: Any) -> str:
@@ -178,18 +175,16 @@ def _home_of(found: Any) -> str:
 
 def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """The targets in a configuration, each with its key."""
-    if isinstance(node, DictConfig | Mapping):
-        if isinstance(node, DictConfig) and node._is_none():
-            return
-        for name in node:
-            if isinstance(node, DictConfig) and OmegaConf.is_missing(node, name):
-                continue
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node, resolve=True)
+    if isinstance(node, Mapping):
+        for name, each in node.items():
             inner = f"{key}.{name}" if key else str(name)
             if name == TARGET:
-                yield inner, node[name]
+                yield inner, each
             else:
-                yield from targets_of(node[name], inner)
-    elif isinstance(node, ListConfig | Sequence) and not isinstance(node, str | bytes):
+                yield from targets_of(each, inner)
+    elif isinstance(node, list | tuple):
         for index, each in enumerate(node):
             yield from targets_of(each, f"{key}[{index}]" if key else "")
 

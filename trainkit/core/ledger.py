@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,23 +104,6 @@ class Account:
             newest=_restored(state["newest"]),
             counts_samples=state["counts_samples"],
         )
-
-
-def state_of_sums(num_windows: int, weight: float, samples: float) -> dict[str, Any]:
-    """The state of an account of which only these sums are known."""
-    unknown = [math.nan] * NUM_COLUMNS
-    sums = list(unknown)
-    sums[WEIGHT], sums[SAMPLES] = weight, samples
-    window = {"totals": unknown, "reduction": "mean"}
-    return {
-        "num_windows": num_windows,
-        "sums": sums,
-        "smallest": math.nan,
-        "largest": math.nan,
-        "first": window,
-        "newest": window,
-        "counts_samples": not math.isnan(samples),
-    }
 
 
 class Ledger:

@@ -36,10 +36,8 @@ class PadCollate:
         side: where the padding goes.
         of: the field whose first dimension is the length of a sample. Default: the
             first field that has a dimension.
-        multiple_of: fields that are as long as a sample are padded to a multiple of
-            this length.
-        fixed: fields of one size in all samples. They are never padded, even if they
-            are as long as a sample.
+        multiple_of: fields that are as long as the samples, also one whose size never
+            changes, are padded to a multiple of this length.
         mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
         lengths: name of the lengths to add to the batch.
     """
@@ -51,7 +49,6 @@ class PadCollate:
         side: Literal["right", "left"] = "right",
         of: Any = None,
         multiple_of: int = 1,
-        fixed: Sequence[Any] = (),
         mask: str | None = None,
         lengths: str | None = None,
     ) -> None:
@@ -64,7 +61,6 @@ class PadCollate:
         self.side = side
         self.of = of
         self.multiple_of = multiple_of
-        self.fixed = [fixed] if isinstance(fixed, str) else list(fixed)
         self.mask = mask
         self.lengths = lengths
 
@@ -87,17 +83,13 @@ class PadCollate:
             if found is None:
                 batch[name] = columns[name]
                 continue
-            if name in self.fixed:
-                batch[name] = _of_one_size(name, found)
-                continue
-            is_as_long = lengths == [len(each) if each.ndim else None for each in found]
-            batch[name] = self._stacked(name, found, is_as_long=is_as_long)
+            own = [len(each) if each.ndim else None for each in found]
+            batch[name] = self._stacked(name, found, is_as_long=own == lengths)
         return batch | self._mask_and_lengths(lengths)
 
     def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
         """The lengths of the samples; None if no field has a length."""
-        ragged = [name for name in fields if name not in self.fixed]
-        for name in ragged if self.of is None else [self.of]:
+        for name in fields if self.of is None else [self.of]:
             found = fields[name]
             if found is not None and all(each.ndim for each in found):
                 return [len(each) for each in found]
@@ -166,7 +158,6 @@ class PadCollate:
         for option, names in (
             ("fill: must name fields", self.fill),
             ("of: must be a field", () if self.of is None else (self.of,)),
-            ("fixed: must name fields", self.fixed),
         ):
             for name in names:
                 if name not in columns:
@@ -203,16 +194,6 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
     return limits.min <= value <= limits.max and value == int(value)
 
 
-def _of_one_size(name: Any, found: list[Tensor]) -> Tensor:
-    shapes = sorted({str(tuple(each.shape)) for each in found})
-    if len(shapes) > 1:
-        raise TrainkitError(
-            f"PadCollate fixed: field {name!r} must be of one size in all samples, "
-            f"received the shapes {', '.join(shapes)}."
-        )
-    return torch.stack(found)
-
-
 def _columns(samples: Sequence[Any]) -> Columns:
     if not samples:
         raise TrainkitError("PadCollate: needs at least one sample, received none.")
@@ -221,16 +202,12 @@ def _columns(samples: Sequence[Any]) -> Columns:
         return {0: list(samples)}
     names: Any = list(first) if isinstance(first, Mapping) else range(len(first))
     for sample in samples:
-        own = set(sample if isinstance(first, Mapping) else range(len(sample)))
-        if more := sorted(own - set(names), key=str):
+        own = list(sample if isinstance(first, Mapping) else range(len(sample)))
+        if {*own} != {*names}:
             raise TrainkitError(
                 f"PadCollate: every sample must have the fields of the first and no "
-                f"others, received one that also has {', '.join(map(repr, more))}."
-            )
-        if lacking := [name for name in names if name not in own]:
-            raise TrainkitError(
-                f"PadCollate: field {lacking[0]!r} must be in every sample, as in the "
-                f"first."
+                f"others, {', '.join(map(repr, names))}, received one with "
+                f"{', '.join(map(repr, own)) or 'none'}."
             )
     return {name: [sample[name] for sample in samples] for name in names}
 

@@ -17,9 +17,13 @@ from trainkit.errors import TrainkitError
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A `DataLoader` whose state Lightning saves and restores by itself.
+    """A `DataLoader` whose state Lightning saves and restores.
 
         train = ResumableLoader(dataset, 32, shuffle=True, seed=1, num_workers=4)
+
+    Where `configure_optimizers` reads `trainer.estimated_stepping_batches`, Lightning
+    alone loses that state, and an epoch that resumes would begin at its first row. Then
+    `ExactResume` is needed, or another callback of trainkit that resumes runs.
 
     A resumed run reads the next batch without loading earlier ones. Batches that
     workers have fetched ahead do not count as read. Only seed and epoch decide the
@@ -176,8 +180,10 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TrainkitError(
             f"ResumableLoader dataset: must have a length and rows by index, received "
-            f"{type(dataset).__name__}. For a stream use a loader that saves its own "
-            f"state, such as torchdata's StatefulDataLoader."
+            f"{type(dataset).__name__}. A stream needs a loader with a state of its "
+            f"own and with a length, since of one without Lightning reads a batch "
+            f"ahead, which a resumed run would leave out: give torchdata's "
+            f"StatefulDataLoader a __len__."
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
     check_seed("ResumableLoader", seed)

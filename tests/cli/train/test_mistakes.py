@@ -66,7 +66,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["=1"], "overrides: Config group override must be a string"),
         (["accumulation=x"], "\tper_token\n"),
         (["trainer.max_epoch=1"], "Did you mean max_epochs?"),
-        (["trainer.max_steps=many"], "could not be converted to Integer"),
+        (["trainer.max_steps=many"], "trainer.max_steps: must be int, received 'many'"),
         (["--config-dir=nowhere"], "nowhere' not found"),
         # trainkit of a configuration, and of a run that cannot begin;
         (["ckpt_path=nowhere.ckpt"], "does not exist"),
@@ -111,7 +111,7 @@ REMOVED: Any = object()
         ("trainer.val_check_interval", 0, "val_check_interval: must be above 0, rec"),
         ("trainer.accumulate_grad_batches", 0, "must be at least 1, received 0"),
         ("trainer.check_val_every_n_epoch", 0, "every_n_epoch: must be at least 1"),
-        ("callbacks.monitor.every_n_steps", 0, "monitor=null leaves the monitor out"),
+        ("callbacks.monitor.every_n_steps", 0, "WindowMonitor every_n_steps: must be"),
         ("mode", "foo", "mode: must be min or max, received 'foo'"),
         (
             "trainer.strategy",

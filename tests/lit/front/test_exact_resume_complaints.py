@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -24,11 +22,9 @@ from trainkit import (
     GracefulStop,
     MetricRows,
     RandomState,
-    ResumableLoader,
     RunCheckpoint,
     TrainkitError,
 )
-from trainkit.lit.resume.worker_draws import draws_in_workers
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -86,44 +82,14 @@ def complaints(**options: Any) -> list[str]:
     return said
 
 
-class Noisy:
-    """Rows with noise, drawn from all of Python's generators or from the row's own."""
-
-    def __init__(self, is_seeded: bool) -> None:
-        self.is_seeded = is_seeded
-
-    def __len__(self) -> int:
-        return len(TRAIN)
-
-    def __getitem__(self, index: int) -> Any:
-        draw = random.Random(index) if self.is_seeded else random
-        return TRAIN[index][draw.randrange(1) :]
-
-
-def noisy_collate(sequences: Any) -> Any:
-    torch.rand(1)
-    return pad(sequences)
-
-
-def of(rows: Any, collate: Any = pad, num_workers: int = 1) -> Any:
-    how: dict[str, Any] = {"collate_fn": collate, "num_workers": num_workers}
-    return {"loader": ResumableLoader(rows, 4, seed=5, **how)}
-
-
 def plain_loader() -> Any:
     return DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
 
 
-DRAWS = "worker processes draw"
 ANEW = "starts again at its first batch, since it has no load_state_dict"
 LOST = "leave out the gradients that a window has summed up so far"
 CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
     "nothing": (lambda path: {}, []),
-    "rows": (lambda path: of(Noisy(is_seeded=False)), [DRAWS]),
-    "collating": (lambda path: of(TRAIN, noisy_collate), [DRAWS]),
-    # RandomState keeps these.
-    "no workers": (lambda path: of(Noisy(is_seeded=False), num_workers=0), []),
-    "seeded by row": (lambda path: of(Noisy(is_seeded=True)), []),
     "loader": (lambda path: {"loader": plain_loader()}, [ANEW]),
     "trial run": (lambda path: {"loader": plain_loader(), "fast_dev_run": 2}, []),
     "windows": (lambda path: {"without": BARE}, [LOST]),
@@ -152,12 +118,6 @@ def test_what_is_missing_is_said(name: str, tmp_path: Path) -> None:
     found = complaints(**{**alone(tmp_path), **how(tmp_path)})
     assert len(found) == len(expected)
     assert all(part in said for part, said in zip(expected, found, strict=True))
-
-
-def test_looking_for_draws_draws_nothing() -> None:
-    before = torch.get_rng_state()
-    assert draws_in_workers(of(TRAIN, noisy_collate)["loader"])
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:

@@ -105,7 +105,6 @@ def test_what_is_logged_later_for_a_step_joins_its_row(tmp_path: Path) -> None:
     ]
     assert logger.rows() == expected
     assert logger.num_rows == 3
-    assert logger.last == expected[-1]
     logger.log_metrics({"loss": 9.0}, step=4)
     assert logger.rows() == [*expected, {"step": "4", "loss": "9.0"}]
 
@@ -117,17 +116,6 @@ def test_a_second_value_for_a_step_begins_another_row(tmp_path: Path) -> None:
     logger.log_metrics({"lr": 0.5}, step=1)
     assert [row.get("val") for row in logger.rows()] == ["1.0", "2.0"]
     assert logger.rows()[-1]["lr"] == "0.5"
-
-
-def test_a_value_that_is_not_sure_is_replaced(tmp_path: Path) -> None:
-    """As after a kill, if what is logged again differs; the other columns stay."""
-    logger = MetricsCSVLogger(tmp_path)
-    row = {"step": "1", "loss": "1.0", "val": "2.0", "late": "3.0"}
-    logger.replace([row], unsure=["val", "late"])
-    logger.log_metrics({"val": 2.5}, step=1)
-    assert logger.rows() == [{**row, "val": "2.5"}]
-    logger.log_metrics({"loss": 1.5, "late": 3.0}, step=1)  # loss is sure
-    assert [each["loss"] for each in logger.rows()] == ["1.0", "1.5"]
 
 
 def test_the_file_is_whole_whenever_a_row_has_grown(tmp_path: Path) -> None:

@@ -38,7 +38,15 @@ from tests.lit.resume.interrupting import (
     state_of,
     train,
 )
-from trainkit import AccumulationCallback, PerToken, ResumableLoader
+from tests.lit.resume.resuming import Saving
+from trainkit import (
+    AccumulationCallback,
+    ExactResume,
+    PerToken,
+    RandomState,
+    ResumableLoader,
+    RunCheckpoint,
+)
 from trainkit.lit.resume.epoch_sums import KEY
 
 pytestmark = [
@@ -195,6 +203,59 @@ def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
     leaves_out = [w for w in said if "leaves a batch out" in str(w.message)]
     assert bool(leaves_out) == (not is_exact)
     assert (differing(whole, state_of(*found)) == []) == is_exact
+
+
+class Reads(TokenModule):
+    """Knows the rows that it was given, by their lengths."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.asks, self.read = asks, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.read.append(batch["ids"].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.asks:
+            assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("asks", "ours", "goes_on"),
+    [
+        (False, None, True),
+        (True, None, False),  # lightning#20550: it drops the loader's state
+        (True, lambda: AccumulationCallback(PerToken()), True),
+        (True, ExactResume, True),
+        (True, RandomState, True),
+        (True, RunCheckpoint, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:checkpoint. taken inside:UserWarning")
+def test_rows_go_on_though_the_number_of_steps_was_asked_for(
+    asks: bool, ours: Any, goes_on: bool, tmp_path: Path
+) -> None:
+    """Lightning alone does so only where nobody asks."""
+
+    def read(path: Any, *more: Any) -> list[Any]:
+        module = Reads(asks=asks)
+        each = trainer(
+            max_epochs=1,
+            limit_train_batches=6,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path,
+            callbacks=[*([ours()] if ours else []), *more],
+        )
+        data = ResumableLoader(TRAIN, 4, shuffle=True, seed=5, collate_fn=pad)
+        each.fit(module, data, ckpt_path=path, weights_only=True)
+        return module.read
+
+    whole = read(None, Saving(tmp_path / "inside.ckpt", at=2))
+    found = read(tmp_path / "inside.ckpt")
+    assert found == (whole[3:] if goes_on else whole[:3])
+    assert whole[3:] != whole[:3]
 
 
 # ---- sums of ranks that are no more --------------------------------------------------

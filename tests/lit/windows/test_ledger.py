@@ -116,17 +116,6 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was_written(
         assert resumed == totals()[step:]
 
 
-def test_an_older_checkpoint_has_sums_in_place_of_a_ledger(tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=12)
-    train(BY_TOKENS(), WindowMonitor(1), saves, epochs=4)
-    (saved,) = tmp_path.iterdir()
-    checkpoint = torch.load(saved, weights_only=False)
-    del checkpoint["trainkit"]["ledger"]
-    checkpoint["trainkit_seen"] = {0: list(map(float, totals()[11]))}
-    torch.save(checkpoint, saved)
-    assert train(BY_TOKENS(), WindowMonitor(1), resume=saved)[0] == totals()[12:]
-
-
 @pytest.mark.parametrize("strategy", [PerSample(), PerToken(), PerSample(size="ids")])
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_samples_that_nobody_counted_are_not_shown(

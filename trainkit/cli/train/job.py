@@ -39,7 +39,7 @@ from trainkit.cli.words import key_of, of_this_job, to_paste
 from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root
 from trainkit.config.public_config import public_config
-from trainkit.config.redact import redact_words
+from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
@@ -69,7 +69,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     make_repeatable(overrides, folder)
     test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
-    beginning = Beginning(folder, shown, redact_words(overrides), log)
+    beginning = Beginning(folder, shown, redact(overrides), log)
     trainer: Any = training.trainer
     # Every run can be resumed exactly, whatever callbacks are configured.
     keeps = config.trainer.get("enable_checkpointing") is not False

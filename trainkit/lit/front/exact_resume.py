@@ -18,12 +18,10 @@ from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.mid_epoch import (
     begin_batch,
     resume,
-    train_loaders,
     why_data_differ,
 )
 from trainkit.lit.resume.random_state import RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
-from trainkit.lit.resume.worker_draws import draws_in_workers
 
 _PARTS = (EpochSums, MetricRows, RandomState, GracefulStop)
 """What `ExactResume` brings beside the checkpoint that it writes itself."""
@@ -44,8 +42,9 @@ class ExactResume(RunCheckpoint):
     way resumes what the other has saved.
 
     Before training it warns by name of what would make a resumed run differ: a loader
-    that cannot be resumed, worker processes that draw random numbers, a `CSVLogger`, a
-    folder that the next start will not find, a thread that gets no signals. It refuses
+    that cannot be resumed, a `CSVLogger`, a folder that the next start will not find, a
+    thread that gets no signals. It cannot see worker processes that draw random
+    numbers, which begin anew: seed them by the row's index. It refuses
     duplicates: one of the five callbacks beside it, or another `ModelCheckpoint` that
     writes `last.ckpt` to its folder.
 
@@ -101,8 +100,12 @@ class ExactResume(RunCheckpoint):
         if not has_windows:  # whose callback says it otherwise
             resume(trainer, pl_module)
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            for text in _missing_in_loaders(trainer):
-                warnings.warn(f"ExactResume: {text}", stacklevel=2)
+            if why := why_data_differ(trainer):
+                warnings.warn(
+                    f"ExactResume: {why}. A run that resumes within an epoch reads "
+                    f"other rows then.",
+                    stacklevel=2,
+                )
             if not has_windows and _accumulates(trainer):
                 warnings.warn(
                     "ExactResume: Lightning's checkpoints leave out the gradients that "
@@ -224,16 +227,3 @@ def _writes_last(saver: Any, own: ExactResume) -> bool:
 def _accumulates(trainer: Any) -> bool:
     is_scheduled = has_callback(trainer.callbacks, "GradientAccumulationScheduler")
     return is_scheduled or trainer.accumulate_grad_batches > 1
-
-
-def _missing_in_loaders(trainer: Any) -> Iterator[str]:
-    why = why_data_differ(trainer)
-    if why:
-        yield f"{why}. A run that resumes within an epoch reads other rows then."
-        return
-    if any(draws_in_workers(each) for each in train_loaders(trainer)):
-        yield (
-            "the train_dataloader's worker processes draw random numbers, which begin "
-            "anew when a run is resumed. Draw them from a generator that is seeded by "
-            "the row's index, or read without workers: num_workers=0."
-        )

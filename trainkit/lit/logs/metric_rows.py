@@ -76,8 +76,7 @@ class MetricRows(Callback):
                     metrics.pop(name, None)
             row = row_of(metrics, row_step(trainer, step))
         checkpoint[KEY] = [
-            {"num_rows": each.num_rows, "last": each.last, "pending": row}
-            for each in _loggers(trainer)
+            {"num_rows": each.num_rows, "pending": row} for each in _loggers(trainer)
         ]
 
     def on_load_checkpoint(
@@ -87,21 +86,18 @@ class MetricRows(Callback):
             for logger, state in zip(
                 _loggers(trainer), checkpoint.get(KEY, []), strict=False
             ):
-                _cut(logger, **state)
+                _cut(logger, num_rows=state["num_rows"], pending=state["pending"])
 
 
 def _loggers(trainer: Any) -> list[MetricsCSVLogger]:
     return [each for each in trainer.loggers if isinstance(each, MetricsCSVLogger)]
 
 
-def _cut(
-    logger: MetricsCSVLogger,
-    *,
-    num_rows: int,
-    pending: Row | None,
-    last: Row | None = None,
-) -> None:
+def _cut(logger: MetricsCSVLogger, *, num_rows: int, pending: Row | None) -> None:
+    """Leave the rows of a checkpoint, with all that has joined them since."""
     rows = logger.rows()
+    if pending is not None and rows[num_rows:]:
+        num_rows += pending.items() <= rows[num_rows].items()  # logged since
     kept = rows[:num_rows]
     if len(kept) < num_rows:
         warnings.warn(
@@ -110,16 +106,4 @@ def _cut(
             f"of the run.",
             stacklevel=2,
         )
-    elif last is not None:
-        kept[-1] = last  # without what has joined it since
-    if pending is not None:
-        kept = joined(pending, kept)
-    unsure: set[str] = set()
-    if kept and len(rows) >= len(kept):
-        # The run may have logged more for this step after the checkpoint was made,
-        # which is not logged again, or alike.
-        written = rows[len(kept) - 1]
-        if written.items() >= kept[-1].items():
-            unsure = written.keys() - kept[-1].keys()
-            kept[-1] = written
-    logger.replace(kept, unsure=unsure)
+    logger.replace(kept if pending is None else joined(pending, kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ class MetricsCSVLogger(Logger):
         self._columns: list[str] | None = None
         self._num_rows = 0
         self._recent: list[tuple[int, Row]] = []
-        self._unsure: set[str] = set()
 
     # ---- Lightning's interface -------------------------------------------------------
 
@@ -91,12 +90,6 @@ class MetricsCSVLogger(Logger):
         self._open()
         return self._num_rows
 
-    @property
-    def last(self) -> Row | None:
-        """The last row, if there is one."""
-        self._open()
-        return self._recent[-1][1] if self._recent else None
-
     def make_folder(self) -> None:
         """Make the folder of the file.
 
@@ -119,53 +112,42 @@ class MetricsCSVLogger(Logger):
         """Write a row, or join it to the row of its step."""
         columns = self._open()
         self.has_written = True
-        place = place_of(row, [each for _, each in self._recent], self._unsure)
-        new = [name for name in row if name not in columns]
-        unsure = set() if place is None else self._unsure - row.keys()
-        if new or (place is not None and unsure != self._unsure):
-            self.replace(joined(row, self.rows(), self._unsure), unsure=unsure)
+        recent = [each for _, each in self._recent]
+        place = place_of(row, recent)
+        if not row.keys() <= set(columns):
+            self.replace(joined(row, self.rows()))
         elif place is None:
-            self._write(columns, [row], at=None)
-        elif row.items() - self._recent[place][1].items():
-            start = self._recent[place][0]
-            rows = [each for _, each in self._recent[place:]]
-            rows[0] = {**rows[0], **row}
-            del self._recent[place:]
-            self._num_rows -= len(rows)
-            self._write(columns, rows, at=start)
-        self._unsure = unsure
+            self._write(columns, [row], len(recent))
+        elif not row.items() <= recent[place].items():
+            grown = {**recent[place], **row}
+            self._write(columns, [grown, *recent[place + 1 :]], place)
 
-    def replace(self, rows: list[Row], *, unsure: Iterable[str] = ()) -> None:
-        """Write the file again, with these rows.
-
-        Args:
-            rows: all rows.
-            unsure: columns of the last row that a later value may replace.
-        """
+    def replace(self, rows: list[Row]) -> None:
+        """Write the file again, with these rows."""
         names = {name: None for row in rows for name in row}
         first = [name for name in FIRST if name in names or name == "step"]
         columns = [*first, *(name for name in names if name not in FIRST)]
         self.make_folder()
         new = self.path.with_name(self.path.name + ".new")
-        header = _lines(columns, [dict(zip(columns, columns, strict=True))])
-        lines = [_lines(columns, [row]) for row in rows]
-        new.write_bytes(b"".join([header, *lines]))
+        header = _line(columns, dict(zip(columns, columns, strict=True)))
+        new.write_bytes(header)
+        self._columns, self._num_rows, self._recent = columns, 0, []
+        self._write(columns, rows, 0, path=new)
         os.replace(new, self.path)
-        self._columns, self._num_rows = columns, len(rows)
-        self._unsure = set(unsure)
-        starts = accumulate(map(len, lines), initial=len(header))
-        self._recent = list(zip(starts, rows, strict=False))[-_NUM_RECENT:]
 
-    def _write(self, columns: list[str], rows: list[Row], *, at: int | None) -> None:
-        """Write the last rows in one call, in place of those that began at a byte."""
-        lines = [_lines(columns, [row]) for row in rows]
-        with self.path.open("r+b", buffering=0) as file:
-            start = file.seek(0, os.SEEK_END) if at is None else file.seek(at)
+    def _write(
+        self, columns: list[str], rows: list[Row], place: int, path: Path | None = None
+    ) -> None:
+        """Write the last rows in one call, in place of the recent ones from a place."""
+        lines = [_line(columns, row) for row in rows]
+        replaced = self._recent[place:]
+        with (path or self.path).open("r+b", buffering=0) as file:
+            start = file.seek(replaced[0][0] if replaced else 0, 0 if replaced else 2)
             file.write(b"".join(lines))  # never shorter than what was there
+        self._num_rows += len(rows) - len(replaced)
         starts = accumulate(map(len, lines), initial=start)
-        self._recent += zip(starts, rows, strict=False)
+        self._recent[place:] = zip(starts, rows, strict=False)
         del self._recent[:-_NUM_RECENT]
-        self._num_rows += len(rows)
 
     def set_aside(self) -> Path:
         """Rename the file, and begin a new one."""
@@ -198,28 +180,20 @@ def row_of(metrics: Mapping[str, Any], step: int | None) -> Row:
     return {name: str(cell) for name, cell in cells.items() if cell is not None}
 
 
-def place_of(
-    row: Row, rows: Sequence[Row], unsure: Set[str] = frozenset()
-) -> int | None:
+def place_of(row: Row, rows: Sequence[Row]) -> int | None:
     """Where among some rows is the last of its step, if the row can join it.
 
-    It cannot if both have different values of a metric, unless the last row's is in
-    `unsure`.
+    It cannot if both have different values of a metric.
     """
-    step = row.get("step")
-    steps = [] if step is None else [each.get("step") for each in rows]
-    if step not in steps:
-        return None
-    place = len(steps) - 1 - steps[::-1].index(step)
-    replaces = unsure if place == len(rows) - 1 else frozenset()
-    there = rows[place]
-    for name, _ in row.items() - there.items():
-        if name in there and name not in replaces:
-            return None
-    return place
+    for place in reversed(range(len(rows))):
+        there = rows[place]
+        if "step" in row and there.get("step") == row["step"]:
+            is_alike = all(there.get(name, cell) == cell for name, cell in row.items())
+            return place if is_alike else None
+    return None
 
 
-def joined(row: Row, rows: list[Row], unsure: Set[str] = frozenset()) -> list[Row]:
+def joined(row: Row, rows: list[Row]) -> list[Row]:
     """The rows with one more, as the file has them.
 
     >>> joined({"step": "1", "lr": "2"}, [{"step": "1", "loss": "3"}])
@@ -227,16 +201,15 @@ def joined(row: Row, rows: list[Row], unsure: Set[str] = frozenset()) -> list[Ro
     >>> joined({"step": "1", "loss": "4"}, [{"step": "1", "loss": "3"}])
     [{'step': '1', 'loss': '3'}, {'step': '1', 'loss': '4'}]
     """
-    recent = rows[-_NUM_RECENT:]
-    place = place_of(row, recent, unsure)
+    earlier, recent = rows[:-_NUM_RECENT], rows[-_NUM_RECENT:]
+    place = place_of(row, recent)
     if place is None:
         return [*rows, row]
-    place += len(rows) - len(recent)
-    return [*rows[:place], {**rows[place], **row}, *rows[place + 1 :]]
+    recent[place] = {**recent[place], **row}
+    return [*earlier, *recent]
 
 
-def _lines(columns: list[str], rows: list[Row]) -> bytes:
+def _line(columns: list[str], row: Row) -> bytes:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writerows(rows)
+    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerow(row)
     return text.getvalue().encode()

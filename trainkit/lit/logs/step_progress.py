@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 
+_Waiting = tuple[int, list[str], LateReading | None, dict[str, float]]
+"""A step, the names of losses, their values on the way, and numbers that are known."""
+
 
 class StepProgress(ProgressBar):
     """Shows the progress of training in optimizer steps, with the loss of each window.
@@ -51,13 +54,12 @@ class StepProgress(ProgressBar):
         self._forget()
 
     def _forget(self) -> None:
-        self._waiting: deque[_Reading] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._read: dict[int, WindowStats] = {}
         self._validated: dict[str, str] = {}
         self._validated_at = 0
         self._last_update = 0.0
         self._last_step = 0
-        self._said = -1
         self._total: int | None = None
 
     @property
@@ -91,7 +93,7 @@ class StepProgress(ProgressBar):
             return
         self._last_step = step
         if step != before and self._is_due(step, before):
-            self._waiting.append(self._reading(trainer, shown_now(trainer)))
+            self._add(trainer, shown_now(trainer), is_line=True)
         self._show_arrived()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -99,21 +101,15 @@ class StepProgress(ProgressBar):
         if not self._is_enabled or not is_within:
             return
         found = _monitored(trainer) | shown_now(trainer)
-        is_said = self._waiting and self._waiting[-1].step == self._last_step
-        self._show_arrived(wait=True)
         if self._bar is not None:
             self._validated, self._validated_at = _texts(found), self._last_step
-            self._waiting.append(self._reading(trainer, {}))
-        elif not (is_said or self._said == self._last_step):
-            if (reading := self._reading(trainer, found)).has_numbers:
-                self._waiting.append(reading)
-        elif found:  # the window's loss stands in the line above
-            self._waiting.append(_Reading(self._last_step, {}, found))
+            found = {}
+        self._add(trainer, found)
         self._show_arrived(wait=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._bar is not None:
-            self._waiting.append(self._reading(trainer, {}))
+            self._add(trainer, {})
         self._show_arrived(wait=True)
         self._close()
 
@@ -140,33 +136,43 @@ class StepProgress(ProgressBar):
         self._last_update = now
         return True
 
-    def _reading(self, trainer: Any, found: dict[str, float]) -> _Reading:
-        """Begin to read the losses of the last windows; on a GPU nothing waits."""
+    def _add(
+        self, trainer: Any, found: dict[str, float], *, is_line: bool = False
+    ) -> None:
+        """Begin to read the losses of the last windows; on a GPU nothing waits.
+
+        What a line has said, the next does not repeat; an empty one is left out.
+        """
         windows = windows_of(trainer)
         closed = {} if windows is None else windows.windows
         several = len(closed) > 1
         losses = {
-            f"window/{index}/loss" if several else "window/loss": stats
+            f"window/{index}/loss" if several else "window/loss": stats.loss
             for index, stats in closed.items()
             if self._bar is not None or stats is not self._read.get(index)
         }
         self._read = dict(closed)
-        return _Reading(self._last_step, losses, found)
+        reading = LateReading(torch.stack([*losses.values()])) if losses else None
+        if self._bar is not None or is_line or losses or found:
+            self._waiting.append((self._last_step, list(losses), reading, found))
 
     def _show_arrived(self, *, wait: bool = False) -> None:
-        while self._waiting and (wait or self._waiting[0].arrived):
-            reading = self._waiting.popleft()
-            texts = [f"{name} {text}" for name, text in reading.texts().items()]
-            if self._bar is None:
-                self._print_line(reading.step, texts)
-                continue
+        while self._waiting:
+            step, names, reading, found = self._waiting[0]
+            if not (wait or reading is None or reading.arrived):
+                return
+            self._waiting.popleft()
+            losses = [] if reading is None else reading.values()
+            numbers = _texts(dict(zip(names, losses, strict=True)) | found)
+            self._show(step, [f"{name} {text}" for name, text in numbers.items()])
+
+    def _show(self, step: int, texts: list[str]) -> None:
+        if self._bar is not None:
             is_old = self._validated_at != self._last_step
             at = f" at step {brief(self._validated_at)}" if is_old else ""
             texts += [f"{name} {text}{at}" for name, text in self._validated.items()]
             self._bar.draw(self._last_step, texts)
-
-    def _print_line(self, step: int, texts: list[str]) -> None:
-        self._said = step
+            return
         of = "" if self._total is None else f" of {brief(self._total)}"
         numbers = f": {', '.join(texts)}" if texts else ""
         print(f"trainkit | step {brief(step)}{of}{numbers}", flush=True)
@@ -175,34 +181,6 @@ class StepProgress(ProgressBar):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-class _Reading:
-    """Numbers of a step, on their way to the host.
-
-    Attributes:
-        step: at whose end they were known.
-    """
-
-    def __init__(
-        self, step: int, losses: dict[str, WindowStats], found: dict[str, float]
-    ) -> None:
-        self.step, self._names, self._found = step, list(losses), found
-        stacked = [stats.loss for stats in losses.values()]
-        self._losses = LateReading(torch.stack(stacked)) if stacked else None
-
-    @property
-    def has_numbers(self) -> bool:
-        return bool(self._names or self._found)
-
-    @property
-    def arrived(self) -> bool:
-        return self._losses is None or self._losses.arrived
-
-    def texts(self) -> dict[str, str]:
-        """The numbers by name; waits if they have not arrived."""
-        losses = [] if self._losses is None else self._losses.values()
-        return _texts(dict(zip(self._names, losses, strict=True)) | self._found)
 
 
 def _texts(numbers: dict[str, float]) -> dict[str, str]:

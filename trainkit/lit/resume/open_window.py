@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.ledger import state_of_sums
 from trainkit.core.state import holders, load_partial, save_partial
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import WindowOwner
@@ -94,25 +92,6 @@ def without_state(
     """What a checkpoint that trainkit did not see written has lost, or None."""
     lost = batches_into_epoch(checkpoint) % num_expected
     return {"num_windows": {}, "lost": lost} if lost else None
-
-
-def ledger_of(checkpoint: Mapping[str, Any]) -> Mapping[int, Any]:
-    """The ledger in a checkpoint; an older one has sums in its place.
-
-    `WindowMonitor` saved the weight and the samples of all windows, and a schedule by
-    tokens saved its count.
-    """
-    state = checkpoint.get(KEY) or {}
-    if "ledger" in state or not state.get("num_windows"):
-        return state.get("ledger", {})
-    sums = dict(checkpoint.get("trainkit_seen", {}))
-    for name, saved in checkpoint.get("callbacks", {}).items():
-        if name.startswith("AccumulationSchedule") and saved.get("unit") == "tokens":
-            sums.setdefault(0, [saved["tokens"], math.nan])
-    return {
-        index: state_of_sums(state["num_windows"][index], weight, samples)
-        for index, (weight, samples) in sums.items()
-    }
 
 
 def restore(

@@ -420,4 +420,5 @@ class WindowCallback(WindowOwner):
             num_expected = trainer.accumulate_grad_batches
             self._restored = open_window.without_state(checkpoint, num_expected)
         if trainer.state.fn == "fit":  # else a test of another checkpoint
-            self.ledger.load_state_dict(open_window.ledger_of(checkpoint))
+            saved = checkpoint.get(open_window.KEY) or {}
+            self.ledger.load_state_dict(saved.get("ledger", {}))
