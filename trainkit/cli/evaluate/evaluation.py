@@ -14,14 +14,9 @@ from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import Checkpoint, does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
-<<<<<<< HEAD
 from trainkit.cli.runs.summary import number
 from trainkit.config.build import Training
-from trainkit.config.redact import redact_words
-=======
-from trainkit.cli.runs.summary import show_written
 from trainkit.config.redact import redact
->>>>>>> 7afd6f9bb07c87e762249d45e24a0ef53e082614
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.exact_resume import find_stop
 
@@ -68,7 +63,6 @@ def evaluate(
         stopped = find_stop(trainer).stopped_by
         if stopped is None:
             raise
-<<<<<<< HEAD
         print(f"trainkit | stopped by {stopped.name}; no {verb}.json", flush=True)
         raise Interrupted(stopped) from end
     except Exception as error:
@@ -79,44 +73,6 @@ def evaluate(
             raise does_not_fit("checkpoint", checkpoint.path, error) from error
         raise TrainingFailed.by(error) from error
     finally:
-=======
-        finally:
-            if writer is not None:
-                writer.close()
-        self._refuse_no_batch()
-        facts = self._facts(writer)
-        if self.trainer.is_global_zero:
-            self.folder.write(f"{self.verb}.json", _as_json(facts))
-        return facts
-
-    def show(self, facts: Mapping[str, Any]) -> None:
-        """Print the result."""
-        rows = [(name, _brief(value)) for name, value in facts["metrics"].items()]
-        files = [f"{self.verb}.json"]
-        if self.verb != "predict" and not rows:
-            rows.append((self.verb, f"{STEPS[self.verb]} has logged nothing"))
-        if "rows" in facts:
-            counted = f"{facts['rows']:,} rows"
-            if facts["file"] is None:
-                counted = "predict_step has returned nothing, so there are no rows"
-            else:
-                files.append(facts["file"])
-            rows.append(("predictions", counted))
-        show_written(rows, self.folder.path, sorted(files))
-
-    def _facts(self, writer: Predictions | None) -> dict[str, Any]:
-        found = self.trainer.callback_metrics.items()
-        facts = {
-            "checkpoint": self.checkpoint.name(self.folder.path),
-            "step": self.checkpoint.step,
-            "metrics": {
-                name: number(value)
-                for name, value in found
-                if not isinstance(value, torch.Tensor) or value.numel() == 1
-            },
-            "overrides": redact(self.words),
-        }
->>>>>>> 7afd6f9bb07c87e762249d45e24a0ef53e082614
         if writer is not None:
             writer.close()
     _refuse_no_batch(verb, trainer)
@@ -128,7 +84,7 @@ def evaluate(
             for name, value in trainer.callback_metrics.items()
             if not isinstance(value, torch.Tensor) or value.numel() == 1
         },
-        "overrides": redact_words(words),
+        "overrides": redact(list(words)),
     }
     if writer is not None:
         facts["rows"] = writer.num_rows
