@@ -172,9 +172,9 @@ def test_nobody_else_is_told(asks: str, plan: Any, how: Any) -> None:
 def test_a_resumed_run_that_asks_for_the_true_number_is_told_nothing(
     tmp_path: Path,
 ) -> None:
-    path, how = tmp_path / "at.ckpt", {"plan": {0: 4, 1: 1}}
+    path, plan = tmp_path / "at.ckpt", {0: 4, 1: 1}
     saving = Saving(path, 15)
-    assert said_of("true", **how, callback=saving, loader=Resumable()) == []
-    assert said_of("true", **how, resume=path, loader=Resumable()) == []
-    (said,) = said_of("estimated", **how, resume=path, loader=Resumable())
+    assert said_of("true", plan, callback=saving, loader=Resumable()) == []
+    assert said_of("true", plan, resume=path, loader=Resumable()) == []
+    (said,) = said_of("estimated", plan, resume=path, loader=Resumable())
     assert "says 9 optimizer steps" in said
