@@ -92,9 +92,8 @@ def main(argv: list[str]) -> int:
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
-        given = {name: getattr(args, name) for name in ("betas", "eps")}
-        more = {name: value for name, value in given.items() if value is not None}
-        reference = Reference(batch=args.reference, lr=args.lr, **more)
+        adam = {"betas": args.betas or (0.9, 0.999), "eps": args.eps or 1e-8}
+        reference = Reference(batch=args.reference, lr=args.lr, **adam)
     report = make_report(
         plan,
         epoch=epoch,

@@ -28,8 +28,8 @@ class Reference:
 
     batch: int
     lr: float
-    betas: Sequence[float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: Sequence[float]
+    eps: float
 
 
 def make_report(
