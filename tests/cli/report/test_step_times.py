@@ -100,6 +100,7 @@ def fitted(clock: Clock, path: Path, *callbacks: Any, **options: Any) -> Any:
     data = Slow(clock, [dict(batch) for batch in BATCHES])
     how = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
     measured = StepTimes(RunFolder(path))
+    each: Any
     with quiet_lightning():
         each = trainer(2, callbacks=[measured, *callbacks], **how)
         each.fit(Net(clock), data, Slow(clock, [BATCHES[0]]))

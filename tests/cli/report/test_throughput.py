@@ -16,8 +16,8 @@ HEAD = "step,seconds,waiting,samples,tokens,padding\n"
 TIMES = "1,nan,nan,4,60,40\n2,0.5,0.1,8,90,10\n3,0.25,0.05,4,60,0\n4,1.25,0,8,50,50\n"
 
 
-def times(tmp_path: Path, text: str = HEAD + TIMES) -> Path:
-    file = tmp_path / "step_times.csv"
+def times(path: Path, text: str = HEAD + TIMES) -> Path:
+    file = path / "step_times.csv"
     file.write_text(text)
     return file
 
@@ -43,67 +43,56 @@ def test_the_table_the_chart_and_the_summary_agree(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, [{"step": 4, "window/loss": 1, "window/weight": 9}])
     known = read_step_times(times(tmp_path))
     speed = {"throughput": throughput(known)}
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | speed))
-    page = page_of(folder)
     said = "10 samples/s, 100 tokens/s, 23% padding, 8% of the time waiting for data"
-    assert said in page
-    assert rows(SUMMARY | speed)[-1] == ("throughput", said)
-    seconds = dict(zip(known["step"], known["seconds"], strict=True))
-    for title, chart in charts_of(folder).items():
-        if title.startswith("Throughput"):
-            points = chart.lines[0].shown
-            mean = sum(rate * seconds[step] for step, rate in points) / 2.0
-            assert f"{mean:.0f} {chart.lines[0].name.split()[0]}/s" in said
-    (tmp_path / "summary.json").unlink()  # as of a run that was killed
+    assert said in page_of(folder)  # as of a run that was killed
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | speed))
     assert said in page_of(folder)
+    assert rows(SUMMARY | speed)[-1] == ("throughput", said)
+    assert rows(SUMMARY | {"throughput": None}) == rows(SUMMARY)
+    seconds = dict(zip(known["step"], known["seconds"], strict=True))
+    for counted in ("samples", "tokens"):
+        (line,) = charts_of(folder)[f"Throughput, in {counted} per second"].lines
+        mean = sum(rate * seconds[step] for step, rate in line.shown) / 2.0
+        assert f"{mean:.0f} {counted}/s" in said
 
 
 def test_weights_are_not_called_tokens(tmp_path: Path) -> None:
     """The control: what the strategy weighs is not what was counted."""
-    rows = [{"step": n, "window/seen": 4 * n, "window/loss": 1} for n in range(1, 5)]
-    folder = run_folder(tmp_path, rows)
+    seen = [{"step": n, "window/seen": 4 * n, "window/loss": 1} for n in range(1, 5)]
+    folder = run_folder(tmp_path, seen)
     (tmp_path / "learning_rate_plan.json").write_text('{"unit": "tokens"}')
     times(tmp_path, HEAD + re.sub(r"(\d+),(\d+)\n", "0,0\n", TIMES))
     assert titles(page_of(folder)) == ["Loss", "Throughput, in samples per second"]
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"),
+    ("text", "steps", "said"),
     [
-        ("", []),  # there is no such file
-        (HEAD + TIMES + "3,nan,nan,4,60,0\n", [2, 4]),  # a process began at step 3
-        (HEAD + TIMES + "4,0.5,0,8,50,50\n5,0.", [2, 3, 4]),  # killed while writing
-        ("step,seconds\n1,nan\n2,0.5\n", []),  # of an earlier version
+        ("", [], None),  # there is no such file
+        (HEAD + "1,nan,nan,4,60,40\n", [], None),
+        # a process began at step 3
+        (HEAD + TIMES + "3,nan,nan,4,60,0\n", [2, 4], "9.14 samples/s, 80 tokens/s, 3"),
+        # killed while writing, after step 4 was done again
+        (
+            HEAD + TIMES + "4,0.5,0,8,50,50\n5,0.",
+            [2, 3, 4],
+            "16 samples/s, 160 tokens/",
+        ),
+        ("step,seconds\n1,nan\n2,0.5\n", [], "2 steps/s"),  # of an earlier version
     ],
 )
 def test_what_is_not_known_is_left_out(
-    text: str, steps: list[int], tmp_path: Path
+    text: str, steps: list[int], said: str | None, tmp_path: Path
 ) -> None:
     known = read_step_times(times(tmp_path, text) if text else tmp_path / "none")
     lines = rates(known)
-    samples = lines["samples per second"].steps if lines else []
-    assert samples == steps
+    assert (lines["samples per second"].steps if lines else []) == steps
     measured = throughput(known)
-    assert (measured is None) == (not text)
-    if measured is not None and not steps:
-        assert throughput_text(**measured) == "2 steps/s"
+    assert (measured is None) == (said is None)
+    assert measured is None or throughput_text(**measured).startswith(said or "")
 
 
-def test_of_a_step_that_was_done_again_the_later_row_counts(tmp_path: Path) -> None:
-    known = read_step_times(times(tmp_path, HEAD + TIMES + "4,0.25,0,8,50,50\n"))
-    measured = throughput(known)
-    assert measured is not None
-    assert (measured["steps"], measured["seconds"]) == (3, 1.0)
-
-
-def test_the_last_row_says_it() -> None:
-    numbers = {
-        "steps": 3, "seconds": 2.0, "steps_per_second": 1.5, "padding": 0.124,
-        "samples_per_second": 1238.4, "tokens_per_second": 38149.0, "waiting": 0.03,
-    }  # fmt: skip
-    assert rows(SUMMARY | {"throughput": numbers})[-1] == (
-        "throughput",
-        "1,240 samples/s, 38,100 tokens/s, 12% padding, 3% of the time waiting for "
-        "data",
+def test_numbers_have_three_digits() -> None:
+    assert throughput_text(1.5, 1238.4, 38149.0, 0.124, 0.03) == (
+        "1,240 samples/s, 38,100 tokens/s, 12% padding, 3% of the time waiting for data"
     )
-    assert rows(SUMMARY | {"throughput": None}) == rows(SUMMARY)

@@ -110,24 +110,25 @@ def test_what_goes_on_keeps_the_plan_with_which_it_began(
     assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_training_that_fails_leaves_what_it_has_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
+    return tmp_path
+
+
+def test_a_training_that_fails_leaves_what_it_has_come_to(here: Path) -> None:
     stops = f"+callbacks.stops._target_={__name__}.Stops"
     assert train(stops, "trainer.max_steps=4") == 1
-    run = the_run(tmp_path)
+    run = the_run(here)
     assert "failed after 2 optimizer steps" in (run / "report.html").read_text()
     assert not (run / "pictures").exists()  # which were not asked for
 
 
 def test_a_report_that_cannot_be_drawn_fails_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    folder = tmp_path / "run"
+    folder = here / "run"
     (folder / "report.html").mkdir(parents=True)  # in its place
     assert train(f"paths.run_dir={folder}", "trainer.max_steps=1") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "report: " in line]
@@ -136,11 +137,9 @@ def test_a_report_that_cannot_be_drawn_fails_no_training(
 
 
 def test_without_rows_there_is_no_report_and_no_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
     assert train("trainer.fast_dev_run=true") == 0
-    assert not list(tmp_path.rglob("report.html"))
-    assert not list(tmp_path.rglob("learning_rate_plan.json"))
+    assert not list(here.rglob("report.html"))
+    assert not list(here.rglob("learning_rate_plan.json"))
     assert "report" not in capsys.readouterr().out
