@@ -44,7 +44,7 @@ LIGHT = [
     ),
     *(
         f"from trainkit.core.plan.{module} import *"
-        for module in ("effective_batch", "options", "rate_plan", "scaling", "stages")
+        for module in ("effective_batch", "options", "scaling", "stages")
     ),
 ]
 USE_OF_CORE = """

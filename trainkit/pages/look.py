@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
 
 LIGHT = {
     "paper": "#ffffff",
@@ -51,16 +50,6 @@ def number(value: float) -> str:
     if 1e6 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value + 0.0:,.6g}"
-
-
-def new_figure(width: float, height: float, **options: Any) -> Figure:
-    """A figure that `savefig` writes as a PNG, and that needs no window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, **options)
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def tidy(panel: Axes, *, grid: str = "both") -> None:

@@ -171,10 +171,6 @@ FAR = [*PLAN, "--lr", "0.1", "--reference", "4", "--betas", "0.9", "0.5", "--rul
         ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: .* above 0 and below 1, rec"),
         ([*FAR, "adam-sde"], "k = 128 beta = 0.9 becomes -11.8:"),
         ([*FAR, "half-life"], "k = 128 beta = 0.5 becomes 2.9.e-39:"),
-        (
-            [*PLAN, "--noise-scale", "21O"],
-            "--noise-scale: .*'21O', and there is no such folder",
-        ),
         ([*PLAN, *RATE, "--rule", "gain"], "--rule gain: needs --noise-scale"),
         ([*PLAN, "--noise-scale", "2", "--rule", "gain"], "--rule: needs --lr"),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
+from tests.cli.plan.test_main import report
 from tests.cli.training import SMALL, the_run, train
 from trainkit.cli.plan.main import main
 from trainkit.errors import TrainkitError
@@ -29,20 +30,12 @@ def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
 
 
-def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert main([*argv, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_what_it_finds_is_a_plan_with_the_sizes_tried(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     found = report(capsys, *PROBE)
-    assert (found["micro_batch"], found["accumulate"], found["effective"]) == (
-        16,
-        1,
-        16,
-    )
+    sizes = (found["micro_batch"], found["accumulate"], found["effective"])
+    assert sizes == (16, 1, 16)
     assert [trial["size"] for trial in found["trials"]] == [2, 4, 8, 16]
     assert set(found["trials"][0]) == {
         "size", "fits", "samples_per_second", "peak_bytes",

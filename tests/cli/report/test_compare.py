@@ -48,7 +48,7 @@ def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None
         "name": ["–", EVIL],
         "training": ["has not ended, or was killed; its last row is of step 2"] * 2,
     }
-    assert "3 values of their configurations differ" in page
+    assert "Values of their configurations that differ: 3" in page
     assert EVIL not in page
     assert escape(EVIL) in page
 
@@ -59,7 +59,7 @@ def test_numbers_of_a_run_that_ended_are_from_its_summary(tmp_path: Path) -> Non
     facts = {**SUMMARY, "metrics": {"test/acc": 0.5}, "steps": 3}
     (runs[0] / "summary.json").write_text(json.dumps(facts))
     page = page_of(*runs, to=tmp_path / "page.html")
-    assert "0 values of their configurations differ" in page
+    assert "configurations that differ: 0" in page
     rows = cells(page, "runs")
     assert rows["training"][0] == "finished after 3 optimizer steps"
     assert rows["test/acc"] == ["0.5", "–"]

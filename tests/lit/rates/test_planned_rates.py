@@ -24,8 +24,7 @@ from trainkit import (
     PerSample,
     warmup_cosine,
 )
-from trainkit.core.plan.rate_plan import RatePlan
-from trainkit.lit.rates.planned_rates import plan_rates
+from trainkit.lit.rates.planned_rates import RatePlan, plan_rates
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no learning rate schedulers:RuntimeWarning"),

@@ -37,7 +37,7 @@ def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
     for texts, keys in (configs, differing), (ends, ["training", *_differing(ends)]):
         for key in dict.fromkeys(keys):
             rows.append([key, *(of.get(key, _NONE) for of in texts)])
-    said = f"{len(differing)} values of their configurations differ"
+    said = f"Values of their configurations that differ: {len(differing)}"
     top = f"<details open><summary>{said}</summary>{table(rows, 'runs')}</details>"
     charts = list(_together(runs, labels))
     title = f"{len(runs)} runs"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.cli.report.charts import Chart
 from trainkit.cli.report.lines import Line
-from trainkit.pages.look import LIGHT, is_wide, label_decades, new_figure, number, tidy
+from trainkit.pages.look import LIGHT, is_wide, label_decades, number, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,11 +42,9 @@ _PLACES, _DIGITS = re.compile(r' d="[^"]*"'), re.compile(r"(\.\d)\d+")
 
 
 def draw_all(charts: Sequence[Chart], pictures: Path | None = None) -> list[str]:
-    """The drawing of each chart as HTML; the first one also over the full width.
+    """The drawing of each chart as HTML, and its PNG if there is a folder for them.
 
-    Args:
-        charts: what is drawn.
-        pictures: a folder for the PNGs.
+    The first chart is drawn over the full width, too.
     """
     if pictures is not None:
         pictures.mkdir(exist_ok=True)
@@ -87,9 +85,10 @@ def draw(
 
 def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
     """A chart as a figure without title and legend."""
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure = new_figure(width, _HEIGHT)
+    figure = Figure((width, _HEIGHT), dpi=150)  # it needs no window
     across, up = width - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - _TOP
     place = (_LEFT / width, _BOTTOM / _HEIGHT, across / width, up / _HEIGHT)
     panel = figure.add_axes(place)

@@ -24,17 +24,7 @@ _PAGE = "runs.html"
 
 
 def main(argv: list[str]) -> int:
-    """Write the report of a run, or the page of several runs.
-
-    Args:
-        argv: the arguments after `report`.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        TrainkitError: a folder has no rows to draw, or is not writable.
-    """
+    """Run `trainkit report`, and return the exit status."""
     parser = Arguments(
         prog="trainkit report",
         description="Draw the report of a run, or several runs in one page.",

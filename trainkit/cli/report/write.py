@@ -99,12 +99,7 @@ def read(folder: RunFolder, name: str, how: Callable[[Path], _Read]) -> _Read:
 
 
 def write_report(run: Run, *, pictures: bool = True) -> None:
-    """Write `report.html` and, beside it, `pictures/`.
-
-    Args:
-        run: has charts.
-        pictures: whether to write the PNGs.
-    """
+    """Write `report.html` of a run that has charts and, beside it, `pictures/`."""
     folder = run.folder
     text = page(
         run.charts,

@@ -11,7 +11,7 @@ from trainkit.cli.sweep.parameters import is_number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
-from trainkit.pages.look import LIGHT, is_wide, label_decades, new_figure, tidy
+from trainkit.pages.look import LIGHT, is_wide, label_decades, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,11 +32,14 @@ def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
     A trial that was stopped early is a square, and the best trial has a ring. A crashed
     trial is a cross at its arguments, on the edge of the worst metric.
     """
+    from matplotlib.figure import Figure
+
     names = list(sweep.varied)[: _MOST_PANELS - 1]
     num_panels = len(names) + 1
     columns = 2 if num_panels == 4 else min(_COLUMNS, num_panels)
     rows = math.ceil(num_panels / columns)
-    figure = new_figure(4.4 * columns, 3.4 * rows, layout="constrained")
+    size = (4.4 * columns, 3.4 * rows)
+    figure = Figure(size, dpi=150, layout="constrained")  # it needs no window
     panels = [figure.add_subplot(rows, columns, n + 1) for n in range(num_panels)]
     _draw_progress(panels[0], sweep, trials)
     for panel, name in zip(panels[1:], names, strict=True):

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from itertools import islice
@@ -16,7 +16,6 @@ from typing import Any
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.core.plan.scaling import warmed_up
 from trainkit.core.plan.stages import Stages
 from trainkit.lit.callback.base import find_callback, has_callback
@@ -28,6 +27,21 @@ _KNOWN = ("torch.optim.", "trainkit.", "transformers.")
 _MOST_STEPS = 300_000
 """Schedulers are run step by step, which takes about a second for this many."""
 _MOST_POINTS = 2_000
+
+
+@dataclass(frozen=True)
+class RatePlan:
+    """The rates that were planned when a training began.
+
+    Attributes:
+        steps: optimizer steps, counted from 0.
+        rates: the rate at each of these steps, by the name under which it is logged.
+        why_not: the reason, if there is no plan.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    why_not: str = ""
 
 
 def plan_rates(trainer: Any, pl_module: Any) -> RatePlan:
