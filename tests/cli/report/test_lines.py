@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.cli.report.lines import MOST, Line, noise_lines, read_lines, window_sizes
@@ -22,6 +22,7 @@ def line(numbers: list[float]) -> Line:
     return Line("loss", tuple(map(float, range(len(numbers)))), tuple(numbers))
 
 
+@settings(max_examples=20, deadline=None)
 @given(NUMBERS)
 def test_what_is_drawn_keeps_the_extremes_and_the_last_step(
     numbers: list[float],
@@ -119,9 +120,14 @@ def test_the_noise_scale_has_its_band_and_the_window_beside_it(
     assert window.shown[18:22] == [(19, 32), (20, 32), (21, 128), (22, 128)]
 
 
-def test_a_scale_that_is_not_known_is_a_gap_and_none_is_no_line() -> None:
-    scale, _ = noise_lines(noise(more={30: {"window/noise_scale": "inf"}})).values()
+@pytest.mark.parametrize("unknown", ["inf", "0"])
+def test_a_scale_that_is_not_known_is_a_gap_and_none_is_no_line(unknown: str) -> None:
+    gap = {"window/noise_scale": unknown, "window/noise_scale_low": 0}
+    scale, _ = noise_lines(noise(more={30: gap})).values()
     assert [step for step, _ in scale.shown] == [10, 20, 40]
+    assert scale.low == [80, 80, 8, 80]  # a quarter of the window
+    nothing = dict.fromkeys((10, 20, 30, 40), {"window/noise_scale": "0"})
+    assert noise_lines(noise(more=nothing)) == {}
     assert list(noise_lines(noise(seen=False))) == ["window/noise_scale"]
     assert noise_lines({"loss": line([1.0])}) == {}
 

@@ -116,7 +116,8 @@ def window_sizes(columns: Mapping[str, Line]) -> dict[float, float]:
     """
     sizes, before, then = {}, 0.0, 0.0
     for step, samples in columns[SEEN].shown if SEEN in columns else ():
-        sizes[step] = (samples - before) / (step - then)
+        if samples > before:
+            sizes[step] = (samples - before) / (step - then)
         before, then = samples, step
     return sizes
 
@@ -124,11 +125,14 @@ def window_sizes(columns: Mapping[str, Line]) -> dict[float, float]:
 def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
     """The noise scale in its band, and the size of the window beside it.
 
-    An end of the interval that is not known, or far out, is the end of the axis.
+    An end of the interval that is not known, or far out, is the end of the axis. A
+    noise scale of 0 is a gap, for a logarithmic axis cannot hold it.
     """
-    if SCALE not in columns:
+    if SCALE not in columns or max(value for _, value in columns[SCALE].shown) <= 0:
         return {}
     scale, sizes = columns[SCALE], window_sizes(columns)
+    values = [value if value > 0 else math.nan for value in scale.values]
+    scale = replace(scale, values=values)
     known = [*(value for _, value in scale.shown), *sizes.values()]
     least, most = min(known) / _ROOM, max(known) * _ROOM
 
