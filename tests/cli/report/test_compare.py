@@ -36,7 +36,7 @@ def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None
     one = made(tmp_path / "one", {"model": {"width": 4}, "lr": 0.1, "seed": 0}, loss=2)
     two = made(tmp_path / "two", {"model": {"width": 8}, "seed": 0, "name": EVIL})
     page = page_of(one, two, to=tmp_path / "page.html")
-    assert titles(page) == ["Loss", "Loss: val/loss"]
+    assert titles(page) == ["Loss: window/loss", "Loss: val/loss"]
     for chart in legends(page).values():
         assert [label.split(":")[0] for label in chart] == ["one", "two"]
     for title in titles(page):

@@ -12,6 +12,8 @@ from trainkit.pages.look import number
 
 PLANNED = ", planned"
 """The end of the name of a planned rate."""
+METRIC = "metric_"
+"""The beginning of the keys of charts of metrics that are not ours."""
 _COLOURS = ("train", "other1", "other2", "other3", "other4")
 _PHASE = re.compile(r"^(train|val|valid|validation|test)/")
 _NO_CHARTS = re.compile(
@@ -28,7 +30,8 @@ class Chart:
         key: the name of its PNG.
         title: its heading.
         caption: a sentence that says what it shows.
-        columns: a pattern of the names of its lines; "" for a metric that is not ours.
+        columns: a pattern of the names of its lines. Default: those of `WindowMonitor`
+            that are called as its key, of one or several optimizers.
         from_zero: whether 0 is on the axis.
         may_be_log: whether the axis becomes logarithmic if values are far apart, or
             ends early if the first values are high.
@@ -74,7 +77,6 @@ _CHARTS = (
         "weight",
         "Window weight{unit}",
         "How much each optimizer step counted, as the strategy weighs.",
-        r"window/(\d+/)?weight",
         from_zero=True,
     ),
     *(
@@ -91,7 +93,6 @@ _CHARTS = (
         "imbalance",
         "Imbalance",
         "The largest share of a micro-batch times their number; 1 is even.",
-        r"window/(\d+/)?imbalance",
     ),
     Chart(
         "learning_rate",
@@ -105,7 +106,6 @@ _CHARTS = (
         "micro_batches",
         "Accumulation",
         "How many micro-batches, of all ranks, made a window.",
-        r"window/(\d+/)?micro_batches",
         from_zero=True,
         as_stairs=True,
     ),
@@ -113,14 +113,12 @@ _CHARTS = (
         "grad_norm",
         "Gradient norm",
         "The 2-norm of the window's gradient, before clipping.",
-        r"window/(\d+/)?grad_norm",
         may_be_log=True,
     ),
     Chart(
         "padding",
         "Padding",
         "The share of tokens that only pad.",
-        r"window/(\d+/)?padding",
         is_share=True,
         from_zero=True,
     ),
@@ -129,7 +127,6 @@ _CHARTS = (
         "Uniform gap",
         "The share of weight that equal weights would have given to the wrong "
         "micro-batches: half the sum of |weight / window weight - 1 / micro-batches|.",
-        r"window/(\d+/)?uniform_gap",
         is_share=True,
         from_zero=True,
         note="Plain accumulation gives equal weights. In a full window its gradient is "
@@ -141,7 +138,6 @@ _CHARTS = (
         "micro_batch_size",
         "Micro-batch size",
         "The limit of each micro-batch, which is found while the training runs.",
-        r"window/(\d+/)?micro_batch_size",
         from_zero=True,
         as_stairs=True,
     ),
@@ -175,7 +171,8 @@ def choose(
     charts = []
     left = {name: line for name, line in columns.items() if not _NO_CHARTS.search(name)}
     for chart in _CHARTS:
-        own = [name for name in left if re.fullmatch(chart.columns, name)]
+        pattern = chart.columns or rf"window/(\d+/)?{chart.key}"
+        own = [name for name in left if re.fullmatch(pattern, name)]
         title, note = chart.title.format(**said), chart.note.format(**said)
         lines = _coloured(left.pop(name) for name in own)
         if lines:
@@ -193,7 +190,7 @@ def _other(lines: Sequence[Line]) -> Chart:
     """The chart of a metric that is not ours; training and validation share one."""
     names = [line.name for line in lines]
     return Chart(
-        "metric_" + re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:100],
+        METRIC + re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:100],
         " and ".join(names),
         "As it was logged.",
         may_be_log=True,

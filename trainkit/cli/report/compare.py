@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.cli.report.charts import Chart
+from trainkit.cli.report.charts import METRIC, Chart
 from trainkit.cli.report.lines import Line
 from trainkit.cli.report.page import page
 from trainkit.cli.report.write import Run, read
@@ -59,17 +59,17 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
         dash = _DASHES[turn % len(_DASHES)]
         look = {"name": labels[place], "colour": _COLOURS[colour], "dash": dash}
         for chart in run.charts:
+            is_ours = not chart.key.startswith(METRIC)
             for line in chart.lines:
-                title = line.name
-                if chart.columns:
-                    is_first = line is chart.lines[0]
-                    title = chart.title if is_first else f"{chart.title}: {title}"
                 if line.colour != "plan":
-                    named = replace(chart, title=title, note="")
-                    _, lines = found.setdefault((title, line.name), (named, []))
+                    key = (chart.title if is_ours else line.name, line.name)
+                    _, lines = found.setdefault(key, (chart, []))
                     lines.append(replace(line, **look))
-    for chart, lines in found.values():
-        yield replace(chart, lines=lines)
+    titles = [title for title, _ in found]
+    for (title, name), (chart, lines) in found.items():
+        is_only = titles.count(title) == 1
+        title = title if is_only else f"{title}: {name}"
+        yield replace(chart, title=title, lines=lines, note="")
 
 
 def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
