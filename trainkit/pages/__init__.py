@@ -1,1 +1,1 @@
-"""Pages and pictures: their frame, bars, colours and numbers; files written whole."""
+"""Pages and pictures: their frame, tables, colours and numbers; files written whole."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from trainkit.cli.words import find_modules_here, options_first
 from trainkit.config.build import build
 from trainkit.errors import TrainkitError
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
+from trainkit.lit.quiet import without_advice
 
 
 def probe(
@@ -38,11 +37,10 @@ def probe(
         TrainkitError: the configuration is wrong, or no size can be found.
     """
     find_modules_here()
-    _quieten()
     config = Composition(options_first(words)).config
     _refuse_without_key(config)
     folders = tempfile.TemporaryDirectory(prefix="trainkit-plan-")
-    with spoken("train"), folders as folder:
+    with without_advice(), spoken("train"), folders as folder:
         with open_dict(config):
             config.paths.run_dir = folder
         training = build(config)
@@ -69,10 +67,3 @@ def _refuse_without_key(config: DictConfig) -> None:
             f"loader's batches, and the configuration's data has {names}. Give the "
             f"data module an argument batch_size, and name it in its configuration."
         )
-
-
-def _quieten() -> None:
-    """Silence Lightning's advice, which a probe does not need."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for known in (r".*treespec, LeafSpec.*", r".*does not have many workers.*"):
-        warnings.filterwarnings("ignore", known)
