@@ -75,6 +75,14 @@ def test_what_holds_until_the_next_is_drawn_as_stairs() -> None:
         assert line.get_drawstyle() == style
 
 
+def test_a_planned_rate_is_broad_and_lies_below_the_one_that_was_taken() -> None:
+    taken = Line("lr", (0.0, 1.0), (1.0, 2.0))
+    lines = (taken, replace(taken, colour="plan"))
+    above, below = figure_of(Chart("", "", "", lines=lines)).axes[0].lines
+    assert below.get_zorder() < above.get_zorder()
+    assert below.get_linewidth() > above.get_linewidth()
+
+
 LOG, SHARE, ZERO = {"may_be_log": True}, {"is_share": True}, {"from_zero": True}
 
 

@@ -154,9 +154,9 @@ def test_the_band_and_the_window_of_the_noise_scale_are_drawn(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("last_step", "summary", "said"),
     [
-        (3, SUMMARY, ("training", "finished after 4 optimizer steps")),
-        (3, SUMMARY, ("plain accumulation", "off by 5.8% of their size")),
-        (3, SUMMARY, ("last step", "batch 4 x accumulation 4 x ranks 2 = 32 samples")),
+        (4, SUMMARY, ("training", "finished after 4 optimizer steps")),
+        (4, SUMMARY, ("plain accumulation", "off by 5.8% of their size")),
+        (4, SUMMARY, ("last step", "batch 4 x accumulation 4 x ranks 2 = 32 samples")),
         (9, SUMMARY, ("since then", "resumed, up to step 9")),
         (3, {}, ("training", "has not ended, or was killed; its last row is of step")),
         (3, {}, ("val/loss", "2.5 at step 3")),

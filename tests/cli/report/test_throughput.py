@@ -72,6 +72,7 @@ def test_weights_are_not_called_tokens(tmp_path: Path) -> None:
         (HEAD + "1,nan,nan,4,60,40\n", [], None),
         # a process began at step 3
         (HEAD + TIMES + "3,nan,nan,4,60,0\n", [2, 4], "9.14 samples/s, 80 tokens/s, 3"),
+        (HEAD + TIMES + "4,0,0,8,50,50\n", [2, 3], "16 samples/s, 200 tokens/s"),
         # killed while writing, after step 4 was done again
         (
             HEAD + TIMES + "4,0.5,0,8,50,50\n5,0.",
