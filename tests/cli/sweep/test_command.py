@@ -11,7 +11,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.cli.sweep.command import command_line, hydra_text, is_trainkit
+from trainkit.cli.sweep.command import command_line
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.whole_config import hydra_text
+
+
+def sweep(*command: str, **config: Any) -> SweepFile:
+    parameters = {"lr": {"value": 1}}
+    common = {"method": "random", "parameters": parameters, "program": "t.py"}
+    return SweepFile.model_validate({**common, "command": list(command), **config})
+
 
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]))
 HARD = st.text("\\'\"ab1e ,=:$")
@@ -75,9 +84,8 @@ def test_command_line_is_the_agents(
 ) -> None:
     monkeypatch.setenv("TRAINKIT_TEST_GPU", "3")
     arguments = {"lr": 0.1, "flag": True, "off": False}
-    config = {"program": "t.py", "command": [macro]}
 
-    assert command_line(config, arguments, json_file="here.json") == words
+    assert command_line(sweep(macro), arguments, json_file="here.json") == words
 
 
 def test_the_agent_of_the_real_client_makes_the_same_arguments() -> None:
@@ -89,17 +97,8 @@ def test_the_agent_of_the_real_client_makes_the_same_arguments() -> None:
     )
 
     for macro in ("args", "args_no_hyphens", "args_no_boolean_flags", "args_no_equals"):
-        ours = command_line({"command": [f"${{{macro}}}"]}, arguments)
+        ours = command_line(sweep(f"${{{macro}}}"), arguments)
         assert ours == theirs[macro]
-
-
-def test_trainkit_gets_nested_parameters_as_dotted_overrides() -> None:
-    config = {"command": ["trainkit", "train", "${args_no_hyphens}"]}
-    arguments = {"optimizer": {"lr": 0.1}, "experiment": None, "name": "a,b"}
-
-    words = command_line(config, arguments, more=["x=1"])
-
-    assert words[2:] == ["optimizer.lr=0.1", "experiment=null", "name='a,b'", "x=1"]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +107,10 @@ def test_trainkit_gets_nested_parameters_as_dotted_overrides() -> None:
         ({"command": ["${env}", "/opt/bin/trainkit", "train"]}, True),
         ({"command": ["${interpreter}", "-m", "trainkit", "train"]}, True),
         ({"program": "trainkit", "command": ["${program}", "train"]}, True),
-        ({"command": ["trainkit", "fit", "${args}"]}, False),
+        ({"command": ["trainkit", "fit"]}, False),
         ({"program": "trainkit.py"}, False),
     ],
 )
 def test_trainkit_train_is_recognised(config: dict[str, Any], is_one: bool) -> None:
-    assert is_trainkit(config) is is_one
+    words = [*config.pop("command", ["${program}"]), "${args_no_hyphens}"]
+    assert sweep(*words, **config).runs_trainkit is is_one

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ def sweep(goal: str = "minimize", **parameters: Any) -> SweepFile:
     every = parameters or {"lr": {"min": 0.0, "max": 1.0}, "fixed": {"value": 1}}
     metric = {"name": "val/loss", "goal": goal}
     config = {"method": "random", "metric": metric, "parameters": every}
-    return SweepFile(path=Path("toy.yaml"), config=config)
+    return SweepFile.model_validate({**config, "program": "t.py"})
 
 
 @pytest.mark.parametrize(("goal", "best"), [("minimize", "t4"), ("maximize", "t0")])
@@ -58,18 +56,6 @@ def test_plain_lines_show_the_swept_values_and_mark_the_best() -> None:
         "   t2     crashed             0.5    exit 1: [out]",
         "   t3     finished  nan       1",
     ]
-
-
-def test_a_terminal_gets_the_same_content() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    table.show(sweep(), TRIALS, file=screen)
-
-    for word in ("t4", "1e-05", "exit 1: [out]", "val/loss", "stopped"):
-        assert word in screen.getvalue()
 
 
 def test_json_is_strict_and_complete() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.cli.sweep.environment import kill_delay
-from trainkit.cli.sweep.trial import Trial
+from trainkit.cli.sweep.child_process import kill_delay
+from trainkit.cli.sweep.trial import State, Trial
 from trainkit.errors import TrainkitError
 
 _LOCK = "running.lock"
@@ -22,13 +23,12 @@ _POLL = 0.05
 class TrialProcess:
     """Runs a trial's command; its output goes to `<folder>/output.log`.
 
-    The process and those that it starts inherit a lock on its folder. So a resumed
-    sweep sees whether its trials are still running.
+    The process and those that it starts inherit a lock on its folder, which exists. So
+    a resumed sweep sees whether its trials are still running.
 
-    Args:
-        trial: the trial; its folder must exist.
-        command: the words to run.
-        env: its environment.
+    Attributes:
+        trial: the trial.
+        becomes: the trial's state if it ends because it was asked to.
 
     Raises:
         OSError: the command cannot be started.
@@ -38,7 +38,7 @@ class TrialProcess:
         self, trial: Trial, command: Sequence[str], env: Mapping[str, str]
     ) -> None:
         self.trial = trial
-        self.asked_to_stop = False
+        self.becomes: State | None = None
         self._deadline = float("inf")
         folder = Path(trial.folder)
         lock = _take_lock(folder)
@@ -60,20 +60,20 @@ class TrialProcess:
         """The exit code once it has ended; kills it after the time to end is over."""
         code = self._process.poll()
         if code is None and time.monotonic() > self._deadline:
-            self.kill()
+            _kill_all(self._process.pid)
+            return self._process.wait()
         return code
 
-    def stop(self) -> None:
+    def stop(self, becomes: State) -> None:
         """Ask it to end with SIGTERM; `poll` kills it if it is too slow."""
-        if not self.asked_to_stop and self._process.poll() is None:
-            self.asked_to_stop = True
+        if self.becomes is None and self._process.poll() is None:
+            self.becomes = becomes
             self._deadline = time.monotonic() + kill_delay()
-            self._process.send_signal(signal.SIGTERM)
+            self._process.terminate()
 
-    def kill(self) -> None:
-        """Kill it and the processes that it has started."""
-        _signal_group(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def hurry(self) -> None:
+        """Make `poll` kill it at once."""
+        self._deadline = 0.0
 
 
 def end_orphan(trial: Trial) -> bool:
@@ -86,17 +86,23 @@ def end_orphan(trial: Trial) -> bool:
         TrainkitError: it is running and cannot be stopped.
     """
     folder = Path(trial.folder)
-    if not folder.is_dir() or _is_free(folder):
+    if not folder.is_dir() or _becomes_free(folder, 0):
         return False
-    if trial.pid is None:  # the sweep was killed before it had saved the number
-        raise _is_still_running(trial)
-    with suppress(ProcessLookupError):  # what it has started may still hold the lock
-        os.kill(trial.pid, signal.SIGTERM)
-    if not _becomes_free(folder):
-        _signal_group(trial.pid, signal.SIGKILL)
-        if not _becomes_free(folder):
-            raise _is_still_running(trial)
-    return True
+    if trial.pid is not None:  # else the sweep was killed before it had saved it
+        with suppress(ProcessLookupError):
+            os.kill(trial.pid, signal.SIGTERM)
+        if _becomes_free(folder, kill_delay()):
+            return True
+        _kill_all(trial.pid)
+        if _becomes_free(folder, kill_delay()):
+            return True
+    raise _is_still_running(trial)
+
+
+def _kill_all(pid: int) -> None:
+    """Kill a process and those that it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _is_still_running(trial: Trial) -> TrainkitError:
@@ -106,18 +112,18 @@ def _is_still_running(trial: Trial) -> TrainkitError:
     )
 
 
-def _becomes_free(folder: Path) -> bool:
-    deadline = time.monotonic() + kill_delay()
-    while not _is_free(folder):
+def _becomes_free(folder: Path, seconds: float) -> bool:
+    """Whether nobody has the lock of a folder, at the latest after some time."""
+    deadline = time.monotonic() + seconds
+    while (lock := _take_lock(folder)) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL)
+    lock.close()
     return True
 
 
 def _take_lock(folder: Path) -> IO[Any] | None:
-    import fcntl
-
     file = (folder / _LOCK).open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,15 +131,3 @@ def _take_lock(folder: Path) -> IO[Any] | None:
         file.close()
         return None
     return file
-
-
-def _is_free(folder: Path) -> bool:
-    lock = _take_lock(folder)
-    if lock is not None:
-        lock.close()
-    return lock is not None
-
-
-def _signal_group(pid: int, signum: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it has ended
-        os.killpg(pid, signum)
