@@ -40,15 +40,13 @@ def toy(folder: Path, parameters: Mapping[str, Any], **config: Any) -> Path:
     return path
 
 
-def offline(path: Path, **options: Any) -> Any:
+def offline(path: Path, say: Callable[[str], None] = print) -> Any:
     """A sweep in this process, new or continued."""
-    from trainkit.cli.sweep.offline.journal import Journal
-    from trainkit.cli.sweep.offline.sweep import OfflineSweep
+    from trainkit.cli.sweep.offline import OfflineSweep
 
-    sweep = SweepFile.read(path)
     folder = path.parent / "sweeps" / "s1"
     folder.mkdir(parents=True, exist_ok=True)
-    return OfflineSweep(sweep, Journal(sweep, folder, seed="7"), **options)
+    return OfflineSweep(SweepFile.read(path), folder, seed="7", say=say)
 
 
 def command(*words: str) -> list[str]:

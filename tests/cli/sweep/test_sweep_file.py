@@ -170,11 +170,11 @@ def test_what_wandb_knows_is_taken(parameter: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"a: [", "is not YAML"),
+        (b"a: [", "cannot be read as YAML"),
         (b"", "must be a valid dictionary, received None"),
         (b"- 1", r"must be a valid dictionary, received \[1\]"),
-        (b"\xff\xfe\x00a", "is not YAML"),
-        (None, "cannot be read: No such file"),
+        (b"\xff\xfe\x00a", "cannot be read as YAML"),
+        (None, "cannot be read as YAML: .*No such file"),
     ],
 )
 def test_an_unreadable_file_is_refused(

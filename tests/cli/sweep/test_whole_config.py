@@ -33,10 +33,10 @@ LOGGED: dict[str, Any] = {
 }
 SWEPT = [
     "optimizer.lr=1e-05",
-    "lr_scaling=sqrt",
-    "lr_scaling.rule=none",
+    "lr_scaling='sqrt'",
+    "lr_scaling.rule='none'",
     "seed=0",
-    "schedule=none",
+    "schedule='none'",
     "name='a,b'",
 ]
 OWN = ["hydra.run.dir=x", "optimizer.lr=9", "--cfg", "lr_scaling.reference_batch=32"]

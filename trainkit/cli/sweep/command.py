@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit.cli.errors import is_mistake, readable
-from trainkit.cli.sweep.sweep_file import Parameter, SweepFile
+from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.whole_config import hydra_text
 from trainkit.cli.words import options_first, refuse_another_app
 from trainkit.errors import TrainkitError
@@ -23,14 +23,7 @@ def command_line(
     more: Sequence[str] = (),
     json_file: str = "",
 ) -> list[str]:
-    """The words of one trial, as `wandb agent` makes them.
-
-    Args:
-        sweep: the sweep.
-        arguments: the trial's arguments.
-        more: words that follow the arguments.
-        json_file: the file of the arguments, for `${args_json_file}`.
-    """
+    """The words of one trial, as `wandb agent` makes them; `more` follows them."""
     pairs = [f"{name}={value}" for name, value in arguments.items()]
     flags = [
         f"--{name}" if value is True else f"--{name}={value}"
@@ -54,8 +47,7 @@ def command_line(
 
 
 def _named(words: Sequence[str]) -> list[str]:
-    """Words with the environment's variables filled in; an agent leaves unknown ones
-    as they are named."""
+    """Words with the environment's variables filled in, by name where unknown."""
     names = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
     return [names.sub(lambda m: os.environ.get(m[1], m[1]), word) for word in words]
 
@@ -74,9 +66,12 @@ def check_keys(sweep: SweepFile) -> None:
     after = sweep.words[sweep.words.index("train") + 1 :]
     fixed = options_first([w for w in _named(after) if not w.startswith("${")])
     refuse_another_app(fixed)
-    values = {name: _values(parameter) for name, parameter in sweep.leaves.items()}
-    first = {name: listed[0] for name, listed in values.items()}
-    texts = [{n: v} for n, listed in values.items() for v in listed if _is_text(v)]
+    values = {
+        name: each.values or [each.min if "min" in each.takes else each.value]
+        for name, each in sweep.leaves.items()
+    }
+    first = {name: every[0] for name, every in values.items()}
+    texts = [{n: v} for n, every in values.items() for v in every if isinstance(v, str)]
     for changed in [{}, *texts]:
         trial = {**first, **changed}
         words = [f"{name}={hydra_text(value)}" for name, value in trial.items()]
@@ -89,14 +84,3 @@ def check_keys(sweep: SweepFile) -> None:
                 f"{sweep.path} parameters: `trainkit train` would refuse a trial with "
                 f"{' '.join(words)}: {readable(error)}"
             ) from error
-
-
-def _values(parameter: Parameter) -> list[Any]:
-    """The values of a list or a constant, or the begin of a range."""
-    if parameter.values:
-        return parameter.values
-    return [parameter.value if parameter.kind == "constant" else parameter.min]
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)

@@ -49,9 +49,7 @@ def main(argv: list[str]) -> int:
     check_keys(sweep)
     run = _run_offline if options.offline else _run_online
     status, folder, trials = run(sweep, options)
-    drawn = None
-    if any(trial.is_over for trial in trials):
-        drawn = str(picture.draw(sweep, trials, folder / "sweep.png"))
+    drawn = str(picture.draw(sweep, trials, folder / "sweep.png"))
     if options.json:
         about = {"id": folder.name, "folder": str(folder), "picture": drawn}
         print(table.as_json(sweep, trials, **about))
@@ -93,7 +91,7 @@ def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, Path, list[Trial]]:
     try:
-        from trainkit.cli.sweep.offline.journal import FILE, Journal
+        from trainkit.cli.sweep.offline import JOURNAL, OfflineSweep
     except ImportError as error:
         raise TrainkitError(
             f"trainkit sweep --offline: without a server it needs Optuna, from version "
@@ -101,24 +99,21 @@ def _run_offline(
             f"'lightning-trainkit[sweeps]'."
         ) from error
     from trainkit.cli.runs.only_one import only_one
-    from trainkit.cli.sweep.offline.search import refuse_what_optuna_lacks
-    from trainkit.cli.sweep.offline.sweep import OfflineSweep
+    from trainkit.cli.sweep.search import refuse_what_optuna_lacks
 
     sweep_id = options.resume or secrets.token_hex(4)
     folder = Path(options.dir).absolute() / sweep_id
     refuse_what_optuna_lacks(sweep)
-    if options.resume and not (folder / FILE).is_file():
+    if options.resume and not (folder / JOURNAL).is_file():
         raise TrainkitError(
             f"trainkit sweep --resume: there is no sweep {sweep_id!r} in "
             f"{folder.parent}. Leave --resume out to start a new one."
         )
     with only_one(folder, what="trainkit sweep"):
-        journal = Journal(sweep, folder, seed=str(options.seed or sweep_id))
+        running = OfflineSweep(sweep, folder, seed=options.seed or sweep_id, say=_say)
         _say(f"sweep {sweep_id} in {folder}")
-        running = OfflineSweep(
-            sweep, journal, agents=options.agents, count=options.count, say=_say
-        )
-        return running.run(), folder, journal.trials
+        status = running.run(agents=options.agents, count=options.count)
+    return status, folder, running.trials
 
 
 def _run_online(

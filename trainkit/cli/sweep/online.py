@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.child_process import (
+from trainkit.cli.sweep.process import (
     environment,
     exit_status,
     kill_delay,
@@ -70,12 +70,10 @@ class Server:
 
     def trials(self, sweep_id: str) -> list[Trial]:
         """The sweep's runs, in the state that the server knows now."""
-        filters = {"$and": [{"sweep": sweep_id}]}  # as in the client's own Sweep
-        project = f"{self._entity}/{self._project}"
         with _as_our_error():
-            self._api.flush()
-            runs = self._api.runs(project, filters=filters, order="+created_at")
-            return [self._trial(run) for run in runs]
+            return [
+                self._trial(run) for run in self._api.sweep(self.path(sweep_id)).runs
+            ]
 
     def _trial(self, run: Any) -> Trial:
         summary = {name: _value(entry) for name, entry in dict(run.summary).items()}

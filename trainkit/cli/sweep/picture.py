@@ -32,8 +32,8 @@ def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
     figure = new_figure(4.4 * columns, 3.4 * rows, layout="constrained")
     for place, name in enumerate(names, 1):
         panel = figure.add_subplot(rows, columns, place, xlabel=name)
-        numbered = _draw_order if name == "trial" else _draw_parameter
-        _scatter(panel, sweep, trials, numbered(panel, sweep, trials))
+        draw_axis = _draw_order if place == 1 else _draw_parameter
+        _scatter(panel, sweep, trials, draw_axis(panel, sweep, trials))
         panel.set_ylabel(sweep.metric_name or "metric")
         tidy(panel)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -70,7 +70,7 @@ def _draw_parameter(
     parameter = sweep.varied[name]
     values: list[Any] = [trial.flat.get(name) for trial in trials]
     if not parameter.values and all(map(is_number, values)):
-        if "log" in parameter.kind and min(values) > 0:
+        if "log" in parameter.kind and min(values, default=0) > 0:
             panel.set_xscale("log")
         return values
     texts = list(dict.fromkeys(map(brief, [*parameter.values, *values])))

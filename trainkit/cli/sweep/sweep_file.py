@@ -47,7 +47,6 @@ _EXAMPLES = {
     "metric": "metric: {name: val/loss, goal: minimize}",
     "early_terminate": "early_terminate: {type: hyperband, min_iter: 3}",
     "command": 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]',
-    "program": "program: train.py",
     "run_cap": "run_cap: 20",
 }
 
@@ -114,6 +113,11 @@ class Parameter(_Section):
     def _is_whole(self) -> bool:
         return isinstance(self.min, int) and isinstance(self.max, int)
 
+    @property
+    def takes(self) -> set[str]:
+        """The keys that its distribution takes."""
+        return _KEYS[self.kind]
+
     @model_validator(mode="after")
     def _check(self) -> Parameter:
         if self.parameters:
@@ -121,7 +125,7 @@ class Parameter(_Section):
         kind, known = self.kind, [*_KEYS]
         rule = f"distribution must be one of {', '.join(known)}"
         _refuse_if(kind not in known, rule, did_you_mean(kind, known))
-        keys, given = _KEYS[kind], self.model_fields_set - {"distribution"}
+        keys, given = self.takes, self.model_fields_set - {"distribution"}
         _refuse_if(
             not keys - _HAVE_DEFAULTS <= given <= keys,
             f"distribution {kind} takes {' and '.join(sorted(keys))}",
@@ -191,7 +195,7 @@ class SweepFile(_Section):
     project: JsonValue = None
     entity: JsonValue = None
     controller: JsonValue = None
-    _path: Path = Path("sweep.yaml")
+    path: Path = Field(Path("sweep.yaml"), exclude=True)
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
@@ -203,19 +207,13 @@ class SweepFile(_Section):
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
             sweep = cls.model_validate(content)
-        except OSError as error:
-            said = f"sweep file: {path} cannot be read: {error.strerror}."
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            said = f"sweep file: {path} cannot be read as YAML: {error}"
             raise TrainkitError(said) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise TrainkitError(f"sweep file: {path} is not YAML: {error}") from error
         except ValidationError as error:
             raise TrainkitError(f"{path} {_message(error)}") from error
-        sweep._path = Path(path)
+        sweep.path = Path(path)
         return sweep
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def config(self) -> dict[str, Any]:
@@ -271,7 +269,7 @@ class SweepFile(_Section):
         _refuse_if(
             "None" in self.words,
             "program: must name the program of a trial, and is missing",
-            f"Write {_EXAMPLES['program']}, or {_EXAMPLES['command']}.",
+            f"Write program: train.py, or {_EXAMPLES['command']}.",
         )
         is_ours = self.runs_trainkit or Path(str(self.program)).name == "trainkit"
         passes_on = {"${args_no_hyphens}", "${args_override_hydra}"} & {*self.words}

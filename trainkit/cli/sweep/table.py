@@ -5,14 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from trainkit.cli.aligned import aligned
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import Trial, best_of, ranked
-
-_MOST_NAMES = 12
 
 
 def lines(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
@@ -38,18 +35,24 @@ def lines(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
 def as_json(sweep: SweepFile, trials: Sequence[Trial], **about: Any) -> str:
     """The table as JSON; a metric that is not a finite number is null."""
     best = best_of(trials, maximizes=sweep.maximizes)
-    shown = ("name", "state", "exit_code", "note", "folder")
-    entries = [
-        {key: value for key, value in asdict(trial).items() if key in shown}
-        | {"value": trial.number, "arguments": trial.flat, "rows": trial.num_rows}
-        for trial in ranked(trials, maximizes=sweep.maximizes)
-    ]
     content = {
         **about,
         "metric": sweep.metric_name,
         "goal": "maximize" if sweep.maximizes else "minimize",
         "best": best.name if best else None,
-        "trials": entries,
+        "trials": [
+            {
+                "name": trial.name,
+                "state": trial.state,
+                "value": trial.number,
+                "arguments": trial.flat,
+                "rows": trial.num_rows,
+                "exit_code": trial.exit_code,
+                "note": trial.note,
+                "folder": trial.folder,
+            }
+            for trial in ranked(trials, maximizes=sweep.maximizes)
+        ],
     }
     return json.dumps(content, indent=2, allow_nan=False)
 
@@ -74,11 +77,9 @@ def lacking(sweep: SweepFile, trials: Sequence[Trial]) -> str:
     wanted, logged = sweep.metric.name, ended[0].logged
     start = f"{sweep.path} metric.name: {ended[0].name} finished and logged no {wanted}"
     if not logged:
-        needs = "its program needs wandb.log(...)"
-        if sweep.runs_trainkit:
-            needs = "`command` needs logger=wandb, and steps enough for a validation"
-        return f"{start}, and no number at all: {needs}."
-    close = difflib.get_close_matches(wanted, logged, n=_MOST_NAMES, cutoff=0)
+        needs = "logger=wandb and a validation" if sweep.runs_trainkit else "wandb.log"
+        return f"{start}, and no number at all: its `command` needs {needs}."
+    close = difflib.get_close_matches(wanted, logged, n=12, cutoff=0)
     return (
         f"{start}, nor did another trial. It logged {', '.join(close)}. Write one of "
         f"these into metric.name, and start a new sweep."

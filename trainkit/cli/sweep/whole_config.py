@@ -16,7 +16,6 @@ server.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,6 @@ PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
 
 _OWN = ("hydra", "paths", "ckpt_path")
 """Keys of a run's folders and checkpoint, which are new in a resumed run."""
-
-_BARE = re.compile(
-    r"(?!(true|false|null|nan|inf)$)[a-z_/][\w/.-]*", re.ASCII | re.IGNORECASE
-)
-"""Text that Hydra reads as text without quotes."""
 
 
 def for_train(argv: list[str]) -> list[str]:
@@ -135,22 +129,16 @@ def _has(sections: Any, key: str) -> bool:
 def hydra_text(value: Any) -> str:
     """A value in the notation of Hydra's overrides.
 
-    >>> hydra_text(0.1), hydra_text(None), hydra_text(True), hydra_text("val/loss")
-    ('0.1', 'null', 'true', 'val/loss')
-    >>> hydra_text("a,b"), hydra_text(["x", 1]), hydra_text({"k": None})
-    ("'a,b'", '[x,1]', '{k:null}')
-    >>> hydra_text("1.0")
-    "'1.0'"
+    >>> hydra_text(1e-05), hydra_text(None), hydra_text(["1.0", {"k": True}])
+    ('1e-05', 'null', "['1.0',{k:True}]")
     """
     if value is None:
         return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, str):
+        return quoted(value)
     if isinstance(value, Mapping):
         pairs = (f"{key}:{hydra_text(each)}" for key, each in value.items())
         return "{" + ",".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(hydra_text(each) for each in value) + "]"
-    if isinstance(value, str) and not _BARE.fullmatch(value):
-        return quoted(value)
+        return "[" + ",".join(map(hydra_text, value)) + "]"
     return str(value)

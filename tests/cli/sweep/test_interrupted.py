@@ -20,7 +20,7 @@ from tests.cli.sweep.helpers import (
     wait_until,
 )
 from tests.wandb_server import WandbServer
-from trainkit.cli.sweep.offline.journal import FILE, Journal
+from trainkit.cli.sweep.offline import JOURNAL, OfflineSweep
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 pytest.importorskip("optuna")
@@ -126,7 +126,7 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     output, news = held.communicate(timeout=240)
     assert held.returncode == 143
     assert states(tmp_path) == ["finished", "waiting"]  # the trial could save
-    assert "-001, which may save first" in news
+    assert "-001; Ctrl-C again kills it" in news
     (folder,) = (tmp_path / "sweeps").glob("*")
     assert f"to resume: cd {tmp_path} && " in news
     assert f" sweep toy.yaml --offline --resume {folder.name}" in news
@@ -157,29 +157,29 @@ def test_what_a_kill_left_half_done_changes_no_result(
 
     def proposed(folder: Path, *, is_killed: bool) -> list[object]:
         folder.mkdir(parents=True)
-        journal = Journal(sweep, folder, seed="7")
+        journal = OfflineSweep(sweep, folder, seed="7")
         for n in range(3):
             if n == 1 and is_killed:
                 killed(journal, how)
-                journal = Journal(sweep, folder)
+                journal = OfflineSweep(sweep, folder)
             trial = journal.propose()
             assert trial is not None
             trial.state, trial.metric = "finished", [trial.arguments["lr"]]
             journal.save(trial)
-        return [trial.arguments for trial in Journal(sweep, folder).trials]
+        return [trial.arguments for trial in OfflineSweep(sweep, folder).trials]
 
     undisturbed = proposed(no_account / "a" / "s1", is_killed=False)
     assert proposed(no_account / "b" / "s1", is_killed=True) == undisturbed
     assert len({str(each) for each in undisturbed}) == 3  # the control
 
 
-def killed(journal: Journal, how: str) -> None:
+def killed(journal: OfflineSweep, how: str) -> None:
     """Leave the journal as the next process finds it."""
-    path = journal.folder / FILE
+    path = journal._folder / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)
     if how == "half a line":
         path.write_bytes(b"".join(lines) + lines[-1][:9])
     if how == "a lock":
-        path.with_name(f"{FILE}.lock").symlink_to(path)
+        path.with_name(f"{JOURNAL}.lock").symlink_to(path)
     if how == "half a proposal":
         journal.propose()  # and it is not saved

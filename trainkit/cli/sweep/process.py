@@ -1,4 +1,4 @@
-"""The process of a trial, which a sweep can stop, and find again after a kill."""
+"""The processes of agents and trials: their environment, and how they end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,54 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.cli.sweep.child_process import kill_delay
 from trainkit.cli.sweep.trial import State, Trial
 from trainkit.errors import TrainkitError
 
+KILL_DELAY = "WANDB_AGENT_KILL_DELAY"
+"""Seconds between SIGTERM and SIGKILL: a variable of W&B's agent."""
+
+_OF_ANOTHER_RUN = ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RESUME")
 _LOCK = "running.lock"
 _POLL = 0.05
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with this Python's `python` and `trainkit` first."""
+    env = {k: v for k, v in os.environ.items() if k not in _OF_ANOTHER_RUN}
+    here = str(Path(sys.executable).parent)
+    env["PATH"] = os.pathsep.join([here, env.get("PATH", os.defpath)])
+    return env
+
+
+def kill_delay() -> float:
+    return float(os.environ.get(KILL_DELAY, 30))  # the agent's own default
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM inside a `with` block, as a list that a loop can check."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_status(came: list[int]) -> int:
+    """130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
+    return 128 + came[0] if came else 0
 
 
 class TrialProcess:
@@ -29,9 +65,6 @@ class TrialProcess:
     Attributes:
         trial: the trial.
         becomes: the trial's state if it ends because it was asked to.
-
-    Raises:
-        OSError: the command cannot be started.
     """
 
     def __init__(
@@ -64,16 +97,14 @@ class TrialProcess:
             return self._process.wait()
         return code
 
-    def stop(self, becomes: State) -> None:
+    def stop(self, becomes: State, *, at_once: bool = False) -> None:
         """Ask it to end with SIGTERM; `poll` kills it if it is too slow."""
         if self.becomes is None and self._process.poll() is None:
             self.becomes = becomes
             self._deadline = time.monotonic() + kill_delay()
             self._process.terminate()
-
-    def hurry(self) -> None:
-        """Make `poll` kill it at once."""
-        self._deadline = 0.0
+        if at_once:
+            self._deadline = 0.0
 
 
 def end_orphan(trial: Trial) -> bool:
@@ -88,15 +119,15 @@ def end_orphan(trial: Trial) -> bool:
     folder = Path(trial.folder)
     if not folder.is_dir() or _becomes_free(folder, 0):
         return False
-    if trial.pid is not None:  # else the sweep was killed before it had saved it
-        with suppress(ProcessLookupError):
-            os.kill(trial.pid, signal.SIGTERM)
-        if _becomes_free(folder, kill_delay()):
-            return True
+    if trial.pid is None:  # the sweep was killed before it had saved the number
+        raise _is_still_running(trial)
+    with suppress(ProcessLookupError):
+        os.kill(trial.pid, signal.SIGTERM)
+    if not _becomes_free(folder, kill_delay()):
         _kill_all(trial.pid)
-        if _becomes_free(folder, kill_delay()):
-            return True
-    raise _is_still_running(trial)
+        if not _becomes_free(folder, kill_delay()):
+            raise _is_still_running(trial)
+    return True
 
 
 def _kill_all(pid: int) -> None:

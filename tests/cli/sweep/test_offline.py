@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.sweep.helpers import LR, by_lr, offline, toy
-from trainkit.cli.sweep.offline.journal import Journal
+from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.trial import Trial
 
 pytest.importorskip("optuna")
@@ -22,7 +22,7 @@ LOGS_NOTHING: dict[str, Any] = {
 
 def trials_of(sweep: Any) -> list[Trial]:
     """As they stand on the disk, not as they are in memory."""
-    return Journal(sweep._sweep, sweep._journal.folder).trials
+    return OfflineSweep(sweep._sweep, sweep._folder).trials
 
 
 def loss(lr_exponent: int, rows: int) -> float:
@@ -33,9 +33,9 @@ def loss(lr_exponent: int, rows: int) -> float:
 def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
     path = toy(no_account, {"lr": LR, "rows": 4, "started": "started.txt"})
 
-    sweep = offline(path, agents=2)
+    sweep = offline(path)
 
-    assert sweep.run() == 0
+    assert sweep.run(agents=2) == 0
     trials = by_lr(trials_of(sweep))
     assert {lr: trial.number for lr, trial in trials.items()} == {
         0.1: pytest.approx(loss(-1, 4)),
@@ -54,9 +54,9 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
 def test_count_is_how_many_are_started_now(no_account: Path) -> None:
     path = toy(no_account, {"lr": LR}, **LOGS_NOTHING)
 
-    assert offline(path, count=1).run() == 0
-    sweep = offline(path, count=1)
-    assert sweep.run() == 0
+    assert offline(path).run(count=1) == 0
+    sweep = offline(path)
+    assert sweep.run(count=1) == 0
     assert [trial.state for trial in trials_of(sweep)] == ["finished", "finished"]
 
 
@@ -67,8 +67,8 @@ def test_a_search_ends_at_its_cap(
     lr = {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}
     path = toy(no_account, {"lr": lr, "rows": 1}, method=method, run_cap=3, **trial)
 
-    sweep = offline(path, agents=2)
-    sweep.run()
+    sweep = offline(path)
+    sweep.run(agents=2)
 
     found = trials_of(sweep)
     assert [trial.state for trial in found] == ["finished"] * 3
@@ -79,8 +79,8 @@ def test_a_crashed_trial_is_reported_and_the_sweep_goes_on(no_account: Path) -> 
     said: list[str] = []
     path = toy(no_account, {"lr": LR, "crash_at": 0.1})
 
-    sweep = offline(path, say=said.append, agents=2)
-    sweep.run()
+    sweep = offline(path, said.append)
+    sweep.run(agents=2)
 
     trials = by_lr(trials_of(sweep))
     assert trials[0.1].state == "crashed"
@@ -96,7 +96,7 @@ def test_a_sweep_whose_first_trials_all_crash_is_given_up(no_account: Path) -> N
     command = ["${interpreter}", "-c", "import sys; sys.exit('no such data')"]
     path = toy(no_account, {"n": {"values": [1, 2, 3, 4, 5]}}, command=command)
 
-    sweep = offline(path, say=said.append)
+    sweep = offline(path, said.append)
     sweep.run()
 
     found = trials_of(sweep)
@@ -123,8 +123,8 @@ def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
     hold = {"hold": "never", "hold_at": 1.0}
     path = toy(no_account, {"lr": lr, "rows": 4, **hold}, early_terminate=rule)
 
-    sweep = offline(path, agents=2)
-    sweep.run()
+    sweep = offline(path)
+    sweep.run(agents=2)
 
     trials = by_lr(trials_of(sweep))
     assert trials[1.0].state == "stopped"
@@ -177,8 +177,8 @@ def test_a_program_may_read_its_arguments_from_wandb(no_account: Path) -> None:
     )
     path = toy(no_account, {"lr": LR}, program=str(program), command=None)
 
-    sweep = offline(path, count=1)
-    sweep.run()
+    sweep = offline(path)
+    sweep.run(count=1)
 
     assert trials_of(sweep)[0].number == pytest.approx(0.2)
 
@@ -207,9 +207,9 @@ def test_a_crash_or_a_stop_before_the_first_value_ends_no_sweep(
     command = ["${interpreter}", "-c", program, "${args_no_hyphens}"]
     path = toy(no_account, {"n": {"values": [2, 1, 3]}}, command=command)
     sweep = offline(path)
-    stopped = sweep._journal.propose()
+    stopped = sweep.propose()
     stopped.state = "stopped"
-    sweep._journal.save(stopped)
+    sweep.save(stopped)
 
     sweep.run()
 

@@ -53,7 +53,7 @@ def _listed(parameter: Parameter) -> Sequence[Any]:
     >>> _listed(Parameter(distribution="q_uniform", min=0, max=1, q=0.5))
     [0.0, 0.5, 1.0]
     """
-    if "min" not in parameter.model_fields_set:
+    if "min" not in parameter.takes:
         return parameter.values or [parameter.value]
     step = 1 if parameter.kind == "int_uniform" else parameter.q
     num_steps = math.floor((parameter.max - parameter.min) / step + _EDGE)
@@ -107,16 +107,15 @@ def is_poor(sweep: SweepFile, trial: Trial, trials: Sequence[Trial]) -> bool:
     else its best until there.
     """
     rule, sign = sweep.early_terminate, -1 if sweep.maximizes else 1
+    if rule is None:
+        return False
     losses = {
         each.name: [sign * value for value in each.metric if math.isfinite(value)]
         for each in trials
     }
-    if rule is None:
-        return False
-    next_band, end = float(rule.min_iter or 0), math.inf
+    band, next_band, end = 0, float(rule.min_iter or 0), math.inf
     if rule.max_iter and rule.s and not next_band:
         next_band, end = max(1, rule.max_iter / rule.eta**rule.s), rule.max_iter
-    band = 0
     while next_band < end and int(next_band) <= len(losses[trial.name]):
         band, next_band = int(next_band), next_band * rule.eta
     there = {
@@ -124,5 +123,5 @@ def is_poor(sweep: SweepFile, trial: Trial, trials: Sequence[Trial]) -> bool:
         for name, each in losses.items()
         if 0 < band <= len(each)
     }
-    best = max(int(len(there) / rule.eta), 1)
-    return bool(band) and there[trial.name] > sorted(there.values())[best - 1]
+    num_good = max(int(len(there) / rule.eta), 1)
+    return bool(band) and there[trial.name] > sorted(there.values())[num_good - 1]

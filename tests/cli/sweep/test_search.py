@@ -13,8 +13,8 @@ from trainkit.cli.sweep.trial import State, Trial
 from trainkit.errors import TrainkitError
 
 pytest.importorskip("optuna")
-from trainkit.cli.sweep.offline.journal import Journal
-from trainkit.cli.sweep.offline.search import is_poor, refuse_what_optuna_lacks
+from trainkit.cli.sweep.offline import OfflineSweep
+from trainkit.cli.sweep.search import is_poor, refuse_what_optuna_lacks
 
 RANGE = {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}
 
@@ -52,7 +52,7 @@ def proposals(
     """What comes one after the other, each trial ended before the next."""
     folder = folder / f"{len(list(folder.iterdir()))}"
     folder.mkdir()
-    journal = Journal(SweepFile.model_validate(sweep), folder, seed=seed)
+    journal = OfflineSweep(SweepFile.model_validate(sweep), folder, seed=seed)
     for _ in range(number):
         trial = journal.propose()
         if trial is None:
