@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.cli.sweep.helpers import LR, private_env, toy
+from trainkit.cli.composition import Composition
 from trainkit.cli.sweep.command import check_keys
 from trainkit.cli.sweep.main import main
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.config._compat import VERSION_BASE
+from trainkit.cli.sweep.whole_config import hydra_text
 from trainkit.errors import TrainkitError
 
 RULE = {"values": ["sqrt", "none"]}
@@ -29,23 +31,18 @@ def train(folder: Path, parameters: dict[str, object], *words: str) -> SweepFile
     return SweepFile.read(path)
 
 
-def test_no_trial_that_finished_is_exit_status_1(no_account: Path) -> None:
-    pytest.importorskip("optuna")
-    command = ["${interpreter}", "-c", "import sys; sys.exit(1)"]
-    path = toy(no_account, {"lr": LR}, command=command)
-
-    assert main([str(path), "--offline"]) == 1
-
-
-def test_a_metric_that_nobody_logs_is_exit_status_1(
-    no_account: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("import sys; sys.exit(1)", "no more start"), ("pass", "metric.name: ")],
+)
+def test_no_trial_that_finished_or_logged_the_metric_is_exit_status_1(
+    no_account: Path, capsys: pytest.CaptureFixture[str], program: str, says: str
 ) -> None:
     pytest.importorskip("optuna")
-    command = ["${interpreter}", "-c", "pass"]
-    path = toy(no_account, {"lr": LR}, command=command)
+    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", program])
 
     assert main([str(path), "--offline"]) == 1
-    assert "metric.name: " in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_json_is_all_that_standard_output_gets(
@@ -68,16 +65,23 @@ def test_json_is_all_that_standard_output_gets(
         (["--count", "-1"], "--count: must be a whole number from 1 .* received -1"),
         (["--resume", "nope", "--offline"], "there is no sweep 'nope'"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--offline"], "method random never ends by itself. Give --count N"),
+        (
+            ["--offline", "--count", "1"],
+            "lr: distribution beta is drawn by W&B's server",
+        ),
     ],
 )
 def test_wrong_options_are_refused(
     no_account: Path, words: list[str], text: str
 ) -> None:
-    path = toy(no_account, {"lr": LR})
+    is_random = words[:1] == ["--offline"]
+    lr = {"distribution": "beta"} if is_random else LR
+    path = toy(no_account, {"lr": lr}, method="random" if is_random else "grid")
 
     with pytest.raises(TrainkitError, match=text):
         main([str(path), *words])
-    assert not (no_account / "sweeps" / "nope").exists()
+    assert not (no_account / "sweeps").exists()
 
 
 def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
@@ -90,13 +94,6 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
     with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
         main([str(path), "--offline"])
     assert not (no_account / "sweeps").exists()
-
-
-def test_a_search_without_an_end_is_refused(no_account: Path) -> None:
-    path = toy(no_account, {"lr": {"min": 0.1, "max": 0.2}}, method="random")
-
-    with pytest.raises(TrainkitError, match="never ends by itself. Give --count N"):
-        main([str(path), "--offline"])
 
 
 def test_help_and_a_wrong_file_load_nothing_heavy(tmp_path: Path) -> None:
@@ -192,23 +189,12 @@ def test_keys_of_another_program_are_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    from trainkit.cli.sweep.whole_config import hydra_text
-
     sweep = SweepFile.read(path)
     check_keys(sweep)
     for pick in (0, -1):
-        swept = {
-            name: (parameter.values or [parameter.min])[pick]
-            for name, parameter in sweep.varied.items()
-        }
+        swept = {n: (p.values or [p.min])[pick] for n, p in sweep.varied.items()}
         words = [f"{name}={hydra_text(value)}" for name, value in swept.items()]
-        with initialize_config_module("trainkit.conf", **VERSION_BASE):
-            config = compose("train", ["experiment=demo", *sweep.words[3:-1], *words])
-        trainer = OmegaConf.to_container(config.trainer, resolve=False)
-        assert isinstance(trainer, dict)
+        config = Composition(["experiment=demo", *sweep.words[3:-1], *words]).config
         if path.stem == "lr_batch":
             assert config.trainer.accumulate_grad_batches * config.data.batch_size == 32
         for name, value in swept.items():
