@@ -73,7 +73,7 @@ ATTACKS = [
     "torch.utils.cpp_extension.load_inline",
     "torch.hub.load",
     "torch.load",
-    "trainkit.cli.sweep.offline.process.TrialProcess",
+    "trainkit.cli.sweep.process.TrialProcess",
     "trainkit.config.allow_targets",
 ]
 

@@ -55,7 +55,7 @@ def ask_often() -> None:
 
         Agent.POLL_INTERVAL = 0.02  # type: ignore[assignment]
     if runs == ["-m", "trainkit", "sweep"]:
-        for name in ("online", "offline.sweep"):
+        for name in ("online", "offline"):
             if found := sys.modules.get(f"trainkit.cli.sweep.{name}"):
                 vars(found)["_TICK"] = 0.02
     if runs[:2] == ["-m", "torch.distributed.run"]:

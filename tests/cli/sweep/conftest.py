@@ -23,7 +23,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     soon = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05"}
     for name, value in {**soon, **forked()}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("trainkit.cli.sweep.offline.sweep._TICK", 0.02)
-    monkeypatch.setattr("trainkit.cli.sweep.offline.sweep._LOOK_EVERY", 0.1)
+    monkeypatch.setattr("trainkit.cli.sweep.offline._TICK", 0.02)
+    monkeypatch.setattr("trainkit.cli.sweep.offline._LOOK_EVERY", 0.1)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -40,19 +40,13 @@ def toy(folder: Path, parameters: Mapping[str, Any], **config: Any) -> Path:
     return path
 
 
-def offline(path: Path, **options: Any) -> Any:
+def offline(path: Path, say: Callable[[str], None] = print) -> Any:
     """A sweep in this process, new or continued."""
-    from trainkit.cli.sweep.offline.journal import FILE, Journal
-    from trainkit.cli.sweep.offline.sweep import OfflineSweep
+    from trainkit.cli.sweep.offline import OfflineSweep
 
-    sweep = SweepFile.read(path)
     folder = path.parent / "sweeps" / "s1"
-    if (folder / FILE).exists():
-        journal = Journal.load(folder)
-    else:
-        folder.mkdir(parents=True)
-        journal = Journal.create(folder, sweep.config, seed="7")
-    return OfflineSweep(sweep, journal, **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    return OfflineSweep(SweepFile.read(path), folder, seed="7", say=say)
 
 
 def command(*words: str) -> list[str]:
@@ -92,7 +86,7 @@ def read_trials(folder: Path) -> list[dict[str, Any]]:
     for path in folder.glob("*/journal.log"):
         for line in path.read_text().splitlines():
             for name, value in json.loads(line).get("user_attr", {}).items():
-                trials |= {name: value["trial"]} if "trial" in value else {}
+                trials |= {name: value} if "arguments" in value else {}
     return list(trials.values())
 
 

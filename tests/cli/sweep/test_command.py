@@ -8,31 +8,33 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit.cli.sweep.command import command_line, hydra_text, is_trainkit
+from trainkit.cli.sweep.command import command_line
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.whole_config import hydra_text
 
-TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]))
-HARD = st.text("\\'\"ab1e ,=:$")
+ARGUMENTS = {"lr": 0.1, "flag": True, "off": False}
+SHORT = ["".join(w) for n in range(5) for w in itertools.product("\\'a,", repeat=n)]
 SCALARS = (
-    HARD
+    st.text("\\'\"ab1e ,=:$")
+    | st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]))
+    .filter(lambda text: "${" not in text)
     | st.none()
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXT.filter(lambda text: "${" not in text)
-)
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("length", range(5))
-def test_hydra_reads_back_every_short_string_of_hard_characters(length: int) -> None:
-    parser = OverridesParser.create()
-    for letters in itertools.product("\\'a,", repeat=length):
-        text = "".join(letters)
-        assert _plain(parser.parse_override(f"k={hydra_text(text)}").value()) == text
+def sweep(*command: str, **config: Any) -> SweepFile:
+    parameters = {"lr": {"value": 1}}
+    common = {"method": "random", "parameters": parameters, "program": "t.py"}
+    return SweepFile.model_validate({**common, "command": list(command), **config})
 
 
+@example(SHORT)
 @given(SCALARS | st.lists(SCALARS, max_size=3))
 def test_hydra_reads_back_what_was_written(value: Any) -> None:
     override = OverridesParser.create().parse_override(f"key={hydra_text(value)}")
@@ -54,15 +56,8 @@ def test_python_notation_is_what_hydra_does_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("macro", "words"),
+    ("word", "words"),
     [
-        ("${args}", ["--lr=0.1", "--flag=True", "--off=False"]),
-        ("${args_no_hyphens}", ["lr=0.1", "flag=True", "off=False"]),
-        ("${args_append_hydra}", ["+lr=0.1", "+flag=True", "+off=False"]),
-        ("${args_override_hydra}", ["++lr=0.1", "++flag=True", "++off=False"]),
-        ("${args_no_boolean_flags}", ["--lr=0.1", "--flag"]),
-        ("${args_no_equals}", ["--lr", "0.1", "--flag", "True", "--off", "False"]),
-        ("${args_json}", ['{"lr": 0.1, "flag": true, "off": false}']),
         ("${args_json_file}", ["here.json"]),
         ("${env}", ["/usr/bin/env"]),
         ("${interpreter}", [sys.executable]),
@@ -71,35 +66,23 @@ def test_python_notation_is_what_hydra_does_not_read() -> None:
     ],
 )
 def test_command_line_is_the_agents(
-    macro: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+    word: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINKIT_TEST_GPU", "3")
-    arguments = {"lr": 0.1, "flag": True, "off": False}
-    config = {"program": "t.py", "command": [macro]}
-
-    assert command_line(config, arguments, json_file="here.json") == words
+    assert command_line(sweep(word), ARGUMENTS, json_file="here.json") == words
 
 
 def test_the_agent_of_the_real_client_makes_the_same_arguments() -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-    arguments = {"lr": 0.1, "flag": True, "off": False, "none": None, "d": {"x": 1}}
+    arguments = {**ARGUMENTS, "none": None, "d": {"x": 1}}
     theirs = create_sweep_command_args(
         {"args": {name: {"value": value} for name, value in arguments.items()}}
     )
-
-    for macro in ("args", "args_no_hyphens", "args_no_boolean_flags", "args_no_equals"):
-        ours = command_line({"command": [f"${{{macro}}}"]}, arguments)
-        assert ours == theirs[macro]
-
-
-def test_trainkit_gets_nested_parameters_as_dotted_overrides() -> None:
-    config = {"command": ["trainkit", "train", "${args_no_hyphens}"]}
-    arguments = {"optimizer": {"lr": 0.1}, "experiment": None, "name": "a,b"}
-
-    words = command_line(config, arguments, more=["x=1"])
-
-    assert words[2:] == ["optimizer.lr=0.1", "experiment=null", "name='a,b'", "x=1"]
+    macros = [name for name in theirs if name != "args_dict"]
+    assert len(macros) == 7
+    for macro in macros:
+        assert command_line(sweep(f"${{{macro}}}"), arguments) == theirs[macro]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +91,10 @@ def test_trainkit_gets_nested_parameters_as_dotted_overrides() -> None:
         ({"command": ["${env}", "/opt/bin/trainkit", "train"]}, True),
         ({"command": ["${interpreter}", "-m", "trainkit", "train"]}, True),
         ({"program": "trainkit", "command": ["${program}", "train"]}, True),
-        ({"command": ["trainkit", "fit", "${args}"]}, False),
+        ({"command": ["trainkit", "fit"]}, False),
         ({"program": "trainkit.py"}, False),
     ],
 )
 def test_trainkit_train_is_recognised(config: dict[str, Any], is_one: bool) -> None:
-    assert is_trainkit(config) is is_one
+    words = [*config.pop("command", ["${program}"]), "${args_no_hyphens}"]
+    assert sweep(*words, **config).runs_trainkit is is_one

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.cli.sweep.helpers import LR, private_env, toy
-from trainkit.cli.sweep.config_keys import ConfigKeys, check_keys
+from trainkit.cli.composition import Composition
+from trainkit.cli.sweep.command import check_keys
 from trainkit.cli.sweep.main import main
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.config._compat import VERSION_BASE
+from trainkit.cli.sweep.whole_config import hydra_text
 from trainkit.errors import TrainkitError
 
+RULE = {"values": ["sqrt", "none"]}
+REFERENCE = "lr_scaling.reference_batch=32"
+MINE = {"values": ["mine"]}
+WIDTH = {"values": [3, 4]}
 CONF = Path(__file__).parents[3] / "conf" / "sweep"
 
 
@@ -25,23 +31,18 @@ def train(folder: Path, parameters: dict[str, object], *words: str) -> SweepFile
     return SweepFile.read(path)
 
 
-def test_no_trial_that_finished_is_exit_status_1(no_account: Path) -> None:
-    pytest.importorskip("optuna")
-    command = ["${interpreter}", "-c", "import sys; sys.exit(1)"]
-    path = toy(no_account, {"lr": LR}, command=command)
-
-    assert main([str(path), "--offline"]) == 1
-
-
-def test_a_metric_that_nobody_logs_is_exit_status_1(
-    no_account: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("import sys; sys.exit(1)", "no more start"), ("pass", "metric.name: ")],
+)
+def test_no_trial_that_finished_or_logged_the_metric_is_exit_status_1(
+    no_account: Path, capsys: pytest.CaptureFixture[str], program: str, says: str
 ) -> None:
     pytest.importorskip("optuna")
-    command = ["${interpreter}", "-c", "pass"]
-    path = toy(no_account, {"lr": LR}, command=command)
+    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", program])
 
     assert main([str(path), "--offline"]) == 1
-    assert "metric.name: " in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_json_is_all_that_standard_output_gets(
@@ -64,38 +65,35 @@ def test_json_is_all_that_standard_output_gets(
         (["--count", "-1"], "--count: must be a whole number from 1 .* received -1"),
         (["--resume", "nope", "--offline"], "there is no sweep 'nope'"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--offline"], "method random never ends by itself. Give --count N"),
+        (
+            ["--offline", "--count", "1"],
+            "lr: distribution beta is drawn by W&B's server",
+        ),
     ],
 )
 def test_wrong_options_are_refused(
     no_account: Path, words: list[str], text: str
 ) -> None:
-    path = toy(no_account, {"lr": LR})
+    is_random = words[:1] == ["--offline"]
+    lr = {"distribution": "beta"} if is_random else LR
+    path = toy(no_account, {"lr": lr}, method="random" if is_random else "grid")
 
     with pytest.raises(TrainkitError, match=text):
         main([str(path), *words])
-    assert not (no_account / "sweeps" / "nope").exists()
+    assert not (no_account / "sweeps").exists()
 
 
 def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
     no_account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = toy(no_account, {"lr": LR})
-    for name in ("journal", "search"):
-        monkeypatch.delitem(
-            sys.modules, f"trainkit.cli.sweep.offline.{name}", raising=False
-        )
+    monkeypatch.delitem(sys.modules, "trainkit.cli.sweep.offline", raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
 
     with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
         main([str(path), "--offline"])
     assert not (no_account / "sweeps").exists()
-
-
-def test_a_search_without_an_end_is_refused(no_account: Path) -> None:
-    path = toy(no_account, {"lr": {"min": 0.1, "max": 0.2}}, method="random")
-
-    with pytest.raises(TrainkitError, match="never ends by itself. Give --count N"):
-        main([str(path), "--offline"])
 
 
 def test_help_and_a_wrong_file_load_nothing_heavy(tmp_path: Path) -> None:
@@ -119,106 +117,84 @@ def test_help_and_a_wrong_file_load_nothing_heavy(tmp_path: Path) -> None:
     )
 
     assert done.stdout.splitlines()[-1] == "set()"
-    assert "none.yaml cannot be read" in done.stderr
+    assert "none.yaml cannot be read as YAML" in done.stderr
 
 
 # ---- keys of `trainkit train` --------------------------------------------------------
 
 
-def test_a_parameter_that_trainkit_does_not_have_is_refused(tmp_path: Path) -> None:
-    sweep = train(tmp_path, {"optim.lr": LR})
-
-    with pytest.raises(TrainkitError, match="no such key. Did you mean optimizer.lr"):
-        check_keys(sweep)
-
-
-def test_an_unknown_option_of_a_group_is_refused(tmp_path: Path) -> None:
-    sweep = train(tmp_path, {"lr_scaling": {"values": ["sqrt", "cubic"]}})
-
-    with pytest.raises(TrainkitError, match="must be one of .*linear.*'cubic'"):
-        check_keys(sweep)
-
-
-def test_keys_of_a_chosen_group_are_known(tmp_path: Path) -> None:
-    parameters: dict[str, object] = {"lr_scaling.rule": {"values": ["sqrt", "none"]}}
-    own = "lr_scaling.reference_batch=32"
-
-    check_keys(train(tmp_path, parameters, "lr_scaling=sqrt", own))
-    with pytest.raises(TrainkitError, match="lr_scaling.rule: .* no such key"):
-        check_keys(train(tmp_path, parameters))
-
-
-def test_groups_of_ones_own_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("parameters", "words", "text"),
+    [
+        ({"optim.lr": LR}, [], "optim.lr=0.1: .* override.*Did you mean optimizer"),
+        ({"lr": LR}, [], "lr=0.1: .* override .*Did you mean optimizer.lr"),
+        ({"seed.x": LR}, [], "seed.x=0.1: "),
+        (
+            {"lr_scaling": {"values": ["sqrt", "cubic"]}},
+            [],
+            "Available options.*linear",
+        ),
+        ({"lr_scaling.rule": RULE}, ["lr_scaling=sqrt", REFERENCE], None),
+        ({"lr_scaling.rule": RULE}, [], "lr_scaling.rule='sqrt': Could not override"),
+        ({"model": MINE, "model.width": WIDTH}, ["--config-dir={own}"], None),
+        ({"model": MINE}, ["--config-dir=${envvar:MY_CONF}"], None),
+        ({"model": MINE}, [], "Could not find 'model/mine'.*code_lm"),
+        ({"model.width": WIDTH}, ["model=mine", "-cd", "{own}"], None),
+        ({"model.width": WIDTH}, ["--config-dir={own}"], "model.width=3: Could not"),
+        ({"lr_scaling.rule": RULE}, ["-cp", "{own}", "-cn", "mine"], None),
+        ({"lr_scaling.rule": RULE}, ["-cd", "{own}", "-cn", "mine"], None),
+    ],
+)
+def test_a_parameter_is_one_that_trainkit_train_would_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parameters: dict[str, object],
+    words: list[str],
+    text: str | None,
 ) -> None:
-    folder = tmp_path / "my conf" / "model"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("_target_: my.Net\nwidth: 3\n")
-    parameters: dict[str, object] = {
-        "model": {"values": ["mine", "code_lm"]},
-        "model.width": {"values": [3, 4]},
-    }
-    where = f"--config-dir={tmp_path}/my conf"
-
-    check_keys(train(tmp_path, parameters, where))
-    monkeypatch.setenv("MY_CONF", f"{tmp_path}/my conf")
-    check_keys(train(tmp_path, parameters, "--config-dir=${envvar:MY_CONF}"))
-    with pytest.raises(
-        TrainkitError, match="must be one of batch_size, code_lm, .* received 'mine'"
-    ):
-        check_keys(train(tmp_path, parameters))
-    only_width: dict[str, object] = {"model.width": {"values": [3, 4]}}
-    check_keys(train(tmp_path, only_width, "model=mine", "-cd", f"{tmp_path}/my conf"))
-    with pytest.raises(TrainkitError, match="model.width: .* no such key"):
-        check_keys(train(tmp_path, only_width, where))
-
-
-def test_a_configuration_of_ones_own_has_its_own_keys(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
+    own = tmp_path / "my conf"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.yaml").write_text("_target_: my.Net\nwidth: 3\n")
+    (own / "mine.yaml").write_text(
         "defaults: [train, override lr_scaling: sqrt, _self_]\n"
     )
-    parameters: dict[str, object] = {"lr_scaling.rule": {"values": ["sqrt", "none"]}}
+    monkeypatch.setenv("MY_CONF", str(own))
+    sweep = train(
+        tmp_path, parameters, *(word.replace("{own}", str(own)) for word in words)
+    )
 
-    check_keys(train(tmp_path, parameters, "-cp", str(tmp_path), "-cn", "mine"))
-    check_keys(train(tmp_path, parameters, "-cd", str(tmp_path), "-cn", "mine"))
-    with pytest.raises(TrainkitError, match="lr_scaling.rule: .* no such key"):
-        check_keys(train(tmp_path, parameters))
+    if text is None:
+        check_keys(sweep)
+        return
+    with pytest.raises(TrainkitError, match=f"(?s)toy.yaml parameters: .*{text}"):
+        check_keys(sweep)
+
+
+def test_a_template_projects_folder_is_told_as_trainkit_train_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = train(tmp_path, {"optimizer.lr": LR})
+    check_keys(sweep)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(TrainkitError, match="belongs to another program"):
+        check_keys(sweep)
 
 
 def test_keys_of_another_program_are_its_own(tmp_path: Path) -> None:
     check_keys(SweepFile.read(toy(tmp_path, {"whatever": LR})))
 
 
-def test_config_keys_are_those_of_the_composed_configuration() -> None:
-    keys = ConfigKeys([])
-
-    assert all(
-        map(keys, ("data.batch_size", "trainer.max_steps", "lr_scaling", "seed"))
-    )
-    assert not any(map(keys, ("data.nope", "effective_batch/samples", "seed.x", "")))
-
-
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    from trainkit.cli.sweep.command import fixed_words, hydra_text
-
     sweep = SweepFile.read(path)
     check_keys(sweep)
     for pick in (0, -1):
-        swept = {
-            name: parameter.get("values", [parameter.get("min")])[pick]
-            for name, parameter in sweep.varied.items()
-        }
+        swept = {n: (p.values or [p.min])[pick] for n, p in sweep.varied.items()}
         words = [f"{name}={hydra_text(value)}" for name, value in swept.items()]
-        with initialize_config_module("trainkit.conf", **VERSION_BASE):
-            config = compose(
-                "train", ["experiment=demo", *fixed_words(sweep.config), *words]
-            )
-        trainer = OmegaConf.to_container(config.trainer, resolve=False)
-        assert isinstance(trainer, dict)
+        config = Composition(["experiment=demo", *sweep.words[3:-1], *words]).config
         if path.stem == "lr_batch":
             assert config.trainer.accumulate_grad_batches * config.data.batch_size == 32
         for name, value in swept.items():

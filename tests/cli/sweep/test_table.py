@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainkit.cli.sweep import table
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial, best_of, ranked
+from trainkit.cli.sweep.trial import State, Trial, best_of, ranked
 
 TRIALS = [
     Trial(name="t0", arguments={"lr": 0.1}, state="finished", metric=[3.0, 2.0]),
@@ -23,33 +21,26 @@ TRIALS = [
 ]
 
 
-def sweep(goal: str = "minimize", **parameters: Any) -> SweepFile:
-    every = parameters or {"lr": {"min": 0.0, "max": 1.0}, "fixed": {"value": 1}}
-    metric = {"name": "val/loss", "goal": goal}
-    config = {"method": "random", "metric": metric, "parameters": every}
-    return SweepFile(path=Path("toy.yaml"), config=config)
+def sweep(**config: Any) -> SweepFile:
+    parameters = {"lr": {"min": 0.0, "max": 1.0}, "fixed": {"value": 1}}
+    common = {"method": "random", "program": "t.py", "metric": {"name": "val/loss"}}
+    return SweepFile.model_validate({**common, "parameters": parameters, **config})
 
 
-@pytest.mark.parametrize(("goal", "best"), [("minimize", "t4"), ("maximize", "t0")])
-def test_the_best_is_one_that_ended_well(goal: str, best: str) -> None:
-    found = best_of(TRIALS, maximizes=goal == "maximize")
-
+@pytest.mark.parametrize(("maximizes", "best"), [(False, "t4"), (True, "t0")])
+def test_the_best_has_ended_well_and_what_has_no_number_comes_last(
+    maximizes: bool, best: str
+) -> None:
+    found = best_of(TRIALS, maximizes=maximizes)
     assert found is not None
     assert found.name == best
+    order = [trial.name for trial in ranked(TRIALS, maximizes=maximizes)]
+    assert set(order[3:]) == {"t2", "t3"}
+    for none in ([], TRIALS[2:4]):
+        assert best_of(none, maximizes=maximizes) is None
 
 
-def test_without_a_number_there_is_no_best() -> None:
-    assert best_of(TRIALS[2:4], maximizes=False) is None
-    assert best_of([], maximizes=False) is None
-
-
-def test_what_has_no_number_comes_last_either_way() -> None:
-    for maximizes in (False, True):
-        order = [trial.name for trial in ranked(TRIALS, maximizes=maximizes)]
-        assert set(order[3:]) == {"t2", "t3"}
-
-
-def test_plain_lines_show_the_swept_values_and_mark_the_best() -> None:
+def test_lines_show_the_swept_values_and_mark_the_best() -> None:
     assert table.lines(sweep(), TRIALS) == [
         "   trial  state     val/loss  lr     note",
         "   t1     stopped   1         0.01",
@@ -58,18 +49,7 @@ def test_plain_lines_show_the_swept_values_and_mark_the_best() -> None:
         "   t2     crashed             0.5    exit 1: [out]",
         "   t3     finished  nan       1",
     ]
-
-
-def test_a_terminal_gets_the_same_content() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    table.show(sweep(), TRIALS, file=screen)
-
-    for word in ("t4", "1e-05", "exit 1: [out]", "val/loss", "stopped"):
-        assert word in screen.getvalue()
+    assert table.lines(sweep(), []) == ["  trial  state  val/loss  lr  note"]
 
 
 def test_json_is_strict_and_complete() -> None:
@@ -83,5 +63,36 @@ def test_json_is_strict_and_complete() -> None:
     assert {t["name"]: t["value"] for t in read["trials"]}["t3"] is None
 
 
-def test_a_sweep_without_trials_has_a_table() -> None:
-    assert table.lines(sweep(), []) == ["  trial  state  val/loss  lr  note"]
+def trial(state: State, *metric: float) -> Trial:
+    return Trial(name="t", arguments={}, state=state, metric=list(metric))
+
+
+@pytest.mark.parametrize(
+    ("trials", "lacks"),
+    [
+        ([trial("finished")], True),
+        ([trial("crashed"), trial("finished")], True),
+        ([trial("crashed"), trial("stopped"), trial("running")], False),
+        ([trial("finished", 1.0), trial("finished")], False),
+        ([trial("finished"), trial("running", 1.0)], False),
+        ([], False),
+    ],
+)
+def test_only_a_finished_trial_tells_and_only_where_none_has_a_value(
+    trials: list[Trial], lacks: bool
+) -> None:
+    assert bool(table.lacking(sweep(), trials)) == lacks
+    assert not table.lacking(sweep(metric=None), trials)
+
+
+def test_what_lacks_the_metric_says_what_it_logged_or_needs() -> None:
+    ended = trial("finished")
+    ours = ["trainkit", "train", "${args_no_hyphens}"]
+    assert "logger=wandb" in table.lacking(sweep(command=ours), [ended])
+    assert "logger=wandb" not in table.lacking(sweep(), [ended])
+
+    ended.logged = ["lr", *(f"grad/{n}" for n in range(20)), "val/loss"]
+    text = table.lacking(sweep(metric={"name": "val/los"}), [ended])
+    assert "t finished and logged no val/los" in text
+    assert "It logged val/loss, " in text  # the closest first
+    assert text.count("grad/") + text.count("lr,") == 11

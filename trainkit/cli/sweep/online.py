@@ -11,18 +11,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep import environment
-from trainkit.cli.sweep.interruption import exit_status, noted_signals
-from trainkit.cli.sweep.parameters import flatten
-from trainkit.cli.sweep.rows import metric_values, names_in
+from trainkit.cli.sweep.process import (
+    environment,
+    exit_status,
+    kill_delay,
+    noted_signals,
+)
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial, state_from_wandb
+from trainkit.cli.sweep.trial import State, Trial, flatten
 from trainkit.errors import TrainkitError
 
 _SECONDS = 20
 _TICK = 0.1
 _PROJECT = "trainkit"
 _FINISH_TIMEOUT = "600"
+_STATES: dict[str, State] = {
+    "pending": "waiting",
+    "preempting": "waiting",
+    "preempted": "waiting",
+    "running": "running",
+    "finished": "finished",
+    "killed": "stopped",
+}
+"""The state of a trial by its run's on the server; any other means that it crashed."""
 
 
 class Server:
@@ -38,54 +49,81 @@ class Server:
         self._sweep = sweep
         with _as_our_error():
             self._api = wandb.Api(timeout=_SECONDS)
-            entity = os.environ.get("WANDB_ENTITY") or sweep.config.get("entity")
-            self.entity = str(entity or self._api.default_entity)
-        project = os.environ.get("WANDB_PROJECT") or sweep.config.get("project")
-        self.project = str(project or _PROJECT)
+            entity = os.environ.get("WANDB_ENTITY") or sweep.entity
+            self._entity = str(entity or self._api.default_entity)
+        project = os.environ.get("WANDB_PROJECT") or sweep.project
+        self._project = str(project or _PROJECT)
 
-    def create(self) -> str:
-        """Create the sweep, and return its id."""
+    def open(self, sweep_id: str | None) -> str:
+        """Create the sweep, or find the one that is resumed; returns its id."""
         import wandb
 
         # The client prints; standard output is for the table.
         with _as_our_error(), contextlib.redirect_stdout(sys.stderr):
-            return wandb.sweep(
-                dict(self._sweep.config), entity=self.entity, project=self.project
-            )
-
-    def find(self, sweep_id: str) -> str:
-        """The id of a sweep that exists on the server.
-
-        Raises:
-            TrainkitError: the server has no such sweep.
-        """
-        with _as_our_error():
-            return self._api.sweep(self.path(sweep_id)).id
+            if sweep_id is not None:
+                return self._api.sweep(self.path(sweep_id)).id
+            return wandb.sweep(self._sweep.config, self._entity, self._project)
 
     def path(self, name: str) -> str:
         """The path of a sweep or run of the project."""
-        return f"{self.entity}/{self.project}/{name}"
+        return f"{self._entity}/{self._project}/{name}"
 
     def trials(self, sweep_id: str) -> list[Trial]:
         """The sweep's runs, in the state that the server knows now."""
         with _as_our_error():
-            filters = {"$and": [{"sweep": sweep_id}]}  # as in the client's own Sweep
-            project = f"{self.entity}/{self.project}"
-            self._api.flush()
-            runs = list(self._api.runs(project, filters=filters, order="+created_at"))
-            return [self._trial(run) for run in runs]
+            return [
+                self._trial(run) for run in self._api.sweep(self.path(sweep_id)).runs
+            ]
 
     def _trial(self, run: Any) -> Trial:
         summary = {name: _value(entry) for name, entry in dict(run.summary).items()}
         config = {**flatten(run.config), **run.config}  # nested or not, by dotted name
-        return Trial(
-            name=run.id,
-            arguments={k: config[k] for k in self._sweep.varied if k in config},
-            state=state_from_wandb(run.state),
-            metric=metric_values([summary], self._sweep.metric),
-            logged=names_in([summary]),
-            num_rows=int(summary.get("_step", -1)) + 1,
-        )
+        arguments = {k: config[k] for k in self._sweep.varied if k in config}
+        state = _STATES.get(run.state, "crashed")
+        trial = Trial(name=run.id, arguments=arguments, state=state)
+        trial.read([summary], self._sweep.metric_name)
+        trial.num_rows = int(summary.get("_step", -1)) + 1
+        return trial
+
+    def run_agents(
+        self, sweep_id: str, folder: Path, *, number: int, count: int | None
+    ) -> int:
+        """Run agents until they leave; their output goes to our errors.
+
+        SIGINT and SIGTERM reach each agent as SIGTERM, which it passes on to its trial.
+        The trial may save a checkpoint. If it takes too long, the agent kills it.
+
+        Returns:
+            0, or 130 or 143 if a signal ended it.
+        """
+        env = environment() | {
+            "WANDB_DIR": str(folder),
+            "WANDB_ENTITY": self._entity,
+            "WANDB_PROJECT": self._project,
+        }
+        # A trial must not wait forever for a server that has died.
+        env.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT)
+        agent = [sys.executable, "-m", "wandb", "agent", "--forward-signals"]
+        agent += ["--term-timeout", str(round(kill_delay()))]
+        with noted_signals() as came:
+            agents = [
+                subprocess.Popen(
+                    [*agent, *share, self.path(sweep_id)],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr,
+                    start_new_session=True,  # the terminal's Ctrl-C is for the sweep
+                )
+                for share in _shares(count, number)
+            ]
+            passed_on = 0
+            while any(each.poll() is None for each in agents):
+                if len(came) > passed_on:
+                    passed_on = len(came)
+                    for each in agents:
+                        each.terminate()
+                time.sleep(_TICK)
+        return exit_status(came)
 
 
 def _value(entry: Any) -> Any:
@@ -108,47 +146,6 @@ def _as_our_error() -> Iterator[None]:
         ) from error
 
 
-def run_agents(
-    server: Server, sweep_id: str, folder: Path, *, number: int, count: int | None
-) -> int:
-    """Run agents of W&B's client until they leave; their output goes to our errors.
-
-    SIGINT and SIGTERM reach each agent as SIGTERM, which it passes on to its trial. The
-    trial may save a checkpoint. If it takes too long, the agent kills it.
-
-    Returns:
-        0, or 130 or 143 if a signal ended it.
-    """
-    env = environment.base() | {
-        "WANDB_DIR": str(folder),
-        "WANDB_ENTITY": server.entity,
-        "WANDB_PROJECT": server.project,
-    }
-    # A trial must not wait forever for a server that has died.
-    env.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT)
-    agent = [sys.executable, "-m", "wandb", "agent", "--forward-signals"]
-    agent += ["--term-timeout", str(round(environment.kill_delay()))]
-    with noted_signals() as came:
-        agents = [
-            subprocess.Popen(
-                [*agent, *share, server.path(sweep_id)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                start_new_session=True,  # the terminal's Ctrl-C is for the sweep
-            )
-            for share in _shares(count, number)
-        ]
-        passed_on = 0
-        while any(each.poll() is None for each in agents):
-            if len(came) > passed_on:
-                passed_on = len(came)
-                for each in agents:
-                    each.terminate()
-            time.sleep(_TICK)
-    return exit_status(came)
-
-
 def _shares(count: int | None, number: int) -> list[list[str]]:
     """The option of each agent that says how many trials it may start.
 
@@ -157,6 +154,5 @@ def _shares(count: int | None, number: int) -> list[list[str]]:
     """
     if count is None:
         return [[]] * number
-    each, left = divmod(count, number)
-    shares = [each + (index < left) for index in range(number)]
+    shares = [len(range(first, count, number)) for first in range(number)]
     return [["--count", str(share)] for share in shares if share]

@@ -1,21 +1,46 @@
-"""A sweep in W&B's own format, checked before anything is created."""
+"""A sweep in W&B's own format, as models of pydantic that refuse what cannot run."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
-from trainkit.cli.sweep.command import check_command, is_trainkit
-from trainkit.cli.sweep.parameters import leaves
-from trainkit.cli.sweep.schema import Hyperband, Metric, Parameter, Sweep
+from trainkit.cli.sweep.trial import is_number
 from trainkit.errors import TrainkitError, did_you_mean
 
-_MODELS = {"parameters": Parameter, "metric": Metric, "early_terminate": Hyperband}
+_DRAWN = {
+    **dict.fromkeys(("uniform", "log_uniform", "log_uniform_values"), {"min", "max"}),
+    **dict.fromkeys(("normal", "log_normal"), {"mu", "sigma"}),
+    "beta": {"a", "b"},
+}
+_KEYS = {
+    "constant": {"value"},
+    "categorical": {"values"},
+    "categorical_w_probabilities": {"values", "probabilities"},
+    "int_uniform": {"min", "max"},
+    **_DRAWN,
+    **{f"q_{name}": {*keys, "q"} for name, keys in _DRAWN.items()},
+    **dict.fromkeys(("inv_log_uniform", "inv_log_uniform_values"), {"min", "max"}),
+}
+"""The distributions of W&B's own schema, and the keys that each takes."""
+
+_HAVE_DEFAULTS = {"mu", "sigma", "a", "b", "q"}
+_IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _EXAMPLES = {
     "method": "method: random",
     "parameters": "parameters: {optimizer.lr: {values: [0.1, 0.01]}}",
@@ -24,34 +49,153 @@ _EXAMPLES = {
     "command": 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]',
     "run_cap": "run_cap: 20",
 }
-_RULES = {
-    "missing": "must be given",
-    "model_type": "must be a mapping",
-    "dict_type": "must be a mapping",
-    "list_type": "must be a list",
-    "too_short": "must not be empty",
-    "bool_type": "must be true or false",
-    "int_type": "must be a whole number from 1",
-    "greater_than_equal": "must be a whole number from 1",
-    "string_type": "must be text; put it in quotes",
-    "invalid-json-value": "must be text, a number, true, false, null, a list or a "
-    "mapping; put it in quotes",
-}
-"""The rule of each of pydantic's errors; of another, pydantic's own words."""
-_IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepFile:
-    """A sweep file that has been checked.
+def _refuse_if(is_wrong: bool, rule: str, remedy: str = "") -> None:
+    """Refuse a value or a section; `_message` adds the place and the value."""
+    if is_wrong:
+        raise ValueError(rule, remedy)
 
-    Attributes:
-        path: where it is.
-        config: its content, as W&B receives it.
-    """
 
-    path: Path
-    config: dict[str, Any]
+def _no_number_in_text(value: Any) -> Any:
+    """Refuse `1e-4`: YAML 1.1, which W&B reads, wants a point, as in `1.0e-4`."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        fixed = yaml.safe_dump(float(value)).split()[0].removesuffix(".0")
+        rule = f"{value} looks like a number, and YAML reads it as text"
+        raise ValueError(rule, f"Write {fixed}.")
+    return value
+
+
+def _number(value: Any) -> Any:
+    _refuse_if(not is_number(_no_number_in_text(value)), "must be a number")
+    return value
+
+
+Value = Annotated[JsonValue, AfterValidator(_no_number_in_text)]
+Number = Annotated[Any, AfterValidator(_number)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+
+
+class _Section(BaseModel):
+    """Takes no other keys, and no text for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Parameter(_Section):
+    """One parameter, with its values, its distribution, or parameters inside."""
+
+    value: Value = None
+    values: Annotated[list[Value], Field(min_length=1)] = []
+    probabilities: list[Number] = []
+    distribution: Any = None
+    min: Number = 0
+    max: Number = 0
+    mu: Number = 0
+    sigma: Number = 1
+    a: Number = 1
+    b: Number = 1
+    q: Number = 1
+    parameters: Annotated[dict[Name, Parameter], Field(min_length=1)] = {}
+
+    @property
+    def kind(self) -> str:
+        """Its distribution: the one that it names, or that follows from its keys."""
+        if "distribution" in self.model_fields_set:
+            return self.distribution
+        for name in ("categorical_w_probabilities", "categorical", "constant"):
+            if self.model_fields_set >= _KEYS[name]:
+                return name
+        return "int_uniform" if self._is_whole else "uniform"
+
+    @property
+    def _is_whole(self) -> bool:
+        return isinstance(self.min, int) and isinstance(self.max, int)
+
+    @property
+    def takes(self) -> set[str]:
+        """The keys that its distribution takes."""
+        return _KEYS[self.kind]
+
+    @model_validator(mode="after")
+    def _check(self) -> Parameter:
+        if self.parameters:
+            return self
+        kind, known = self.kind, [*_KEYS]
+        rule = f"distribution must be one of {', '.join(known)}"
+        _refuse_if(kind not in known, rule, did_you_mean(kind, known))
+        keys, given = self.takes, self.model_fields_set - {"distribution"}
+        _refuse_if(
+            not keys - _HAVE_DEFAULTS <= given <= keys,
+            f"distribution {kind} takes {' and '.join(sorted(keys))}",
+            "Give it value, values, min and max, or parameters." * (not given),
+        )
+        is_log, shares = "log_uniform" in kind, self.probabilities
+        needs_positive = is_log and kind.endswith("values")
+        _refuse_if("min" in keys and not self.min < self.max, "min must be below max")
+        is_float = kind == "int_uniform" and not self._is_whole
+        _refuse_if(is_float, "int_uniform takes whole numbers")
+        # https://docs.wandb.ai/guides/sweeps: log_uniform's bounds are exponents of e.
+        _refuse_if(
+            is_log and not needs_positive and 0 < self.min < self.max <= 1,
+            f"{kind} takes exponents of e",
+            f"Write distribution: {kind}_values for bounds of the value.",
+        )
+        _refuse_if(needs_positive and self.min <= 0, f"{kind} needs min above 0")
+        are_shares = len(shares) == len(self.values) and min(shares, default=0) >= 0
+        _refuse_if(
+            "probabilities" in keys
+            and not (are_shares and math.isclose(sum(shares), 1, rel_tol=1e-5)),
+            "probabilities must be one from 0 to 1 for each of values, and sum to 1",
+        )
+        return self
+
+
+class Metric(_Section):
+    """What compares trials."""
+
+    name: str
+    goal: Literal["minimize", "maximize"] = "minimize"
+    target: Number = None
+    impute: JsonValue = None
+    impute_while_running: JsonValue = None
+
+
+class Hyperband(_Section):
+    """When a poor trial is stopped, counted in values of the metric."""
+
+    type: Literal["hyperband"]
+    min_iter: Count | None = None
+    max_iter: Count | None = None
+    s: Count | None = None
+    eta: Number = 3
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Hyperband:
+        has_bands = self.min_iter or (self.max_iter and self.s)
+        _refuse_if(not has_bands, "needs min_iter, or max_iter and s")
+        _refuse_if(not self.eta > 1, "eta must be a number above 1")
+        return self
+
+
+class SweepFile(_Section):
+    """A sweep that has been checked."""
+
+    method: Literal["grid", "random", "bayes"]
+    parameters: Annotated[dict[Name, Parameter], Field(min_length=1)]
+    metric: Metric | None = None
+    early_terminate: Hyperband | None = None
+    program: str | None = None
+    command: Annotated[list[JsonValue], Field(min_length=1)] | None = None
+    run_cap: Count | None = None
+    name: JsonValue = None
+    description: JsonValue = None
+    project: JsonValue = None
+    entity: JsonValue = None
+    controller: JsonValue = None
+    path: Path = Field(Path("sweep.yaml"), exclude=True)
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
@@ -60,108 +204,112 @@ class SweepFile:
         Raises:
             TrainkitError: it cannot be read, or describes a sweep that cannot run.
         """
-        path = Path(path)
-        config = _load(path)
-        check(config, where=str(path))
-        return cls(path=path, config=config)
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            sweep = cls.model_validate(content)
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            said = f"sweep file: {path} cannot be read as YAML: {error}"
+            raise TrainkitError(said) from error
+        except ValidationError as error:
+            raise TrainkitError(f"{path} {_message(error)}") from error
+        sweep.path = Path(path)
+        return sweep
 
     @property
-    def method(self) -> str:
-        return self.config["method"]
+    def config(self) -> dict[str, Any]:
+        """The content of the file, as W&B receives it."""
+        return self.model_dump(exclude_unset=True)
 
     @property
-    def metric(self) -> str | None:
+    def metric_name(self) -> str | None:
         """The metric that compares trials; grid and random search may have none."""
-        return (self.config.get("metric") or {}).get("name")
+        return self.metric.name if self.metric else None
 
     @property
     def maximizes(self) -> bool:
-        return (self.config.get("metric") or {}).get("goal") == "maximize"
+        return self.metric is not None and self.metric.goal == "maximize"
+
+    @property
+    def words(self) -> list[str]:
+        """The words of `command`, or of W&B's default, with the program's name."""
+        words = self.command or ["${env}", "${interpreter}", "${program}", "${args}"]
+        return [str(self.program if w == "${program}" else w) for w in words]
 
     @property
     def runs_trainkit(self) -> bool:
-        return is_trainkit(self.config)
+        """Whether a trial is `trainkit train`."""
+        pairs = zip(self.words, self.words[1:], strict=False)
+        return any(Path(a).name == "trainkit" and b == "train" for a, b in pairs)
 
     @property
-    def varied(self) -> dict[str, Mapping[str, Any]]:
+    def leaves(self) -> dict[str, Parameter]:
+        """The parameters that have values, nested or not, by dotted name."""
+        return dict(_leaves(self.parameters))
+
+    @property
+    def varied(self) -> dict[str, Parameter]:
         """The parameters that differ between trials, by dotted name."""
-        return {
-            name: parameter
-            for name, parameter in leaves(self.config["parameters"])
-            if "value" not in parameter and len(parameter.get("values", "ab")) > 1
-        }
+        every = self.leaves.items()
+        return {n: p for n, p in every if p.kind != "constant" and len(p.values) != 1}
 
-
-def _load(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TrainkitError(
-            f"sweep file: {path} cannot be read: {error.strerror}."
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TrainkitError(f"sweep file: {path} is not YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise TrainkitError(
-            f"sweep file: {path} must be a mapping with method and parameters, "
-            f"received {config!r}."
+    @model_validator(mode="after")
+    def _check(self) -> SweepFile:
+        needs_metric = self.method == "bayes" or self.early_terminate is not None
+        _refuse_if(
+            needs_metric and self.metric is None,
+            "metric: method: bayes and early_terminate need one, and it is missing",
+            f"Write {_EXAMPLES['metric']}.",
         )
-    return config
-
-
-def check(config: dict[str, Any], *, where: str) -> None:
-    """Refuse a sweep that cannot run, or that W&B would misread."""
-    try:
-        TypeAdapter(dict[str, JsonValue]).validate_python(config, strict=True)
-        for key in config:
-            known = Sweep.model_fields
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            if key not in known and close:
-                raise TrainkitError(
-                    f"{where}: has a key {key!r}, which W&B does not know. Did you "
-                    f"mean {close[0]}?"
-                )
-        sweep = Sweep.model_validate(config)
-    except ValidationError as error:
-        raise TrainkitError(_message(error, where)) from error
-    _check_metric(sweep, where)
-    for name, given in leaves(config["parameters"]):
-        if sweep.method == "grid" and Parameter(**given).kind not in _IN_A_GRID:
-            raise TrainkitError(
-                f"{where} parameters.{name}: a grid needs values, received {given!r}. "
-                f"List them as values: [...], or choose method: random or bayes."
+        for name, each in self.leaves.items():
+            _refuse_if(
+                self.method == "grid" and each.kind not in _IN_A_GRID,
+                f"parameters.{name}: a grid needs values, received {each.kind}",
+                "List them as values: [...], or choose method: random or bayes.",
             )
-    check_command(config, where=where)
-
-
-def _check_metric(sweep: Sweep, where: str) -> None:
-    is_bayes = sweep.method == "bayes"
-    if sweep.metric is None and (is_bayes or sweep.early_terminate is not None):
-        reader = "method: bayes" if is_bayes else "early_terminate"
-        raise TrainkitError(
-            f"{where} metric: {reader} needs one, and it is missing. Write "
-            f"{_EXAMPLES['metric']}."
+        _refuse_if(
+            "None" in self.words,
+            "program: must name the program of a trial, and is missing",
+            f"Write program: train.py, or {_EXAMPLES['command']}.",
         )
+        is_ours = self.runs_trainkit or Path(str(self.program)).name == "trainkit"
+        passes_on = {"${args_no_hyphens}", "${args_override_hydra}"} & {*self.words}
+        # https://github.com/wandb/wandb/issues/4686
+        _refuse_if(
+            is_ours and not passes_on,
+            f"command: `trainkit train` takes key=value without hyphens, so it needs "
+            f"${{args_no_hyphens}}, received {' '.join(self.words)!r}",
+            f"Write {_EXAMPLES['command']}.",
+        )
+        return self
 
 
-def _message(error: ValidationError, where: str) -> str:
+def _leaves(
+    parameters: Mapping[str, Parameter], prefix: str = ""
+) -> Iterator[tuple[str, Parameter]]:
+    for name, parameter in parameters.items():
+        if parameter.parameters:
+            yield from _leaves(parameter.parameters, f"{prefix}{name}.")
+        else:
+            yield prefix + name, parameter
+
+
+def _message(error: ValidationError) -> str:
     """The first error in a line: the place, the rule, the value, and what to do."""
     detail: Any = error.errors(include_url=False)[0]
     place = [part for part in detail["loc"] if part not in ("list", "dict", "[key]")]
     at = ".".join(part for part in place if isinstance(part, str))
-    section = str(place[0]) if place else ""
-    received, own = detail["input"], detail.get("ctx", {})
-    if detail["type"] == "extra_forbidden":
-        received, known = place[-1], _MODELS[section].model_fields
-        rule = f"must be one of the keys {', '.join(known)}"
-        remedy = did_you_mean(received, known).strip()
-    elif "remedy" in own:
-        rule, remedy = own["rule"], own["remedy"]
-    else:
-        said = detail["msg"].replace("Input should be", "must be")
-        rule = _RULES.get(detail["type"], said)
-        example = _EXAMPLES.get(section)
-        remedy = f"Write, for example, {example}." if example else ""
-    return f"{where} {at}: {rule}, received {received!r}. {remedy}".rstrip()
+    rule = re.sub(" or instance of .*", "", detail["msg"])
+    rule = rule.replace("Input should be", "must be")
+    example = _EXAMPLES.get(str(place[0]) if place else "")
+    remedy = f"Write, for example, {example}." if example else ""
+    if detail["type"] == "value_error":
+        rule, remedy = detail["ctx"]["error"].args
+    elif detail["type"] == "extra_forbidden":
+        rule = "W&B knows no such key"
+        models = (Parameter, Metric, Hyperband, SweepFile)
+        known = [key for model in models for key in model.model_fields]
+        remedy = did_you_mean(place[-1], known) or remedy
+    received = f", received {detail['input']!r}"
+    if not at and isinstance(detail["input"], dict):
+        received = ""  # the rule about the whole file says what it is about
+    return f"{at}{': ' * bool(at)}{rule}{received}. {remedy.strip()}".rstrip()

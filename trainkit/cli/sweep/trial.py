@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainkit.cli.sweep.parameters import flatten
-
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
 """States of a trial. "stopped" means by early_terminate, which is not a failure."""
-
-_OF_WANDB: dict[str, State] = {
-    "pending": "waiting",
-    "running": "running",
-    "finished": "finished",
-    "killed": "stopped",
-}
-"""The state of a trial by its run's on the server; any other means that it crashed."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +25,7 @@ class Trial:
         pid: the number of its process, while it runs.
         note: a remark, for example why it crashed.
         folder: the folder of its files.
+        asked: its number in Optuna's study.
     """
 
     name: str
@@ -47,73 +38,81 @@ class Trial:
     pid: int | None = None
     note: str = ""
     folder: str = ""
+    asked: int = 0
+
+    def __str__(self) -> str:
+        """The trial's name, state and arguments in one line.
+
+        >>> print(Trial(name="t", arguments={"lr": 1, "net": {"width": 8}}))
+        t waiting: lr=1 net.width=8
+        """
+        words = (f"{name}={value}" for name, value in self.flat.items())
+        return f"{self.name} {self.state}: {' '.join(words)}"
 
     @property
     def is_over(self) -> bool:
         return self.state in ("finished", "stopped", "crashed")
 
     @property
-    def value(self) -> float | None:
-        """The metric's last value, as W&B's summary shows it."""
-        return self.metric[-1] if self.metric else None
-
-    @property
     def number(self) -> float | None:
         """The metric's last value if it is a finite number; else None."""
-        value = self.value
-        return value if value is not None and math.isfinite(value) else None
+        is_finite = self.metric and math.isfinite(self.metric[-1])
+        return self.metric[-1] if is_finite else None
 
     @property
     def flat(self) -> dict[str, Any]:
         """The arguments by their dotted names."""
         return flatten(self.arguments)
 
+    def read(self, rows: Sequence[Mapping[str, Any]], metric: str | None) -> None:
+        """Note what the trial has logged, without W&B's own columns.
 
-def news_of(trial: Trial, metric: str | None) -> str:
-    """A trial's state in one line, with its arguments and its metric.
+        >>> trial = Trial(name="t", arguments={})
+        >>> trial.read([{"loss": 2, "_step": 0}, {"loss": "NaN", "a": "b"}], "loss")
+        >>> trial.metric, trial.logged, trial.num_rows
+        ([2.0, nan], ['loss'], 2)
+        """
+        numbers = [
+            {name: float(value) for name, value in row.items() if _is_logged(value)}
+            for row in rows
+        ]
+        names = dict.fromkeys(name for row in numbers for name in row)
+        self.metric = [row[metric] for row in numbers if metric in row]
+        self.logged = [name for name in names if not name.startswith("_")]
+        self.num_rows = len(rows)
 
-    >>> trial = Trial(name="t", arguments={"lr": 1}, state="stopped", metric=[0.5])
-    >>> news_of(trial, "loss")
-    't stopped: lr=1, loss 0.5'
+
+def _is_logged(value: Any) -> bool:
+    """Whether a value is a number, also one that JSON has no sign for."""
+    return is_number(value) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Arguments by dotted name.
+
+    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
+    {'a': 1, 'b.c.d': 2}
     """
-    parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
-    if trial.value is not None:
-        parts.append(f"{metric} {trial.value:.6g}")
-    return ", ".join([*parts, trial.note] if trial.note else parts)
-
-
-def describe(trial: Trial) -> str:
-    """A trial's arguments in one line.
-
-    >>> describe(Trial(name="t", arguments={"optimizer": {"lr": 0.1}, "seed": 0}))
-    'optimizer.lr=0.1 seed=0'
-    """
-    return " ".join(f"{name}={value}" for name, value in trial.flat.items())
-
-
-def state_from_wandb(state: str) -> State:
-    """The state of a trial whose run has this state on the server.
-
-    >>> state_from_wandb("killed"), state_from_wandb("failed")
-    ('stopped', 'crashed')
-    """
-    return "waiting" if state[:7] == "preempt" else _OF_WANDB.get(state, "crashed")
+    flat = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:
-    """Trials with the best first, and those whose metric is not a number last.
-
-    >>> a = Trial(name="a", arguments={}, metric=[2.0])
-    >>> b = Trial(name="b", arguments={}, metric=[1.0])
-    >>> [trial.name for trial in ranked([a, b], maximizes=False)]
-    ['b', 'a']
-    """
+    """Trials with the best first, and those whose metric is not a number last."""
     sign = -1 if maximizes else 1
-
-    def key(trial: Trial) -> tuple[bool, float]:
-        return trial.number is None, sign * (trial.number or 0.0)
-
-    return sorted(trials, key=key)
+    return sorted(
+        trials, key=lambda each: (each.number is None, sign * (each.number or 0.0))
+    )
 
 
 def best_of(trials: Sequence[Trial], *, maximizes: bool) -> Trial | None:

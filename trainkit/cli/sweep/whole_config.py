@@ -4,55 +4,38 @@
    a preemption, it passes the run's whole configuration instead: each top-level entry
    that was ever logged, with dictionaries in Python's notation
    (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
-   https://github.com/wandb/wandb/issues/4237). `swept_arguments` keeps the words that a
-   Hydra application can take.
+   https://github.com/wandb/wandb/issues/4237). `for_train` keeps the words that
+   `trainkit train` can take.
 2. W&B locks the entries that a sweep sets, and warns "locked by 'sweep'" if one is
    logged again. `without_swept` keeps the other entries.
+
+An agent writes the arguments to a file, with their types; so does a sweep without a
+server.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.command import hydra_text
-from trainkit.cli.sweep.parameters import flatten
+from trainkit.cli.sweep.trial import flatten
+from trainkit.cli.words import quoted
 
-SWEEP = "WANDB_SWEEP_ID"
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
-"""The environment variable with the path of the agent's file of arguments."""
+"""The environment variable with the path of the file of arguments."""
 
 _OWN = ("hydra", "paths", "ckpt_path")
 """Keys of a run's folders and checkpoint, which are new in a resumed run."""
 
 
 def for_train(argv: list[str]) -> list[str]:
-    """The words after `trainkit train`, without those that an agent added wrongly."""
-    if SWEEP not in os.environ:
-        return argv
-    from trainkit.cli.sweep.config_keys import ConfigKeys
+    """The words after `trainkit train`, without an agent's that are not overrides.
 
-    given = _given(os.environ)
-    fixed = [w for w in argv if w.startswith("-") or not _is_given(w, given)]
-    keys = ConfigKeys(fixed, given)
-    return swept_arguments(argv, keys, is_group=lambda key: bool(keys.options(key)))
+    Of the words that the agent has made:
 
-
-def swept_arguments(
-    argv: list[str],
-    known: Callable[[str], bool],
-    *,
-    is_group: Callable[[str], bool] = lambda key: False,
-    environ: Mapping[str, str] = os.environ,
-) -> list[str]:
-    """The words of a command line, without the agent's words that are not overrides.
-
-    Under `WANDB_SWEEP_ID`, the words that the agent has added change:
-
-    - A word is dropped if the configuration does not have its key (a logged fact), or
+    - One is dropped if the configuration does not have its key (a logged fact), or
       if its key is `hydra`, `paths` or `ckpt_path`.
     - A dictionary with a `_target_` inside is a section that was logged, and is
       dropped. Another dictionary is a nested parameter, and becomes dotted overrides.
@@ -61,50 +44,48 @@ def swept_arguments(
 
     A resumed trial then has the arguments with which it was started, and plain entries
     of the root (`seed=0`), whose values have not changed. Words of the sweep's own
-    `command` stay as they are. Without a sweep, all words stay.
-
-    Args:
-        argv: the words after `trainkit train`.
-        known: whether an override of a key would be accepted.
-        is_group: whether a key is a group, whose options are files.
-        environ: the environment.
+    `command` stay as they are.
     """
-    if SWEEP not in environ:
+    given = _given()
+    if not given:
         return argv
-    given = _given(environ)
+    from omegaconf import OmegaConf
+
+    from trainkit.cli.composition import Composition
+    from trainkit.config.targets import targets_of
+
+    fixed = [word for word in argv if not _is_given(word, given)]
+    texts = {key for key, v in given.items() if v is None or isinstance(v, str)}
+    options = Composition(fixed).options
+    groups = {key: options(key) for key in texts if options(key)}
+    chosen = [f"{key}={given[key]}" for key in groups if given[key] in groups[key]]
+    config = Composition([*fixed, *chosen]).config
+    sections = OmegaConf.to_container(config, resolve=False)
     kept: list[str] = []
     for word in argv:
-        if "=" not in word or word.startswith("-") or not _is_given(word, given):
+        if not _is_given(word, given):
             kept.append(word)
             continue
-        key, text = _split(word)
-        prefix = word[: len(word) - len(word.lstrip("+"))]
-        value = given[key] if given is not None else _read(text)
-        if value is not None or not is_group(key):
-            kept += [prefix + each for each in _overrides(key, value, known)]
+        name = word.partition("=")[0]
+        key = name.lstrip("+")
+        value = given[key]
+        is_logged = key.partition(".")[0] in _OWN or any(
+            True for _ in targets_of(value)
+        )
+        if is_logged or (value is None and key in groups):
+            continue
+        kept += [
+            f"{name.removesuffix(key)}{dotted}={hydra_text(each)}"
+            for dotted, each in flatten({key: value}).items()
+            if dotted in groups or _has(sections, dotted)
+        ]
     return kept
 
 
-def without_swept(
-    config: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def without_swept(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without the top-level entries that the sweep has set."""
-    given = _given(environ) or {}
+    given = _given()
     return {key: value for key, value in config.items() if key not in given}
-
-
-def _split(word: str) -> tuple[str, str]:
-    key, _, text = word.lstrip("+").partition("=")
-    return key, text
-
-
-def _is_given(word: str, given: Mapping[str, Any] | None) -> bool:
-    """Whether the agent made the word; without its file, every word counts."""
-    key, text = _split(word)
-    if given is None or key not in given:
-        return given is None
-    # The keys of a dictionary are sorted in the file, but not in the word.
-    return str(given[key]) == text or _read(text) == given[key]
 
 
 def write_parameters(arguments: Mapping[str, Any], folder: Path) -> Path:
@@ -117,11 +98,12 @@ def write_parameters(arguments: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def read_parameters(path: Path) -> dict[str, Any]:
-    """The arguments in a file that an agent or `write_parameters` has written."""
+def _given() -> dict[str, Any]:
+    """The arguments in the agent's file; none without a file."""
     import yaml
 
-    entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    path = Path(os.environ.get(PARAMETERS, ""))
+    entries = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
     return {
         str(key): entry["value"]
         for key, entry in entries.items()
@@ -129,31 +111,34 @@ def read_parameters(path: Path) -> dict[str, Any]:
     }
 
 
-def _given(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments in the agent's file, with their types; None without a file."""
-    path = environ.get(PARAMETERS)
-    return read_parameters(Path(path)) if path and Path(path).is_file() else None
+def _is_given(word: str, given: Mapping[str, Any]) -> bool:
+    """Whether the agent made the word. It may list a dictionary in another order."""
+    key, _, text = word.lstrip("+").partition("=")
+    is_dictionary = isinstance(given.get(key), Mapping) and text.startswith("{")
+    return key in given and (is_dictionary or str(given[key]) == text)
 
 
-def _read(text: str) -> Any:
-    """A dictionary or None in Python's notation; Hydra reads any other text."""
-    if not text.startswith("{") and text != "None":
-        return _Text(text)
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return _Text(text)
+def _has(sections: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(sections, Mapping) or part not in sections:
+            return False
+        sections = sections[part]
+    return True
 
 
-class _Text(str):
-    """Text that Hydra reads without a change."""
+def hydra_text(value: Any) -> str:
+    """A value in the notation of Hydra's overrides.
 
-
-def _overrides(key: str, value: Any, known: Callable[[str], bool]) -> Iterator[str]:
-    from trainkit.config.targets import targets_of
-
-    if key.partition(".")[0] in _OWN or any(True for _ in targets_of(value)):
-        return
-    for name, each in flatten({key: value}).items():
-        if known(name):
-            yield f"{name}={each if isinstance(each, _Text) else hydra_text(each)}"
+    >>> hydra_text(1e-05), hydra_text(None), hydra_text(["1.0", {"k": True}])
+    ('1e-05', 'null', "['1.0',{k:True}]")
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{key}:{hydra_text(each)}" for key, each in value.items())
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(hydra_text, value)) + "]"
+    return str(value)

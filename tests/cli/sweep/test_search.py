@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.sweep.sweep_file import check
+from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import State, Trial
-from trainkit.errors import TrainkitError
 
 pytest.importorskip("optuna")
-from trainkit.cli.sweep.offline.journal import Journal
-from trainkit.cli.sweep.offline.search import Search
+from trainkit.cli.sweep.offline import OfflineSweep
+from trainkit.cli.sweep.search import is_poor
 
 RANGE = {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}
 
@@ -24,7 +23,6 @@ TAKEN: list[dict[str, Any]] = [
     {"distribution": "categorical", "values": [1, 2]},
     {"distribution": "normal"},
     {"distribution": "q_normal", "mu": 0, "sigma": 1, "q": 0.5},
-    {"distribution": "beta", "a": 1, "b": 2},
     {"distribution": "int_uniform", "min": 1, "max": 3},
     {"distribution": "q_log_uniform_values", "min": 0.1, "max": 3.0, "q": 0.1},
     {"distribution": "inv_log_uniform_values", "min": 0.1, "max": 0.9},
@@ -52,7 +50,7 @@ def proposals(
     """What comes one after the other, each trial ended before the next."""
     folder = folder / f"{len(list(folder.iterdir()))}"
     folder.mkdir()
-    journal = Journal.create(folder, sweep, seed=seed)
+    journal = OfflineSweep(SweepFile.model_validate(sweep), folder, seed=seed)
     for _ in range(number):
         trial = journal.propose()
         if trial is None:
@@ -66,11 +64,6 @@ def proposals(
 @pytest.mark.parametrize("parameter", TAKEN)
 def test_each_distribution_is_drawn(parameter: dict[str, Any], tmp_path: Path) -> None:
     sweep = config("random", lr=parameter)
-    check(sweep, where="s.yaml")
-    if parameter.get("distribution") == "beta":  # which the server alone draws
-        with pytest.raises(TrainkitError, match="lr: distribution beta is drawn by"):
-            Search(sweep, seed="1")
-        return
     for arguments in proposals(tmp_path, sweep, 9):
         low, high = parameter.get("min", -9), parameter.get("max", 9)
         assert low <= arguments["lr"] <= high
@@ -122,24 +115,35 @@ def test_a_bayes_search_sees_the_results(tmp_path: Path) -> None:
     assert 0.3 < mean(0.1, "random") < 0.7  # the control
 
 
-def hyperband(good: State, poor: list[float], **rule: Any) -> set[str]:
+@pytest.mark.parametrize(
+    ("values", "rule", "poor"),
+    [
+        ([9.0, 8.0], {}, True),
+        ([9.0], {}, False),  # before its band
+        ([9.0, 0.1], {}, False),
+        ([0.1, 9.0], {}, True),
+        ([0.1, 9.0], {"strict": False}, False),  # its best counts
+        ([9.0, 8.0], {"eta": 1.5}, True),
+        ([9.0, 8.0], {"min_iter": None, "max_iter": 8, "s": 2}, True),  # 8 / 2**2
+        ([9.0, 8.0], {"min_iter": None, "max_iter": 8, "s": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("state", ["finished", "stopped"])  # those stopped count
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hyperband_stops_the_poor_one_at_its_band_only(
+    values: list[float], rule: dict[str, Any], poor: bool, state: State, sign: int
+) -> None:
     rule = {"type": "hyperband", "min_iter": 2, "eta": 2, "strict": True, **rule}
-    search = Search({**config("random", lr=RANGE), "early_terminate": rule}, seed="0")
-    return search.to_stop(
-        [
-            Trial(name="a", arguments={}, state=good, metric=[1.0, 0.5, 0.4]),
-            Trial(name="b", arguments={}, state=good, metric=[1.0, 0.6, 0.4]),
-            Trial(name="c", arguments={}, state="running", metric=poor),
-        ]
-    )
-
-
-def test_hyperband_stops_the_poor_one_at_its_band_only() -> None:
-    assert hyperband("finished", [9.0, 8.0]) == {"c"}
-    assert hyperband("stopped", [9.0, 8.0]) == {"c"}  # those stopped count
-    assert hyperband("finished", [9.0]) == set()  # before its band
-    assert hyperband("finished", [9.0, 0.1]) == set()
-    assert hyperband("finished", [0.1, 9.0]) == {"c"}
-    assert hyperband("finished", [0.1, 9.0], strict=False) == set()  # its best counts
-    with pytest.raises(TrainkitError, match="eta: must be a whole number from 2"):
-        hyperband("finished", [], eta=1.5)
+    metric = {"name": "loss", "goal": "minimize" if sign == 1 else "maximize"}
+    common = {**config("random", lr=RANGE), "metric": metric}
+    sweep = SweepFile.model_validate({**common, "early_terminate": rule})
+    trials = [
+        Trial(name=name, arguments={}, state=state, metric=[sign * v for v in logged])
+        for name, logged in {
+            "a": [1, 0.5, 0.4],
+            "b": [1, 0.6, 0.4],
+            "c": values,
+        }.items()
+    ]
+    assert is_poor(sweep, trials[2], trials) is poor
+    assert not (poor and is_poor(sweep, trials[0], trials))

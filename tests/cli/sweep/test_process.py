@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.sweep.environment import KILL_DELAY
-from trainkit.cli.sweep.offline.process import end_orphan
+from trainkit.cli.sweep.process import KILL_DELAY, end_orphan
 from trainkit.cli.sweep.trial import Trial
 from trainkit.errors import TrainkitError
 

@@ -1,0 +1,206 @@
+"""The same file without a server: every trial runs once, and its rows are kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.sweep.helpers import LR, by_lr, offline, toy
+from trainkit.cli.sweep.trial import Trial
+
+pytest.importorskip("optuna")
+from trainkit.cli.sweep.offline import OfflineSweep
+
+LOGS_NOTHING = {"command": ["${interpreter}", "-c", "pass"], "metric": None}
+HYPERBAND = {"type": "hyperband", "min_iter": 2, "eta": 3, "strict": True}
+CRASHES = ["${interpreter}", "-c", "import sys; sys.exit('no such data')"]
+N_IS_1_CRASHES = [
+    *("${interpreter}", "-c", "import sys; sys.exit('n=1' in sys.argv)"),
+    "${args_no_hyphens}",
+]
+
+
+def trials_of(sweep: Any) -> list[Trial]:
+    """As they stand on the disk, not as they are in memory."""
+    return OfflineSweep(sweep._sweep, sweep._folder).trials
+
+
+def loss(lr_exponent: int, rows: int) -> Any:
+    """What a toy trial ends with."""
+    return pytest.approx((lr_exponent + 2) ** 2 + 1 / rows)
+
+
+def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
+    path = toy(no_account, {"lr": LR, "rows": 4, "started": "started.txt"})
+
+    sweep = offline(path)
+
+    assert sweep.run(agents=2) == 0
+    trials = by_lr(trials_of(sweep))
+    losses = {lr: trial.number for lr, trial in trials.items()}
+    assert losses == {0.1: loss(-1, 4), 0.01: loss(-2, 4), 0.001: loss(-3, 4)}
+    assert [trial.num_rows for trial in trials.values()] == [4, 4, 4]
+    assert {trial.state for trial in trials.values()} == {"finished"}
+    assert offline(path).run() == 0
+    assert len(Path("started.txt").read_text().splitlines()) == 3  # nothing twice
+
+
+def test_count_is_how_many_are_started_now(no_account: Path) -> None:
+    path = toy(no_account, {"lr": LR}, **LOGS_NOTHING)
+
+    for number in (1, 2):
+        sweep = offline(path)
+        assert sweep.run(count=1) == 0
+        assert [trial.state for trial in trials_of(sweep)] == ["finished"] * number
+
+
+@pytest.mark.parametrize(("method", "trial"), [("random", LOGS_NOTHING), ("bayes", {})])
+def test_a_search_ends_at_its_cap(
+    no_account: Path, method: str, trial: dict[str, Any]
+) -> None:
+    lr = {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}
+    path = toy(no_account, {"lr": lr, "rows": 1}, method=method, run_cap=3, **trial)
+
+    sweep = offline(path)
+    sweep.run(agents=2)
+
+    found = trials_of(sweep)
+    assert [trial.state for trial in found] == ["finished"] * 3
+    assert len({trial.arguments["lr"] for trial in found}) == 3
+
+
+GOOD = ("finished", "")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "config", "ended", "said"),
+    [
+        (
+            {"lr": LR, "crash_at": 0.1},
+            {},
+            [("crashed", "exit 3: toy_trial: the GPU fell off the bus"), GOOD, GOOD],
+            "s1-000 crashed: .*fell off the bus",
+        ),
+        (  # the first trials all crash: it is given up
+            {"n": {"values": [1, 2, 3, 4, 5]}},
+            {"command": CRASHES},
+            [("crashed", "exit 1: no such data")] * 3,
+            "the first trials crashed, so no more start",
+        ),
+        (
+            {"n": {"values": [1, 2]}},
+            {"command": ["/no/such/program"]},
+            [("crashed", "/no/such/program: No such file or directory")] * 2,
+            "s1-000 crashed",
+        ),
+        (  # the first finished trial lacks the metric: the next would lack it too
+            {"lr": LR, "rows": 1},
+            {"metric": {"name": "val/los"}},
+            [GOOD],
+            "s1-000 finished",
+        ),
+        (  # a crash before the first value says nothing about the metric
+            {"n": {"values": [1, 2, 3]}},
+            {"command": N_IS_1_CRASHES},
+            [("crashed", "exit 1: "), GOOD],
+            "s1-001 finished",
+        ),
+    ],
+)
+def test_trials_that_crash_or_lack_the_metric(
+    no_account: Path,
+    parameters: dict[str, Any],
+    config: dict[str, Any],
+    ended: list[tuple[str, str]],
+    said: str,
+) -> None:
+    news: list[str] = []
+    path = toy(no_account, parameters, **config)
+
+    offline(path, news.append).run()
+
+    found = trials_of(offline(path))
+    assert [(trial.state, trial.note) for trial in found] == ended
+    assert re.search(said, "\n".join(news))
+    if found[-1].state == "finished" and not found[-1].metric:
+        offline(path).run()  # nor does it continue
+        assert len(trials_of(offline(path))) == len(ended)
+    if "rows" in parameters:
+        assert sorted(found[0].logged) == ["step", "val/loss"]
+    if "crash_at" in parameters:
+        assert (found[0].exit_code, found[0].num_rows) == (3, 2)
+
+
+def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
+    # Each of the others is the best so far: whenever the sweep looks, it stays.
+    lr = {"values": [0.1, 1.0, 0.03, 0.01]}
+    hold = {"hold": "never", "hold_at": 1.0}
+    path = toy(no_account, {"lr": lr, "rows": 4, **hold}, early_terminate=HYPERBAND)
+
+    sweep = offline(path)
+    sweep.run(agents=2)
+
+    trials = by_lr(trials_of(sweep))
+    assert trials[1.0].state == "stopped"
+    assert trials[1.0].exit_code == 0  # it ended gracefully, and what it logged is read
+    assert trials[1.0].metric == [loss(0, 1), loss(0, 2)]
+    assert trials[1.0].note == "stopped after 2 values"
+    assert [trials[lr].state for lr in (0.1, 0.03, 0.01)] == ["finished"] * 3
+
+
+ENDS_BY_ITSELF = """
+import os, pathlib, signal, time
+import wandb
+
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+run = wandb.init(settings=wandb.Settings(console="off"))
+for step in range(3):
+    run.log({"val/loss": 9.0 - run.config["lr"]})
+while run.config["lr"] < 0.2 and not stopped:
+    time.sleep(0.02)
+run.finish()
+path = pathlib.Path(os.environ["WANDB_DIR"], "summary.json")
+status = "interrupted" if run.config["lr"] == 0.05 else "finished"
+path.write_text('{"status": "%s"}' % status)
+"""
+
+
+def test_a_trial_that_is_stopped_while_it_ends_has_finished(no_account: Path) -> None:
+    """Its own summary knows. It reads its arguments from W&B's client."""
+    program = no_account / "ends.py"
+    program.write_text(ENDS_BY_ITSELF)
+    lr = {"values": [0.2, 0.1, 0.05]}
+    own = {"program": str(program), "command": None, "early_terminate": HYPERBAND}
+    sweep = offline(toy(no_account, {"lr": lr}, **own))
+    sweep.run()
+    trials = {lr: (t.state, t.number) for lr, t in by_lr(trials_of(sweep)).items()}
+    assert trials == {
+        0.2: ("finished", 8.8),
+        0.1: ("finished", 8.9),
+        0.05: ("stopped", 8.95),
+    }
+
+
+def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:
+    path = toy(
+        no_account,
+        {"optimizer.lr": {"values": [0.1, 0.2]}},
+        command=["trainkit", "train", "${args_no_hyphens}"],
+    )
+    sweep = offline(path)
+    folder = no_account / "with space" / "t0"
+    trial = Trial(name="t0", arguments={"optimizer.lr": 0.1}, folder=str(folder))
+
+    (folder / "wandb").mkdir(parents=True)  # of an attempt that was killed
+    words = sweep._command(trial)
+    assert not (folder / "wandb").exists()
+    assert words[2:] == ["optimizer.lr=0.1", f"hydra.run.dir='{folder}'"]
+
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    assert sweep._command(trial)[-1] == f"ckpt_path='{checkpoint}'"

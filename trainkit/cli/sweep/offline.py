@@ -1,0 +1,307 @@
+"""A sweep without a server, which Optuna proposes, and which survives any kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.sweep.command import command_line
+from trainkit.cli.sweep.process import (
+    TrialProcess,
+    end_orphan,
+    environment,
+    exit_status,
+    noted_signals,
+)
+from trainkit.cli.sweep.search import draw, grid, is_poor, nested, sampler
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.table import lacking
+from trainkit.cli.sweep.trial import State, Trial
+from trainkit.cli.sweep.whole_config import PARAMETERS, write_parameters
+from trainkit.cli.words import quoted
+from trainkit.errors import TrainkitError
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+JOURNAL = "journal.log"
+_FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
+_MAY_CRASH = "WANDB_AGENT_MAX_INITIAL_FAILURES"
+_TICK = 0.1
+_LOOK_EVERY = 5.0
+"""Seconds between two looks at the rows of running trials, since each is a process."""
+
+
+class OfflineSweep:
+    """Runs the trials of a sweep, several at once.
+
+    Optuna's journal has each change of a trial's state before anything else happens. In
+    it Optuna's own trials are what it needs to propose; the rest is in attributes of
+    the study, one for each trial. A proposal depends only on the seed and the trials
+    before it, so a sweep that is resumed proposes what it would have proposed.
+
+    Args:
+        sweep: the file.
+        folder: the sweep's, which exists; its name is the sweep's id.
+        seed: of a new sweep.
+        say: called with each line of news.
+
+    Raises:
+        TrainkitError: the folder has another sweep.
+    """
+
+    def __init__(
+        self,
+        sweep: SweepFile,
+        folder: Path,
+        *,
+        seed: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        path = folder / JOURNAL
+        path.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)  # of a killed process
+        written = path.read_bytes() if path.exists() else b""
+        if not written.endswith(b"\n"):  # it was killed in the middle of a line
+            path.write_bytes(written[: written.rfind(b"\n") + 1])
+        self._study = optuna.create_study(
+            study_name=folder.name,
+            storage=JournalStorage(JournalFileBackend(str(path))),
+            direction="maximize" if sweep.maximizes else "minimize",
+            load_if_exists=True,
+        )
+        trials = self._study.user_attrs
+        begun = trials.pop("begun", None) or {"seed": seed, "config": sweep.config}
+        if begun["config"] != sweep.config:
+            raise TrainkitError(
+                f"trainkit sweep --resume: {sweep.path} has changed since "
+                f"{folder.name} was started. Change it back, or leave --resume out to "
+                f"start a new sweep."
+            )
+        self._study.set_user_attr("begun", begun)
+        self.trials = [Trial(**each) for each in trials.values()]
+        self._sweep = sweep
+        self._folder = folder
+        self._seed = begun["seed"]
+        self._points = grid(sweep) if sweep.method == "grid" else None
+        self._say = say
+        self._running: list[TrialProcess] = []
+        self._may_crash = int(os.environ.get(_MAY_CRASH, 3))
+        self._look_at = 0.0
+
+    def run(self, *, agents: int = 1, count: int | None = None) -> int:
+        """Run the sweep until every trial is over.
+
+        Args:
+            agents: how many trials run at once.
+            count: how many trials may be started now; None for all.
+
+        Returns:
+            0, or 130 or 143 if a signal ended it.
+        """
+        self._recover()
+        num_started = 0
+        with noted_signals() as came:
+            while True:
+                for process in [p for p in self._running if p.poll() is not None]:
+                    self._take(process)
+                for process in self._running if came else ():
+                    if process.becomes is None:
+                        name = process.trial.name
+                        self._say(f"stopping {name}; Ctrl-C again kills it")
+                    process.stop("waiting", at_once=len(came) > 1)
+                while not came and len(self._running) < agents and num_started != count:
+                    if (trial := self._next()) is None:
+                        break
+                    num_started += 1
+                    self._start(trial)
+                if not self._running:
+                    return exit_status(came)
+                self._stop_the_poor()
+                time.sleep(_TICK)
+
+    def _recover(self) -> None:
+        """Queue the trials that were running when the sweep was killed."""
+        for trial in self.trials:
+            if trial.state == "running":
+                if end_orphan(trial):
+                    self._say(f"{trial.name} was still running, and has been stopped")
+                trial.state = "waiting"
+                self.save(trial)
+
+    # ---- the journal -----------------------------------------------------------------
+
+    def propose(self) -> Trial | None:
+        """The next trial, or None at the sweep's end."""
+        count, size = len(self.trials), len(self._points or ())
+        if count == self._sweep.run_cap or (self._points is not None and count == size):
+            return None
+        self._tell()
+        self._study.sampler = sampler(self._sweep, f"{self._seed}/{count}")
+        asked = self._study.ask()
+        leaves = self._sweep.leaves.items()
+        values = (
+            self._points[count]
+            if self._points
+            else {name: draw(asked, name, parameter) for name, parameter in leaves}
+        )
+        name = f"{self._folder.name}-{count:03d}"
+        arguments = nested(self._sweep.parameters, values)
+        folder = str(self._folder / name)
+        trial = Trial(name=name, arguments=arguments, folder=folder, asked=asked.number)
+        self.trials.append(trial)
+        return trial
+
+    def _tell(self) -> None:
+        """Tell Optuna all results; one that was stopped counts with its last value.
+
+        A trial that only Optuna knows is the half of a proposal that a kill cut off.
+        """
+        known = {trial.asked: trial for trial in self.trials}
+        for asked in self._study.get_trials(states=[TrialState.RUNNING]):
+            trial = known.get(asked.number)
+            if trial is None or trial.is_over:
+                failed = trial is None or trial.state == "crashed"
+                value = None if trial is None or failed else trial.number
+                state = TrialState.FAIL if value is None else TrialState.COMPLETE
+                self._study.tell(asked.number, value, state=state)
+
+    def save(self, trial: Trial) -> None:
+        """Write a trial's state in one line."""
+        self._study.set_user_attr(trial.name, asdict(trial))
+
+    # ---- trials ----------------------------------------------------------------------
+
+    def _next(self) -> Trial | None:
+        """The trial to start now, if there is one."""
+        if self._may_crash < 1 or lacking(self._sweep, self.trials):
+            return None
+        waiting = (trial for trial in self.trials if trial.state == "waiting")
+        return next(waiting, None) or self.propose()
+
+    def _start(self, trial: Trial) -> None:
+        trial.state, trial.pid, trial.note = "running", None, ""
+        self.save(trial)
+        command = self._command(trial)
+        self._say(str(trial))
+        try:
+            self._running.append(TrialProcess(trial, command, self._env(trial)))
+            self.save(trial)
+        except OSError as error:
+            self._end(trial, "crashed", f"{command[0]}: {error.strerror}")
+
+    def _command(self, trial: Trial) -> list[str]:
+        """The words of a trial, whose folder is empty, or has its checkpoint."""
+        folder, more, checkpoint = Path(trial.folder), [], None
+        if self._sweep.runs_trainkit:
+            more.append(f"hydra.run.dir={quoted(folder)}")
+            checkpoint = RunFolder(folder).newest_checkpoint()
+        if checkpoint is not None:
+            more.append(f"ckpt_path={quoted(checkpoint)}")
+        else:
+            # The rows of an earlier attempt must not be uploaded as well.
+            shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "arguments.json"
+        file.write_text(json.dumps(trial.arguments) + "\n", encoding="utf-8")
+        return command_line(
+            self._sweep, trial.arguments, more=more, json_file=str(file)
+        )
+
+    def _env(self, trial: Trial) -> dict[str, str]:
+        """The environment of a trial that logs to W&B on this disk.
+
+        `WANDB_SWEEP_ID` is not set, since the server will know no such sweep when the
+        run is uploaded. The group holds the trials together instead.
+        """
+        env = environment()
+        for key in ("project", "entity"):
+            if value := getattr(self._sweep, key):
+                env.setdefault(f"WANDB_{key.upper()}", str(value))
+        if self._sweep.early_terminate is not None:
+            env.setdefault(_FLUSH, "1")  # the default of 15 s comes too late for a stop
+        return env | {
+            "WANDB_MODE": "offline",
+            "WANDB_RUN_ID": trial.name,
+            "WANDB_RUN_GROUP": self._folder.name,
+            "WANDB_DIR": trial.folder,
+            PARAMETERS: str(write_parameters(trial.arguments, Path(trial.folder))),
+        }
+
+    def _take(self, process: TrialProcess) -> None:
+        """Note how a trial has ended."""
+        self._running.remove(process)
+        trial, code = process.trial, process.poll()
+        trial.read(read_rows(trial), self._sweep.metric_name)
+        trial.exit_code = code
+        summary = RunFolder(trial.folder).read_summary() or {}
+        # A trial may have finished before it was asked to stop.
+        if process.becomes is not None and summary.get("status") != "finished":
+            note = f"stopped after {len(trial.metric)} values"
+            self._end(trial, process.becomes, note)
+        elif code:
+            self._end(trial, "crashed", f"exit {code}: {last_words(trial)}")
+        else:
+            self._end(trial, "finished")
+
+    def _end(self, trial: Trial, state: State, note: str = "") -> None:
+        trial.state, trial.note, trial.pid = state, note, None
+        self.save(trial)
+        value = [f"{self._sweep.metric_name} {each:.6g}" for each in trial.metric[-1:]]
+        self._say(", ".join(filter(None, [str(trial), *value, note])))
+        has_good = any(each.state in ("finished", "stopped") for each in self.trials)
+        if state == "crashed" and not has_good:
+            self._may_crash -= 1
+            if self._may_crash < 1:
+                self._say(f"the first trials crashed, so no more start: {trial.folder}")
+
+    def _stop_the_poor(self) -> None:
+        if self._sweep.early_terminate is None or time.monotonic() < self._look_at:
+            return
+        for process in self._running:
+            process.trial.read(read_rows(process.trial), self._sweep.metric_name)
+        for process in self._running:
+            if is_poor(self._sweep, process.trial, self.trials):
+                process.stop("stopped")
+        self._look_at = time.monotonic() + _LOOK_EVERY
+
+
+def read_rows(trial: Trial) -> list[dict[str, Any]]:
+    """The rows that a trial has written so far, read with W&B's own client.
+
+    A resumed trial has several files, and repeats the steps after its checkpoint. Of
+    several rows with one `_step` the last counts, as on the server.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    files = f"wandb/*run-*-{trial.name}/run-{trial.name}.wandb"
+    for file in sorted(Path(trial.folder).glob(files)):
+        words = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+        # A file that is being written may end inside a record: no check.
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        for line in done.stdout.splitlines():
+            try:
+                row = json.loads(line)["history"]["item"]
+            except (json.JSONDecodeError, KeyError):
+                continue
+            rows[row.get("_step", len(rows))] = row
+    return list(rows.values())
+
+
+def last_words(trial: Trial) -> str:
+    """The last line of a trial's output, without the lines of W&B's client."""
+    text = Path(trial.folder, "output.log").read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
+    own = [line for line in lines if line and not line.startswith("wandb:")]
+    return own[-1] if own else ""

@@ -1,1 +1,0 @@
-"""Sweeps without a server: Optuna proposes, this machine runs."""
