@@ -20,10 +20,10 @@ from tests.cli.sweep.helpers import (
     wait_until,
 )
 from tests.wandb_server import WandbServer
-from trainkit.cli.sweep.offline import JOURNAL, OfflineSweep
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 pytest.importorskip("optuna")
+from trainkit.cli.sweep.offline import JOURNAL, OfflineSweep
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "go").touch()  # whatever still waits ends
 
 
+def number_of_trial(folder: Path) -> int:
+    return read_trials(folder / "sweeps")[1]["pid"]
+
+
 def number_of_sweep(folder: Path) -> int:
     """The process that has started the running trial."""
     words = ["ps", "-o", "ppid=", "-p", str(number_of_trial(folder))]
     return int(subprocess.run(words, capture_output=True, check=True).stdout)
-
-
-def number_of_trial(folder: Path) -> int:
-    return read_trials(folder / "sweeps")[1]["pid"]
 
 
 def started(folder: Path) -> list[str]:

@@ -164,7 +164,10 @@ def test_what_cannot_run_is_refused(change: str, text: str, tmp_path: Path) -> N
     ],
 )
 def test_what_wandb_knows_is_taken(parameter: dict[str, Any]) -> None:
-    SweepFile.model_validate({**GOOD, "parameters": {"lr": parameter}})
+    command = ["python", "t.py", "--model", None]  # which needs no program
+    config = {**GOOD, "command": command, "parameters": {"lr": parameter}}
+    del config["program"]
+    SweepFile.model_validate(config)
 
 
 @pytest.mark.parametrize(

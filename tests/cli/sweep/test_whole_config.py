@@ -49,6 +49,7 @@ def as_agent(
     """Gives the words that `wandb agent` makes of arguments, in its environment."""
     path = tmp_path / "config.yaml"
     monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(path))
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
 
     def words(arguments: dict[str, Any]) -> list[str]:
         entries = {name: {"desc": None, "value": v} for name, v in arguments.items()}
@@ -91,6 +92,14 @@ def test_trainkit_train_gets_what_the_sweep_has_set(
         if arguments is LOGGED:  # the control
             with pytest.raises(HydraException):
                 compose("train", completed(words))
+
+
+def test_without_a_server_every_argument_is_the_sweeps(
+    as_agent: Callable[[dict[str, Any]], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    words = as_agent({"optimizer": {"lr": 0.1}, "nope": None})
+    assert for_train(words) == ["optimizer.lr=0.1", "nope=null"]  # which Hydra refuses
 
 
 def test_without_a_sweep_every_word_stays() -> None:

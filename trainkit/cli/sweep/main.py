@@ -129,7 +129,11 @@ def _run_online(
     status = server.run_agents(
         sweep_id, folder, number=options.agents, count=options.count
     )
-    return status, folder, server.trials(sweep_id)
+    try:
+        return status, folder, server.trials(sweep_id)
+    except TrainkitError as error:
+        later = f"--resume {sweep_id} shows the trials once the server answers."
+        raise TrainkitError(f"{error} {later}") from error
 
 
 def _say(text: str) -> None:

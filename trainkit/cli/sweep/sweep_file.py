@@ -266,8 +266,9 @@ class SweepFile(_Section):
                 f"parameters.{name}: a grid needs values, received {each.kind}",
                 "List them as values: [...], or choose method: random or bayes.",
             )
+        needs_program = "${program}" in (self.command or ["${program}"])
         _refuse_if(
-            "None" in self.words,
+            needs_program and not self.program,
             "program: must name the program of a trial, and is missing",
             f"Write program: train.py, or {_EXAMPLES['command']}.",
         )

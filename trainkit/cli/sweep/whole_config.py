@@ -61,6 +61,7 @@ def for_train(argv: list[str]) -> list[str]:
     chosen = [f"{key}={given[key]}" for key in groups if given[key] in groups[key]]
     config = Composition([*fixed, *chosen]).config
     sections = OmegaConf.to_container(config, resolve=False)
+    is_swept = "WANDB_SWEEP_ID" not in os.environ  # nothing logged, without a server
     kept: list[str] = []
     for word in argv:
         if not _is_given(word, given):
@@ -69,15 +70,13 @@ def for_train(argv: list[str]) -> list[str]:
         name = word.partition("=")[0]
         key = name.lstrip("+")
         value = given[key]
-        is_logged = key.partition(".")[0] in _OWN or any(
-            True for _ in targets_of(value)
-        )
-        if is_logged or (value is None and key in groups):
+        is_own = key.partition(".")[0] in _OWN or (value is None and key in groups)
+        if is_own or any(True for _ in targets_of(value)):
             continue
         kept += [
             f"{name.removesuffix(key)}{dotted}={hydra_text(each)}"
             for dotted, each in flatten({key: value}).items()
-            if dotted in groups or _has(sections, dotted)
+            if is_swept or dotted in groups or _has(sections, dotted)
         ]
     return kept
 
