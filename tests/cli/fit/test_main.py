@@ -326,16 +326,6 @@ def test_a_callback_of_the_users_is_not_doubled(monkeypatch: Any) -> None:
     assert not Path("checkpoints/last.ckpt").exists()
 
 
-def test_a_module_of_the_other_namespace_is_refused() -> None:
-    import pytorch_lightning
-
-    class Old(pytorch_lightning.LightningModule):
-        pass
-
-    with pytest.raises(TrainkitError, match=r"takes classes of lightning\.pytorch, re"):
-        make(model=Old)
-
-
 @pytest.mark.slow
 def test_the_console_script_finds_the_users_modules(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()

@@ -345,7 +345,7 @@ def test_a_refusal_removes_no_folder_that_was_there(tmp_path: Path) -> None:
 def test_a_refusal_keeps_what_others_have_written_meanwhile(
     name: str, tmp_path: Path
 ) -> None:
-    """The control is a file that only trainkit writes."""
+    """The control is a file that only trainkit writes, in a folder that goes too."""
     folder = tmp_path / "run"
     NewFolder.missing = [folder]
     (folder / name).parent.mkdir(parents=True)
