@@ -20,7 +20,6 @@ from tests.cli.fit.lightning_runs import (
     USER,
     make,
     quiet,
-    stand_alone,
     written,
 )
 from tests.cli.fit.lightning_user import (
@@ -33,11 +32,6 @@ from trainkit import (
 )
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.fit.main import _refuse_absent, main
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: Any, tmp_path: Path) -> None:
-    stand_alone(monkeypatch, tmp_path)
 
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
