@@ -61,6 +61,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["trainer=4"], "A group takes the name of one of its options"),
         (["-m", "seed=range(1,1)"], "must give at least one run"),
         (["-m", "model=glob(nothing*)"], "must give at least one run"),
+        (["--trainer.max_steps=3"], "arguments: --trainer.max_steps=3. Settings have"),
         (["--config-path=nowhere"], "/nowhere' exists and readable"),
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
