@@ -9,16 +9,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests s
 import pytest
 
 from tests.startup import forget_forking, forking, share
-from tests.startup.compiled import compile_tests
-from tests.startup.quicker import (
-    begin_without_proof,
-    make_hydra_quicker,
-    make_quicker,
-    make_trainings_quicker,
-    make_wandb_quicker,
-)
-
-make_quicker()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,10 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Workers are forks of the server. While it imports, the tests are compiled."""
+    """Workers are forks of the server."""
     if not _has_workers(session.config):
         return (yield)
-    compile_tests(session.config)
     with forking():
         return (yield)
 
@@ -48,10 +37,9 @@ def _has_workers(config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    make_hydra_quicker()
-    make_trainings_quicker()
+    from tests.helpers import begin_without_proof
+
     begin_without_proof()
-    make_wandb_quicker()
     gc.set_threshold(50_000, 20, 100)  # Trainers make many objects: a tenth of the time
     _keep()
 

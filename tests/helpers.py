@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.startup import forked
-from tests.startup.quicker import begin_without_proof
+from trainkit.lit.proof.start import ProofAtStart
 
 VOCABULARY = 13
 
@@ -42,6 +42,15 @@ TOLERANCE = {
 
 NAIVE = 1e-2
 """Least deviation that the naive method must show, or the test proves nothing."""
+
+
+def begin_without_proof() -> None:
+    """Let trainings begin without a proof: many tests train what is not the big batch.
+
+    Those of tests/lit/proof and tests/lit/inside, and commands in processes, begin
+    with it.
+    """
+    ProofAtStart.is_on = False
 
 
 def ragged_sequences(

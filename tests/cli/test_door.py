@@ -53,6 +53,7 @@ TEXTS = [
         "accumulation=per_token accumulation.shift=true accumulation.mask=null",
         "--accumulation=PerToken --accumulation.shift=true --accumulation.mask=null",
     ),
+    ("set checks='now' here", "set checks=now here", "set --checks=now here"),
     (
         "set accumulate_grad_batches=1; trainkit.check(module, data) says more",
         "set trainer.accumulate_grad_batches=1; `trainkit check train ...` with the "

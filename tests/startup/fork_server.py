@@ -15,7 +15,6 @@ import fcntl
 import functools
 import gc
 import importlib
-import importlib.metadata
 import json
 import os
 import pkgutil
@@ -232,15 +231,6 @@ def _run(words: list[str]) -> None:
 
 
 def import_all() -> None:
-    # This file's folder is on the path.
-    from quicker import (
-        make_hydra_quicker,
-        make_quicker,
-        make_trainings_quicker,
-        make_wandb_quicker,
-    )
-
-    make_quicker()  # before Lightning takes the function that this one changes
     for name in IMPORTED:
         importlib.import_module(name)
     for name in OPTIONAL:
@@ -251,13 +241,8 @@ def import_all() -> None:
         for found in pkgutil.walk_packages(path, f"{name}."):
             if not found.name.endswith("__main__"):
                 importlib.import_module(found.name)
-    make_hydra_quicker()
-    make_trainings_quicker()
-    make_wandb_quicker()
-    importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
     compose_once()
     read_once()
-    sys.modules["wandb"].util.working_set()  # a fork then has the list
     for finalizer in getattr(weakref.finalize, "_registry", ()):
         finalizer.atexit = False  # torch would take its operators down: 40 ms
     gc.collect()

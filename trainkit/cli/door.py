@@ -35,6 +35,7 @@ _CALL = re.compile(
 )
 _ONE_OF_SEVERAL = re.compile(r'": $')  # {"name": PerToken(), ...} has no override
 _TRAINER = re.compile(r"(?<![\w.])(accumulate_grad_batches=\d+)")
+_WORD = re.compile(r"(?<![\w.])(checks|proof)=(['\"])(\w+)\2")
 _CHECK = re.compile(r"trainkit\.check\(module, data\)")
 
 
@@ -55,7 +56,7 @@ def in_words(door: Door, text: str) -> str:
         place = end
     said += text[place:]
     begin = "--" if door == "fit" else ""
-    said = _TRAINER.sub(rf"{begin}trainer.\1", said)
+    said = _TRAINER.sub(rf"{begin}trainer.\1", _WORD.sub(rf"{begin}\1=\3", said))
     return _CHECK.sub(f"`trainkit check {door} ...` with the same words", said)
 
 

@@ -49,7 +49,7 @@ def test_its_best_checkpoint_and_options(
     found = result(run, "validate")
     assert found["metrics"] == {"val/loss": min(logged.values())}
     assert found["metrics"] == {"val/loss": logged[found["step"]]}
-    assert f"of step {found['step']}, val/loss" in capsys.readouterr().out
+    assert f".ckpt of step {found['step']}\n" in capsys.readouterr().out
     assert trainkit("validate", run / "checkpoints" / "last.ckpt") == 0
     last = result(run, "validate")
     assert last["metrics"] == {"val/loss": logged[20]}

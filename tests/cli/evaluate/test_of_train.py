@@ -45,7 +45,7 @@ def test_of_validation(
     assert found["checkpoint"] == "checkpoints/best.ckpt"
     assert found["metrics"] == {"val/loss": logged[found["step"]]}
     assert found["metrics"]["val/loss"] == min(logged.values())
-    assert f"validate: checkpoints/best.ckpt of step {found['step']}, val/loss " in said
+    assert f"validate: checkpoints/best.ckpt of step {found['step']}\n" in said
     assert "window" not in said
     assert "proof" not in said
     assert len(said.splitlines()) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.cli.fit.lightning_runs import (
     make,
     only,
     quiet,
-    stand_alone,
     strategy_of,
 )
 from tests.cli.fit.lightning_user import (
@@ -42,11 +40,6 @@ from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
 from trainkit.cli.fit.parser import TrainkitParser
 
 BY_TOKENS = "--trainer.callbacks.strategy=PerToken"
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: Any, tmp_path: Path) -> None:
-    stand_alone(monkeypatch, tmp_path)
 
 
 # ---- the same training ---------------------------------------------------------------

@@ -20,7 +20,6 @@ from tests.cli.fit.lightning_runs import (
     USER,
     make,
     quiet,
-    stand_alone,
     written,
 )
 from tests.cli.fit.lightning_user import (
@@ -33,11 +32,6 @@ from trainkit import (
 )
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.fit.main import _refuse_absent, main
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: Any, tmp_path: Path) -> None:
-    stand_alone(monkeypatch, tmp_path)
 
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
@@ -324,16 +318,6 @@ def test_a_callback_of_the_users_is_not_doubled(monkeypatch: Any) -> None:
     assert fit(callback, "--trainer.callbacks.dirpath=mine") == 143
     assert Path("mine/last.ckpt").is_file()
     assert not Path("checkpoints/last.ckpt").exists()
-
-
-def test_a_module_of_the_other_namespace_is_refused() -> None:
-    import pytorch_lightning
-
-    class Old(pytorch_lightning.LightningModule):
-        pass
-
-    with pytest.raises(TrainkitError, match=r"takes classes of lightning\.pytorch, re"):
-        make(model=Old)
 
 
 @pytest.mark.slow

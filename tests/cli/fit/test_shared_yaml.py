@@ -24,7 +24,6 @@ from tests.cli.fit.lightning_runs import (
     make,
     only,
     quiet,
-    stand_alone,
     strategy_of,
     written,
 )
@@ -47,11 +46,6 @@ from trainkit import (
 )
 from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.core.noise.estimate import NoiseEstimate
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: Any, tmp_path: Path) -> None:
-    stand_alone(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["trainer=4"], "A group takes the name of one of its options"),
         (["-m", "seed=range(1,1)"], "must give at least one run"),
         (["-m", "model=glob(nothing*)"], "must give at least one run"),
+        (["--trainer.max_steps=3"], "arguments: --trainer.max_steps=3. Settings have"),
         (["--config-path=nowhere"], "/nowhere' exists and readable"),
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
@@ -345,7 +346,7 @@ def test_a_refusal_removes_no_folder_that_was_there(tmp_path: Path) -> None:
 def test_a_refusal_keeps_what_others_have_written_meanwhile(
     name: str, tmp_path: Path
 ) -> None:
-    """The control is a file that only trainkit writes."""
+    """The control is a file that only trainkit writes, in a folder that goes too."""
     folder = tmp_path / "run"
     NewFolder.missing = [folder]
     (folder / name).parent.mkdir(parents=True)

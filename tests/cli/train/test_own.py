@@ -269,7 +269,7 @@ class Broken(Mine):
     ("checks", "status", "said"),
     [
         ("now", 2, "No step was taken with it"),  # so nothing has begun
-        ("late", 1, "checks='now' to stop before"),
+        ("late", 1, "checks=now to stop before"),
     ],
 )
 def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(

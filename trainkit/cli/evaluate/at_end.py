@@ -59,9 +59,9 @@ class TestAtEnd:
             if is_wanted and trainer.is_global_zero:
                 print("trainkit | test: left out, no checkpoint was written")
             return None
-        checkpoint = about_checkpoint(best)
+        checkpoint = about_checkpoint(best, self.folder)
         if trainer.is_global_zero:
-            shown = checkpoint.shown(self.folder.path)
+            shown = str(checkpoint)
             if trainer.world_size > 1:
                 shown += (
                     f"; on {trainer.world_size} ranks some rows may count twice, so "

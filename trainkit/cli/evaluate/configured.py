@@ -41,7 +41,8 @@ def configured(verb: str, place: Place, words: Sequence[str]) -> Training:
     trainer.loggers = [_NoLogger(place.folder.path)]
     unused = (Checkpoint, ProgressBar)
     kept = [each for each in trainer.callbacks if not isinstance(each, unused)]
-    bar = [TQDMProgressBar()] if sys.stdout.isatty() else []
+    has_bar = trainer.progress_bar_callback is not None and sys.stdout.isatty()
+    bar = [TQDMProgressBar()] if has_bar else []
     trainer.callbacks = [*kept, *bar, GracefulStop()]
     return training
 

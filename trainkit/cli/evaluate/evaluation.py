@@ -77,7 +77,7 @@ def evaluate(
             writer.close()
     _refuse_no_batch(verb, trainer)
     facts = {
-        "checkpoint": checkpoint.name(folder.path),
+        "checkpoint": checkpoint.name,
         "step": checkpoint.step,
         "metrics": {
             name: number(value)

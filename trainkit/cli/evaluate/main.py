@@ -79,8 +79,7 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
         training = configured(verb, place, words[1:])
         is_first = training.trainer.is_global_zero
         if is_first:
-            shown = place.checkpoint.shown(place.folder.path)
-            print(f"trainkit | {verb}: {shown}", flush=True)
+            print(f"trainkit | {verb}: {place.checkpoint}", flush=True)
         with ranks_of_one_run(training.trainer):
             of = training, place.checkpoint, place.folder, words[1:]
             facts = evaluate(verb, *of)

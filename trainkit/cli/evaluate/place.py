@@ -66,7 +66,7 @@ def find(verb: str, text: str) -> Place:
             f"trainer.enable_checkpointing=false it writes none."
         )
     config = None if folder.is_of_a_run() else _config_of_fit(run)
-    return Place(folder, config, about_checkpoint(named))
+    return Place(folder, config, about_checkpoint(named, folder))
 
 
 def _is_run(path: Path) -> bool:

@@ -36,9 +36,12 @@ MICRO_BATCHING = "micro_batching"
 WAYS = (
     "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
 )
-WIDE_GRADIENTS = "wide_gradients"
-CHECKS = "checks"
-PROOF = "proof"
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "wide_gradients": (bool, False, "sum gradients in float32 beside bfloat16 ones"),
+    "checks": (Checks, "late", "now: stop before the step of a loss not finite"),
+    "proof": (Proof, "warn", "what follows if windows are not the big batch"),
+}
+"""The type, the default value and the help of each option that is one value."""
 CALLBACKS: dict[str, type[Callback]] = {
     "lr_scaling": LRScaling,
     "batchnorm": BatchNormGuard,
@@ -76,7 +79,6 @@ class TrainkitCLI(LightningCLI):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        _refuse_other_namespace(model_class, datamodule_class)
         if len(args) < 6:  # else parser_class is given by position
             kwargs.setdefault("parser_class", TrainkitParser)
         super().__init__(model_class, datamodule_class, *args, **kwargs)
@@ -95,24 +97,8 @@ class TrainkitCLI(LightningCLI):
             AccumulationStrategy, ACCUMULATION, required=False
         )
         parser.add_subclass_arguments(MicroBatching, MICRO_BATCHING, required=False)
-        parser.add_argument(
-            f"--{WIDE_GRADIENTS}",
-            type=bool,
-            default=False,
-            help="sum gradients in float32 beside bfloat16 parameters",
-        )
-        parser.add_argument(
-            f"--{CHECKS}",
-            type=Checks,
-            default="late",
-            help="now: stop before the step of a loss that is not finite",
-        )
-        parser.add_argument(
-            f"--{PROOF}",
-            type=Proof,
-            default="warn",
-            help="what follows if a few rows show that windows are not the big batch",
-        )
+        for key, (kind, default, about) in OPTIONS.items():
+            parser.add_argument(f"--{key}", type=kind, default=default, help=about)
         for key, callback in CALLBACKS.items():
             parser.add_subclass_arguments(callback, key, required=False)
 
@@ -159,9 +145,7 @@ class TrainkitCLI(LightningCLI):
                 self.model,
                 config.get(ACCUMULATION),
                 micro_batching=config.get(MICRO_BATCHING),
-                wide_gradients=config.get(WIDE_GRADIENTS, False),
-                checks=config.get(CHECKS, "late"),
-                proof=config.get(PROOF, "warn"),
+                **{key: config.get(key, each[1]) for key, each in OPTIONS.items()},
             ),
             *(callback for callback in callbacks if callback is not None),
         ]
@@ -213,20 +197,6 @@ def _say_if_plain(module: Any, trainer: Any) -> None:
             f"--{ACCUMULATION}=PerSample or PerToken"
         )
         say(trainer, (ACCUMULATION, said))
-
-
-def _refuse_other_namespace(*classes: Any) -> None:
-    for each in classes:
-        if any(
-            base.__module__.startswith("pytorch_lightning.")
-            for base in getattr(each, "__mro__", ())
-        ):
-            raise TrainkitError(
-                f"TrainkitCLI: takes classes of lightning.pytorch, received "
-                f"{each.__name__}, which is of pytorch_lightning; Lightning does not "
-                f"mix the two. Import it from lightning.pytorch, or add "
-                f"AccumulationCallback to the callbacks of pytorch_lightning's own CLI."
-            )
 
 
 def _refusal_in(error: BaseException) -> TrainkitError | None:

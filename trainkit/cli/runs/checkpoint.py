@@ -1,4 +1,4 @@
-"""A run's checkpoints: the best one, the step and metric of one, and damaged ones."""
+"""A run's checkpoints: the best one, the step of one, and damaged ones."""
 
 from __future__ import annotations
 
@@ -19,27 +19,20 @@ BEST = "best.ckpt"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with its step and its metric.
+    """A checkpoint of a run.
 
     Args:
         path: its file, or its folder if it is sharded.
+        name: its name within the run's folder.
         step: the optimizer step after which it was written; None if not known.
-        score: the metric by which it was chosen and its value, if it was.
     """
 
     path: Path
-    step: int | None = None
-    score: tuple[str, float] | None = None
+    name: str
+    step: int | None
 
-    def shown(self, folder: Path) -> str:
-        """Its name within the run's folder, its step and its metric."""
-        step = "" if self.step is None else f" of step {self.step:,}"
-        score = "" if self.score is None else f", {self.score[0]} {self.score[1]:.4g}"
-        return f"{self.name(folder)}{step}{score}"
-
-    def name(self, folder: Path) -> str:
-        is_inside = self.path.is_relative_to(folder)
-        return str(self.path.relative_to(folder) if is_inside else self.path)
+    def __str__(self) -> str:
+        return self.name + ("" if self.step is None else f" of step {self.step:,}")
 
 
 def best_checkpoint(folder: RunFolder) -> Path | None:
@@ -50,25 +43,21 @@ def best_checkpoint(folder: RunFolder) -> Path | None:
     newest = folder.newest_checkpoint()
     if newest is None or newest.is_dir():
         return newest
-    for saver in _savers(read_checkpoint(newest)):
-        known = folder.checkpoints / Path(str(saver.get("best_model_path"))).name
-        if known.suffix == ".ckpt" and known.exists():
-            return known
+    for state in (read_checkpoint(newest).get("callbacks") or {}).values():
+        known = state.get("best_model_path") if isinstance(state, dict) else None
+        best = folder.checkpoints / Path(str(known)).name
+        if known and state.get("monitor") and best.exists():
+            return best
     return newest
 
 
-def about_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint with the step and the metric that are saved in it."""
-    if path.is_dir():  # sharded
-        return Checkpoint(path)
-    content = read_checkpoint(path)
-    score = None
-    for saver in _savers(content):
-        kept = saver.get("best_k_models") or {}
-        values = [v for name, v in kept.items() if Path(name).name == path.name]
-        if values and score is None:
-            score = str(saver["monitor"]), float(values[0])
-    return Checkpoint(path, content.get("global_step"), score)
+def about_checkpoint(path: Path, folder: RunFolder) -> Checkpoint:
+    """The checkpoint with the step that is saved in it."""
+    is_inside = path.is_relative_to(folder.path)
+    name = str(path.relative_to(folder.path) if is_inside else path)
+    is_sharded = path.is_dir()
+    step = None if is_sharded else read_checkpoint(path).get("global_step")
+    return Checkpoint(path, name, step)
 
 
 def read_checkpoint(path: Path | str, key: str = "checkpoint") -> dict[str, Any]:
@@ -120,12 +109,6 @@ def does_not_fit(key: str, path: Path | str, error: BaseException) -> TrainkitEr
         f"code of the module; the run's config.yaml shows its values. To start a new "
         f"run, leave ckpt_path out."
     )
-
-
-def _savers(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of the callbacks that chose a checkpoint by a metric."""
-    states = (content.get("callbacks") or {}).values()
-    return [s for s in states if isinstance(s, dict) and s.get("monitor")]
 
 
 def was_restoring(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainkit.cli.loading import is_first_rank
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import FILE, only_one
 from trainkit.errors import TrainkitError
@@ -51,24 +52,22 @@ class NewFolder(Callback):
 
 
 def remove_if_new(path: Path) -> None:
-    """Remove the folder of a run that came to nothing, and empty ones above it.
+    """Remove trainkit's files of a run that came to nothing, and emptied folders.
 
-    Only folders that were not there when the command began are removed, and only if
-    they have no other files than trainkit's own, no checkpoint and no step, and no
-    other process trains there.
+    Only a folder that was not there when the command began is looked at, and only if
+    it has no checkpoint and no step, and no other process trains there.
     """
-    from lightning.fabric.utilities.rank_zero import rank_zero_only  # slow to load
-
     folder = RunFolder(path)
-    is_ours = folder.path in NewFolder.missing and folder.path.is_dir()
-    if not is_ours or getattr(rank_zero_only, "rank", 0) != 0:
-        return
-    names = {each.name for each in folder.path.iterdir()} - {RunFolder.CHECKPOINTS}
-    saved = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
-    if saved or names - _OURS or (folder.read_summary() or {}).get("steps"):
+    is_ours = folder.path in NewFolder.missing and is_first_rank()
+    has_trained = folder.newest_checkpoint() or (folder.read_summary() or {}).get(
+        "steps"
+    )
+    if not is_ours or has_trained:
         return
     with suppress(TrainkitError), only_one(folder.path, what="paths.run_dir"):
-        shutil.rmtree(folder.path, ignore_errors=True)
-    with suppress(OSError):  # one that is not empty
-        for parent in NewFolder.missing[1:]:
-            parent.rmdir()
+        for name in _OURS:
+            shutil.rmtree(folder.path / name, ignore_errors=True)
+            (folder.path / name).unlink(missing_ok=True)
+    for each in (folder.checkpoints, *NewFolder.missing):
+        with suppress(OSError):  # it is not empty, or not there
+            each.rmdir()

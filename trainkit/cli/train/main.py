@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -40,7 +40,7 @@ from trainkit.cli.words import (
 from trainkit.config._compat import hydra_arguments, main_options, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
-from trainkit.errors import TrainkitError, did_you_mean
+from trainkit.errors import TrainkitError
 
 _ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
@@ -96,18 +96,16 @@ def main(argv: list[str]) -> int:
 
 def _refuse_unknown_options(argv: list[str]) -> None:
     """Refuse what Hydra would answer with all of its usage."""
-    known = [
-        name for each in hydra_arguments()._actions for name in each.option_strings
-    ]
-    for word in argv:
-        name = word.partition("=")[0]
-        is_known = name in known or (name[1:2] != "-" and name[:2] in known)  # -pNAME
-        if name.startswith("-") and not is_known:
-            raise TrainkitError(
-                f"trainkit train: {name} is no option.{did_you_mean(name, known)} "
-                f"Settings have no dashes, as in trainer.max_epochs=3; trainkit train "
-                f"--hydra-help lists the options."
-            )
+
+    def refuse(message: str) -> NoReturn:
+        raise TrainkitError(
+            f"trainkit train: {message}. Settings have no dashes, as in "
+            f"trainer.max_epochs=3; trainkit train --hydra-help lists the options."
+        )
+
+    parser: Any = hydra_arguments()
+    parser.error = refuse
+    parser.parse_args(argv)
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
