@@ -113,7 +113,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
         "resumed": train(rank, world, inside, None, INSIDE),
     }
     if rank == 0:
-        strip(copy(inside, path / "stripped.ckpt"))
+        strip(Path(copy(inside, path / "stripped.ckpt")))
     torch.distributed.barrier()
     ends["stripped"] = train(rank, world, str(path / "stripped.ckpt"), None, INSIDE)
     for name, moment in AGAIN.items():
