@@ -107,6 +107,10 @@ def test_what_fits_is_left_alone(config: Any) -> None:
         ({"_target_": "trainkit.LRScaling", "rule": "linear"}, "reference_batch"),
         ({"_target_": "trainkit.BatchNormGuard", "policy": "warm"}, "warm"),
         (
+            {"_target_": "trainkit.AccumulationSchedule", "sizes": "10:4"},
+            "On the command line: 'group.sizes={0: 2, 5: 4}'",
+        ),
+        (
             {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1},
             "learning_rate",
         ),

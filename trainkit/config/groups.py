@@ -73,14 +73,14 @@ def entries_of(config: DictConfig, group: str) -> list[str]:
     return [f"{group}.{name}" for name, node in (config[group] or {}).items() if node]
 
 
-def _refuse_without_target(node: DictConfig, group: str) -> None:
+def _refuse_without_target(node: Any, group: str) -> None:
     """Refuse a file without a target, and an argument for `none`: `+group.size=4`."""
-    if TARGET in node:
+    names = list(map(str, node)) if OmegaConf.is_dict(node) else []
+    if TARGET in names:
         return
-    names = list(map(str, node))
-    if group in _OF_FILES:
+    if group in _OF_FILES or not names:
         raise TrainkitError(
-            f"{group}: must have a {TARGET}, received {', '.join(names) or 'nothing'}. "
+            f"{group}: must have a {TARGET}, received {', '.join(names) or node}. "
             f"Add a line {TARGET}: my_module.MyClass to the file that {group}=... "
             f"names."
         )

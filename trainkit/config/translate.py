@@ -93,21 +93,16 @@ def _inside(node: Any, function: Callable[[Any], Any]) -> Any:
 
 def _target_as_class_path(node: Mapping[str, Any]) -> dict[str, Any]:
     target = node[TARGET]
-    if not isinstance(target, str):
-        raise TrainkitError(
-            f"{TARGET}: must be the dotted path of a class or function, received "
-            f"{target!r}."
-        )
-    if node.get("_args_"):
-        raise TrainkitError(
-            f"{target} _args_: class_path takes arguments by name only, received "
-            f"{node['_args_']!r}. Give them by name."
-        )
-    if node.get("_recursive_") is False:
-        raise TrainkitError(
-            f"{target} _recursive_: class_path always makes inner objects first, "
-            f"received False. Leave it out."
-        )
+    for name, is_refused, rule in (
+        (TARGET, not isinstance(target, str), "must be a dotted path"),
+        ("_args_", bool(node.get("_args_")), "arguments must be given by name"),
+        ("_recursive_", node.get("_recursive_") is False, "must be left out"),
+    ):
+        if is_refused:
+            raise TrainkitError(
+                f"{target} {name}: {rule}, since class_path has nothing similar, "
+                f"received {node[name]!r}."
+            )
     arguments = {n: to_class_path(v) for n, v in node.items() if n not in OF_HYDRA}
     made: dict[str, Any] = {CLASS_PATH: target}
     return {**made, "init_args": arguments} if arguments else made
@@ -130,15 +125,11 @@ def _class_path_as_target(
         made[PARTIAL] = True
     for source in ("init_args", "dict_kwargs"):
         for name, value in (node.get(source) or {}).items():
-            if name in OF_HYDRA:
+            if name in OF_HYDRA or name in made:
+                why = "Hydra reserves this name" if name in OF_HYDRA else "given twice"
                 raise TrainkitError(
-                    f"{path} {name}: Hydra reserves this name, so no argument can "
-                    f"have it. Rename the argument."
-                )
-            if name in made:
-                raise TrainkitError(
-                    f"{path} {name}: given in init_args and in dict_kwargs. Remove it "
-                    f"from one of them."
+                    f"{path} {name}: {why}, received {value!r} in {source}. Rename the "
+                    f"argument, or remove one."
                 )
             made[name] = walk(value, name)
     return made

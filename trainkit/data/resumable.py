@@ -182,8 +182,8 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
             f"ResumableLoader dataset: must have a length and rows by index, received "
             f"{type(dataset).__name__}. A stream needs a loader with a state of its "
             f"own and with a length, since of one without Lightning reads a batch "
-            f"ahead, which a resumed run would leave out: give torchdata's "
-            f"StatefulDataLoader a __len__."
+            f"ahead, which a resumed run would leave out: torchdata's "
+            f"StatefulDataLoader, of a dataset with state_dict and __len__."
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
     check_seed("ResumableLoader", seed)

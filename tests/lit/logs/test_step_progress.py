@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +48,24 @@ def fit(
     *callbacks: Any,
     accumulate: int = 2,
     module: LightningModule | None = None,
+    plain: bool = False,
     **options: Any,
-) -> None:
+) -> Any:
     data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
+    ours = [] if plain else [AccumulationCallback(PerSample())]
+    how = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
+    each = trainer(
+        accumulate, callbacks=[*ours, *callbacks], enable_progress_bar=True, **how
+    )
     with quiet_lightning():
-        trainer(
-            accumulate,
-            callbacks=[AccumulationCallback(PerSample()), *callbacks],
-            max_epochs=1,
-            enable_progress_bar=True,
-            num_sanity_val_steps=0,
-            **options,
-        ).fit(module or Net(), data, data)
+        each.fit(module or Net(), data, data)
+    return each
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     said = capsys.readouterr().out.splitlines()
     return [
         line for line in said if line.startswith("trainkit | step ") and "of" in line
-    ]
-
-
-def test_without_a_terminal_it_says_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fit(StepProgress(every_n_steps=2))
-    assert lines(capsys) == [
-        "trainkit | step 2 of 4: window/loss 3",
-        "trainkit | step 4 of 4: window/loss 3",
-        "trainkit | step 4 of 4: val/loss 0.125",  # its loss stands above
     ]
 
 
@@ -86,44 +76,9 @@ class Quiet(Net):
         pass
 
 
-def test_after_validation_the_loss_is_known_whatever_the_module_shows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fit(StepProgress(every_n_steps=50), module=Quiet())
-    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3"]
-
-
 class Logging(Net):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log_dict({"val/loss": 0.125, "val/other": 0.5})  # not for the bar
-
-
-@pytest.mark.parametrize("watching", [ModelCheckpoint, EarlyStopping])
-def test_what_is_monitored_is_shown_after_validation(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, watching: Any
-) -> None:
-    callback = watching(monitor="val/loss")
-    saves = watching is ModelCheckpoint
-    options = {"enable_checkpointing": saves, "default_root_dir": tmp_path}
-    fit(StepProgress(), callback, module=Logging(), **options)
-    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3, val/loss 0.125"]
-    fit(StepProgress(), module=Logging())  # nothing monitors it
-    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3"]
-
-
-def test_a_validation_without_numbers_has_no_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def lines_of(module: LightningModule) -> list[str]:
-        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
-        with quiet_lightning():
-            trainer(
-                2, callbacks=[StepProgress()], max_epochs=1, enable_progress_bar=True
-            ).fit(module, data, data)
-        return lines(capsys)
-
-    assert lines_of(Quiet()) == []
-    assert lines_of(Net()) == ["trainkit | step 4 of 4: val/loss 0.125"]
 
 
 class Counting(Quiet):
@@ -135,48 +90,72 @@ class Counting(Quiet):
         return loss
 
 
-LOSSES = [0.5, 2.5, 4.5, 6.5]  # of windows of 2
-
-
-def test_a_line_has_the_numbers_of_its_own_step(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where they arrive late, as from a busy GPU."""
-    expected = [
-        f"trainkit | step {n} of 4: window/loss {loss:g}, train/loss {loss + 0.5:g}"
-        for n, loss in enumerate(LOSSES, 1)
-    ]
-    for arrived in (True, False):
-        monkeypatch.setattr(LateReading, "arrived", arrived)
-        fit(StepProgress(every_n_steps=1), module=Counting())
-        assert lines(capsys) == expected
-
-
 class Validated(Counting):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val/loss", float(self.global_step), prog_bar=True)
 
 
-def test_no_line_repeats_an_earlier_number(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(StepProgress(every_n_steps=1), module=Validated(), val_check_interval=4)
-    assert [line.partition(": ")[2] for line in lines(capsys)] == [
-        "window/loss 0.5, train/loss 1",
-        "window/loss 2.5, train/loss 3",
-        "val/loss 2",
-        "window/loss 4.5, train/loss 5",  # without the validation of step 2
-        "window/loss 6.5, train/loss 7",
-        "val/loss 4",
-    ]
+TWICE: dict[str, Any] = {"val_check_interval": 4}  # after steps 2 and 4
+CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
+    # Its loss stands in the line above.
+    "now and then": (Net(), 2, {}, ["2: loss 3", "4: loss 3", "4: val/loss 0.125"]),
+    "a module that shows nothing": (Quiet(), 50, {}, ["4: loss 3"]),
+    "nothing is monitored": (Logging(), 50, {}, ["4: loss 3"]),
+    "a line has the numbers of its own step": (
+        Counting(),
+        1,
+        {},
+        [f"{n}: loss {2 * n - 1.5:g}, train/loss {2 * n - 1}" for n in (1, 2, 3, 4)],
+    ),
+    "no line repeats an earlier number": (
+        Validated(),
+        1,
+        TWICE,
+        [
+            *("1: loss 0.5, train/loss 1", "2: loss 2.5, train/loss 3"),
+            "2: val/loss 2",
+            "3: loss 4.5, train/loss 5",  # without the validation of step 2
+            *("4: loss 6.5, train/loss 7", "4: val/loss 4"),
+        ],
+    ),
+    "a validation between two lines": (
+        Validated(),
+        50,
+        TWICE,
+        ["2: loss 2.5, val/loss 2", "4: loss 6.5, val/loss 4"],
+    ),
+    "no window, no number, no line": (Quiet(), 50, {"plain": True}, []),
+    "no window": (Net(), 50, {"plain": True}, ["4: val/loss 0.125"]),
+}
 
 
-def test_a_validation_between_two_lines_has_one_of_its_own(
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_lines_without_a_terminal(
+    name: str,
+    is_late: bool,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fit(StepProgress(), module=Validated(), val_check_interval=4)
-    assert lines(capsys) == [
-        "trainkit | step 2 of 4: window/loss 2.5, val/loss 2",
-        "trainkit | step 4 of 4: window/loss 6.5, val/loss 4",
+    """Also where numbers arrive late, as from a busy GPU."""
+    module, every, options, expected = CASES[name]
+    monkeypatch.setattr(LateReading, "arrived", not is_late)
+    fit(StepProgress(every_n_steps=every), module=module, **options)
+    found = [line.removeprefix("trainkit | step ") for line in lines(capsys)]
+    assert [line.replace(" of 4: window/", ": ") for line in found] == [
+        line if ": loss" in line else line.replace(":", " of 4:", 1)
+        for line in expected
     ]
+
+
+@pytest.mark.parametrize("watching", [ModelCheckpoint, EarlyStopping])
+def test_what_is_monitored_is_shown_after_validation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, watching: Any
+) -> None:
+    saves = watching is ModelCheckpoint
+    options = {"enable_checkpointing": saves, "default_root_dir": tmp_path}
+    fit(StepProgress(), watching(monitor="val/loss"), module=Logging(), **options)
+    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3, val/loss 0.125"]
 
 
 class TwoOptimizers(Net):
@@ -193,40 +172,28 @@ class TwoOptimizers(Net):
         return [super().configure_optimizers(), super().configure_optimizers()]
 
 
-def test_steps_of_all_optimizers_are_counted_as_max_steps_does(
+@pytest.mark.parametrize(
+    ("every", "options", "num_steps", "expected"),
+    [
+        # They are counted as `max_steps` does.
+        (3, {"max_steps": 10, "max_epochs": 2}, 10, ["4 of 10", "6 of 10", "10 of 10"]),
+        # Lightning reckons 8 steps in an epoch of 8 windows, and counts 16.
+        (8, {"limit_val_batches": 0}, 16, ["8", "16"]),
+    ],
+)
+def test_steps_of_all_optimizers(
+    every: int,
+    options: dict[str, Any],
+    num_steps: int,
+    expected: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    each = trainer(
-        callbacks=[StepProgress(every_n_steps=3)],
-        max_steps=10,
-        enable_progress_bar=True,
-        num_sanity_val_steps=0,
-    )
-    with quiet_lightning():
-        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
-        each.fit(TwoOptimizers(), data, data)
-    assert each.global_step == 10
-    assert [line.split(":")[0] for line in lines(capsys)] == [
-        f"trainkit | step {step} of 10" for step in (4, 6, 10)
-    ]
-
-
-def test_an_end_that_epochs_set_is_not_known_in_steps_of_several_optimizers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Lightning reckons 8 steps in an epoch of 8 windows, and counts 16."""
-    each = trainer(
-        callbacks=[StepProgress(every_n_steps=8)],
-        max_epochs=1,
-        enable_progress_bar=True,
-        limit_val_batches=0,
-    )
-    with quiet_lightning():
-        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
-        each.fit(TwoOptimizers(), data, data)
-    assert each.global_step == 16
-    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said[-2:] == ["trainkit | step 8", "trainkit | step 16"]
+    progress = StepProgress(every_n_steps=every)
+    each = fit(progress, accumulate=1, module=TwoOptimizers(), plain=True, **options)
+    assert each.global_step == num_steps
+    said = capsys.readouterr().out.splitlines()
+    steps = [line.split(":")[0] for line in said if line.startswith("trainkit | step ")]
+    assert steps == [f"trainkit | step {each}" for each in expected]
 
 
 def test_a_schedule_says_how_many_steps_there_are(
@@ -242,24 +209,51 @@ class Terminal(io.StringIO):
         return True
 
 
-def drawn(
-    monkeypatch: pytest.MonkeyPatch, columns: int, module: LightningModule
-) -> list[str]:
-    """The lines that stand on a terminal at the end, without escape sequences."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], str]]:
+    """Stands a terminal of some columns in for stdout, and returns what it shows at
+    the end, without escape sequences."""
     monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_UPDATES", 0)
-    fit(StepProgress(), module=module, val_check_interval=4)
-    last = re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", terminal.getvalue())[-1]
-    return re.sub(r"\x1b\[[0-9;?]*\w", "", last).rstrip("\n").split("\n")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def stand_in(columns: int) -> Callable[[], str]:
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setenv("COLUMNS", str(columns))
+
+        def shown() -> str:
+            whole = screen.getvalue()
+            last = re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", whole)[-1]
+            return re.sub(r"\x1b\[[0-9;?]*\w", "", last).rstrip("\n")
+
+        return shown
+
+    return stand_in
 
 
-def test_on_a_terminal_it_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = drawn(monkeypatch, 120, Validated())
-    assert line.startswith("step")
-    assert " 4/4 window/loss 6.5, val/loss 4 0:00:" in line
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """The steps and the texts with which a bar was drawn."""
+    found: list[tuple[int, list[str]]] = []
+    keep = StepBar.draw
+
+    def draw(self: StepBar, step: int, texts: list[str]) -> None:
+        found.append((step, texts))
+        keep(self, step, texts)
+
+    monkeypatch.setattr(StepBar, "draw", draw)
+    return found
+
+
+def test_on_a_terminal_it_draws_a_bar(terminal: Any, bars: Any) -> None:
+    """In it an earlier validation has its step."""
+    shown = terminal(120)
+    fit(StepProgress(), module=Validated(), **TWICE)
+    assert re.fullmatch(r"step .* 4/4 window/loss 6.5, val/loss 4 0:00:.*", shown())
+    texts = [each for _, each in bars]
+    assert ["window/loss 2.5", "val/loss 2"] in texts
+    assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in texts
+    assert texts[-1] == ["window/loss 6.5", "val/loss 4"]
 
 
 class Wordy(Validated):
@@ -268,11 +262,12 @@ class Wordy(Validated):
             self.log(name, float(self.global_step), prog_bar=True)
 
 
-def test_on_a_narrow_terminal_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = drawn(monkeypatch, 80, Wordy())
-    assert len(shown) > 1
-    assert [line for line in shown if len(line) > 80] == []
-    text = "\n".join(shown)
+def test_on_a_narrow_terminal_no_number_is_cut(terminal: Any) -> None:
+    shown = terminal(80)
+    fit(StepProgress(), module=Wordy(), **TWICE)
+    text = shown()
+    assert "\n" in text
+    assert max(map(len, text.splitlines())) <= 80
     for part in ("window/loss", " 6.5, ", "val/first_of_them", "val/third_of_them"):
         assert part in text
     assert "0:00:0" in text
@@ -281,49 +276,26 @@ def test_on_a_narrow_terminal_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("columns", [60, 70, 79, 80])
 def test_a_number_wider_than_its_place_goes_on_below(
-    monkeypatch: pytest.MonkeyPatch, columns: int
+    terminal: Any, columns: int
 ) -> None:
     """Cut, the step 195 would read as 19."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = terminal(columns)
     bar = StepBar(780)
     bar.draw(247, ["window/loss 0.008396", "val/loss 0.009641 at step 195"])
     bar.close()
-    last = re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", terminal.getvalue())[-1]
-    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", last)
-    assert max(map(len, shown.splitlines())) <= columns
+    assert max(map(len, shown().splitlines())) <= columns
     for word in ("0.008396", "val/loss", "0.009641", "195"):
-        assert re.search(rf"(?<!\S){word}(?![\w.])", shown), shown
+        assert re.search(rf"(?<!\S){word}(?![\w.])", shown()), shown()
 
 
-def test_in_the_bar_an_earlier_validation_has_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bars: list[list[str]] = []
-    keep = StepBar.draw
-    monkeypatch.setattr(
-        StepBar,
-        "draw",
-        lambda self, n, texts: (bars.append(texts), keep(self, n, texts)),
-    )
-    drawn(monkeypatch, 120, Validated())
-    assert ["window/loss 2.5", "val/loss 2"] in bars
-    assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in bars
-    assert bars[-1] == ["window/loss 6.5", "val/loss 4"]
-
-
-def test_the_table_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_stands_above_the_bar(terminal: Any) -> None:
     """Also if it is printed later, when BatchNormGuard knows what trains."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    terminal(80)
     fit(BatchNormGuard(), StepProgress())
-    screen = re.sub(r"\x1b\[[0-9;?]*m", "", terminal.getvalue())
+    screen: Any = sys.stdout
+    plain = re.sub(r"\x1b\[[0-9;?]*m", "", screen.getvalue())
     # The bar is cleared before the table, and drawn again below it.
-    above, _, below = screen.partition("trainkit")
+    above, _, below = plain.partition("trainkit")
     assert above.endswith("\r\x1b[2K")
     assert "step" in below
 
@@ -335,8 +307,7 @@ def test_a_module_prints_above_it(capsys: pytest.CaptureFixture[str]) -> None:
         def on_train_start(self) -> None:
             self.print("a word [of its own]")
 
-    with quiet_lightning():
-        fit(StepProgress(), module=Printing())
+    fit(StepProgress(), module=Printing())
     assert "a word [of its own]" in capsys.readouterr().out
 
 
@@ -364,16 +335,15 @@ class Stopping(Callback):
 
 @pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
 def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, last: int
+    terminal: Any,
+    bars: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    last: int,
 ) -> None:
     """After an error nothing more is read from the device."""
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    terminal(80)
     monkeypatch.setattr(StepProgress, "_is_due", lambda self, step, before: step == 2)
-    bars: list[int] = []
-    keep = StepBar.draw
-    monkeypatch.setattr(
-        StepBar, "draw", lambda self, n, texts: (bars.append(n), keep(self, n, texts))
-    )
     with pytest.raises(type(error)):
         fit(StepProgress(), Stopping(error), module=Counting(), limit_val_batches=0)
-    assert bars[-1] == last
+    assert bars[-1][0] == last

@@ -61,6 +61,28 @@ class Saving(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+def saved(
+    path: Path,
+    at: int,
+    hook: str = "on_train_batch_end",
+    *,
+    window: int = WINDOW,
+    module: Any = None,
+) -> Plain:
+    """Trains to its end, and leaves a checkpoint of this moment."""
+    module = module or Mixed(optimizer="adamw")
+    trainer(window, callbacks=[Saving(path, at, hook)]).fit(module, Resumable())
+    return module
+
+
+def strip(path: Path, key: str = "trainkit") -> Path:
+    """Leave what a checkpoint of plain Lightning holds of an open window: nothing."""
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint[key]
+    torch.save(checkpoint, path)
+    return path
+
+
 def make(front: str) -> tuple[Plain, list[pl.Callback]]:
     if front == "mixin":
         return Mixed(optimizer="adamw"), []

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.helpers import (
     TokenModule,
     loader,
+    pad,
     quiet_lightning,
     ragged_sequences,
     raise_rank_errors,
@@ -24,6 +26,7 @@ from tests.helpers import (
     trainer,
 )
 from tests.lit.resume.interrupting import KillAt
+from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
 from trainkit.lit.resume.first_signal import PREEMPTION, SIGNALS
 from trainkit.lit.resume.graceful_stop import GracefulStop
@@ -32,16 +35,42 @@ from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 SEQUENCES = ragged_sequences(24)
 
 
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
 def steps_in(path: Any) -> int:
     return torch.load(path, weights_only=True)["global_step"]
 
 
-def raising(*numbers: signal.Signals) -> Any:
+def asking(*numbers: signal.Signals, hook: str = "on_after_backward", at: int = 2):
+    """Sends signals in a hook of a batch."""
+
     def raise_them(_: Any) -> None:
         for number in numbers:
             signal.raise_signal(number)
 
-    return raise_them
+    return KillAt(hook, at, raise_them)
+
+
+class Always(Callback):
+    """Sends SIGTERM whenever a hook is called, and counts how often."""
+
+    def __init__(self, hook: str, *, at: int = 1) -> None:
+        self.calls, self.at = 0, at
+        setattr(self, hook, self._call)
+
+    def _call(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            signal.raise_signal(TERM)
+
+
+def stopped(*callbacks: Any, module: Any = None, val: Any = None, **how: Any) -> Any:
+    """The error that ended a `fit` with these callbacks, and its Trainer."""
+    each = trainer(callbacks=list(callbacks), **how)
+    with pytest.raises(SystemExit) as caught:
+        each.fit(module or TokenModule(), loader(SEQUENCES, 4), val)
+    return caught.value, each
 
 
 class Validated(TokenModule):
@@ -63,21 +92,20 @@ def handlers() -> Any:
     assert after == before
 
 
+# ---- while training ------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
-    [
-        (signal.SIGINT, 130), (signal.SIGTERM, 143),
-        (signal.SIGUSR1, 138), (signal.SIGUSR2, 140),
-    ],
-)  # fmt: skip
+    [(INT, 130), (TERM, 143), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
+)
 def test_signal_saves_and_says_how_it_ended(
     tmp_path: Path, capfd: Any, number: signal.Signals, status: int
 ) -> None:
     stop = GracefulStop(tmp_path)
-    each = trainer(callbacks=[KillAt("on_after_backward", 2, raising(number)), stop])
-    with pytest.raises(Stopped) as caught:
-        each.fit(TokenModule(), loader(SEQUENCES, 4))
-    assert caught.value.code == status
+    error, _ = stopped(asking(number), stop)
+    assert isinstance(error, Stopped)
+    assert error.code == status
     assert stop.stopped_by is number
     assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
     assert "since it has no load_state_dict" in stop.caveat
@@ -94,10 +122,7 @@ def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
     path = tmp_path / "last.ckpt"
     before = signal.signal(number, lambda n, _: found.append((n, steps_in(path))))
     try:
-        asks = KillAt("on_after_backward", 2, raising(number, number))
-        each = trainer(callbacks=[asks, GracefulStop(tmp_path)])
-        with pytest.raises(Stopped):
-            each.fit(TokenModule(), loader(SEQUENCES, 4))
+        stopped(asking(number, number), GracefulStop(tmp_path))
         assert found == [(number, 3)]
         signal.raise_signal(number)
         assert found == 2 * [(number, 3)]
@@ -114,40 +139,54 @@ def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    asks = KillAt("on_after_backward", 2, raising(signal.SIGUSR1))
-    each = trainer(
-        callbacks=[asks, GracefulStop(tmp_path)],
-        plugins=[SLURMEnvironment(auto_requeue=True)],
-        default_root_dir=tmp_path,
-    )
-    with pytest.raises(Stopped):
-        each.fit(TokenModule(), loader(SEQUENCES, 4))
+    slurm = {"plugins": [SLURMEnvironment(auto_requeue=True)]}
+    asks = asking(signal.SIGUSR1)
+    stopped(asks, GracefulStop(tmp_path), default_root_dir=tmp_path, **slurm)
     assert steps_in(tmp_path / "hpc_ckpt_1.ckpt") == 3
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
-def test_it_saves_where_the_checkpoints_are(tmp_path: Path) -> None:
-    stop, ask = GracefulStop(), KillAt("on_after_backward", 2, raising(signal.SIGTERM))
-    best = ModelCheckpoint(tmp_path / "best", save_top_k=0)
-    each = trainer(callbacks=[ask, best, stop], enable_checkpointing=True)
-    with pytest.raises(Stopped):
-        each.fit(TokenModule(), loader(SEQUENCES, 4))
-    assert stop.checkpoint_path == str(tmp_path / "best/last.ckpt")
-    assert steps_in(stop.checkpoint_path) == 3
+def in_best(folder: Path) -> list[Callback]:
+    return [ModelCheckpoint(folder / "best", save_top_k=0)]
 
 
-@pytest.mark.parametrize("how", [{}, {"fast_dev_run": 4}])
-def test_nothing_is_saved_where_no_checkpoint_was_wanted(
-    tmp_path: Path, how: dict[str, Any]
+def every_step(folder: Path) -> list[Callback]:
+    return [RunCheckpoint(folder, every_n_train_steps=1)]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "has_folder", "others", "options", "saved"),
+    [
+        ([TERM], False, in_best, {}, ("best/last.ckpt", 3)),
+        ([TERM], False, None, {}, None),  # no checkpoint was wanted
+        ([TERM], True, None, {"fast_dev_run": 4}, None),
+        ([TERM, TERM], True, None, {}, ("last.ckpt", 3)),  # a repeated one is one
+        ([INT, INT], True, None, {}, None),  # ends at once
+        ([INT, INT], False, every_step, {}, ("last.ckpt", 2)),  # the one before
+    ],
+)
+def test_where_a_stopped_run_is_saved(
+    tmp_path: Path,
+    numbers: list[signal.Signals],
+    has_folder: bool,
+    others: Any,
+    options: dict[str, Any],
+    saved: tuple[str, int] | None,
 ) -> None:
-    stop = GracefulStop(tmp_path if how else None)
-    ask = KillAt("on_after_backward", 2, raising(signal.SIGTERM))
-    each = trainer(callbacks=[ask, stop], default_root_dir=tmp_path, **how)
-    with pytest.raises(Stopped) as caught:
-        each.fit(TokenModule(), loader(SEQUENCES, 4))
-    assert caught.value.code == 143
-    assert stop.checkpoint_path is None
-    assert not list(tmp_path.iterdir())
+    stop = GracefulStop(tmp_path if has_folder else None)
+    more = others(tmp_path) if others else []
+    options = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path} | {
+        **options
+    }
+    error, _ = stopped(asking(*numbers), *more, stop, **options)
+    assert isinstance(error, Stopped) == (numbers != [INT, INT])
+    assert stop.stopped_by is numbers[0]
+    if saved is None:
+        assert stop.checkpoint_path is None
+        assert not list(tmp_path.iterdir())
+    else:
+        assert stop.checkpoint_path == str(tmp_path / saved[0])
+        assert steps_in(stop.checkpoint_path) == saved[1]
 
 
 def test_a_checkpoint_of_another_run_is_not_where_this_one_goes_on(
@@ -155,11 +194,8 @@ def test_a_checkpoint_of_another_run_is_not_where_this_one_goes_on(
 ) -> None:
     (tmp_path / "last.ckpt").write_bytes(b"")
     stop = GracefulStop(tmp_path)
-    ask = KillAt("on_after_backward", 2, raising(signal.SIGINT, signal.SIGINT))
-    with pytest.raises(SystemExit):
-        trainer(callbacks=[ask, stop]).fit(TokenModule(), loader(SEQUENCES, 4))
-    assert stop.stopped_by is signal.SIGINT
-    assert stop.checkpoint_path is None
+    stopped(asking(INT, INT), stop)
+    assert (stop.stopped_by, stop.checkpoint_path) == (INT, None)
 
 
 def test_run_that_nobody_stops(tmp_path: Path) -> None:
@@ -169,96 +205,51 @@ def test_run_that_nobody_stops(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    stop = GracefulStop(tmp_path)
-    ask = KillAt("on_after_backward", 2, raising(signal.SIGINT, signal.SIGINT))
-    with pytest.raises(SystemExit) as caught:
-        trainer(callbacks=[ask, stop]).fit(TokenModule(), loader(SEQUENCES, 4))
-    assert not isinstance(caught.value, Stopped)
-    assert stop.stopped_by is signal.SIGINT
-    assert stop.checkpoint_path is None
-    assert not list(tmp_path.iterdir())
-
-
-def test_second_interrupt_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    stop = GracefulStop()
-    ask = KillAt("on_after_backward", 2, raising(signal.SIGINT, signal.SIGINT))
-    saver = RunCheckpoint(tmp_path, every_n_train_steps=1)
-    with pytest.raises(SystemExit):
-        trainer(callbacks=[ask, stop, saver], enable_checkpointing=True).fit(
-            TokenModule(), loader(SEQUENCES, 4)
-        )
-    assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
-    assert steps_in(stop.checkpoint_path) == 2
-
-
-def test_repeated_sigterm_is_one(tmp_path: Path) -> None:
-    stop = GracefulStop(tmp_path)
-    ask = KillAt("on_after_backward", 2, raising(signal.SIGTERM, signal.SIGTERM))
-    with pytest.raises(Stopped):
-        trainer(callbacks=[ask, stop]).fit(TokenModule(), loader(SEQUENCES, 4))
-    assert stop.checkpoint_path is not None
-
-
 def test_validation_is_finished_first(tmp_path: Path) -> None:
-    stop, num_batches = GracefulStop(tmp_path), []
-    ask = KillAt("on_validation_batch_start", 2, raising(signal.SIGTERM))
-    count = KillAt("on_validation_batch_end", 0, num_batches.append)
-    count._look = lambda *_: num_batches.append(1)  # type: ignore[method-assign]
-    count.on_validation_batch_end = count._look  # type: ignore[method-assign]
-    each = trainer(
-        callbacks=[ask, count, stop], val_check_interval=3, num_sanity_val_steps=0
+    ask = asking(TERM, hook="on_validation_batch_start")
+    count = Always("on_validation_batch_end", at=0)
+    how: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
+    _, each = stopped(
+        *(ask, count, GracefulStop(tmp_path)),
+        module=Validated(),
+        val=loader(SEQUENCES, 8),
+        **how,
     )
-    with pytest.raises(Stopped):
-        each.fit(Validated(), loader(SEQUENCES, 4), loader(SEQUENCES, 8))
-    assert len(num_batches) == 3
-    assert each.global_step == 3
+    assert count.calls == each.global_step == 3
 
 
 @pytest.mark.parametrize("hook", ["on_sanity_check_end", "on_train_start"])
 def test_signal_before_the_first_batch(tmp_path: Path, hook: str) -> None:
-    stop, ask = GracefulStop(tmp_path), KillAt(hook, -5, raising(signal.SIGTERM))
-    setattr(ask, hook, lambda *_: signal.raise_signal(signal.SIGTERM))
-    each = trainer(callbacks=[ask, stop])
-    with pytest.raises(Stopped):
-        each.fit(Validated(), loader(SEQUENCES, 4), loader(SEQUENCES, 8))
+    stop = GracefulStop(tmp_path)
+    _, each = stopped(Always(hook), stop, module=Validated(), val=loader(SEQUENCES, 8))
     assert each.global_step == 0
-    assert stop.stopped_by is signal.SIGTERM
-    assert stop.checkpoint_path is None
+    assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
 def test_signal_after_the_last_batch_loses_nothing(tmp_path: Path, hook: str) -> None:
-    stop, ask = GracefulStop(), KillAt(hook, 0)
-    number = signal.SIGTERM
-    before = signal.signal(number, lambda *_: None)  # of a run that is over
+    stop, saver = GracefulStop(), RunCheckpoint(tmp_path)
+    before = signal.signal(TERM, lambda *_: None)  # of a run that is over
     try:
-        setattr(ask, hook, lambda *_: signal.raise_signal(number))
-        saver = RunCheckpoint(tmp_path)
-        each = trainer(callbacks=[ask, stop, saver], enable_checkpointing=True)
+        callbacks = [Always(hook), stop, saver]
+        each = trainer(callbacks=callbacks, enable_checkpointing=True)
         each.fit(TokenModule(), loader(SEQUENCES, 4))
     finally:
-        signal.signal(number, before)
+        signal.signal(TERM, before)
     assert stop.stopped_by is None
     assert steps_in(saver.path) == 12
 
 
-@pytest.mark.parametrize("how", ["validate", "test", "predict"])
+EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+@pytest.mark.parametrize("how", EVALUATIONS)
 def test_evaluation_ends_after_a_batch(how: str, tmp_path: Path) -> None:
-    stop, ask = GracefulStop(tmp_path), KillAt("", 0)
-    stage = {"validate": "validation"}.get(how, how)
-    begun = []
-
-    def raise_it(*_: Any) -> None:
-        begun.append(1)
-        signal.raise_signal(signal.SIGTERM)
-
-    setattr(ask, f"on_{stage}_batch_start", raise_it)
+    stop, ask = GracefulStop(tmp_path), Always(f"on_{EVALUATIONS[how]}_batch_start")
     with pytest.raises(Stopped):
         getattr(trainer(callbacks=[ask, stop]), how)(Validated(), loader(SEQUENCES, 4))
-    assert begun == [1]
-    assert stop.stopped_by is signal.SIGTERM
-    assert stop.checkpoint_path is None
+    assert ask.calls == 1
+    assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
 
 def test_other_thread_is_left_as_it_is(tmp_path: Path) -> None:
@@ -280,26 +271,19 @@ def test_other_thread_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_workers_leave_the_signal_to_the_run(tmp_path: Path) -> None:
     """Ctrl+C reaches a loader's workers too, and they must go on until the end."""
-    stop, seen = GracefulStop(tmp_path), KillAt("on_after_backward", 2, _interrupt_all)
+
+    def interrupt_all(_: Any) -> None:
+        for child in active_children():
+            assert child.pid is not None
+            os.kill(child.pid, INT)
+        signal.raise_signal(INT)
+
+    stop = GracefulStop(tmp_path)
+    each = trainer(callbacks=[KillAt("on_after_backward", 2, interrupt_all), stop])
+    worked = ResumableLoader(SEQUENCES, 4, num_workers=2, collate_fn=pad)
     with pytest.raises(Stopped):
-        trainer(callbacks=[seen, stop]).fit(TokenModule(), _worked())
+        each.fit(TokenModule(), worked)
     assert stop.checkpoint_path is not None
-
-
-def _worked() -> Any:
-    from tests.helpers import pad
-    from trainkit.data.resumable import ResumableLoader
-
-    return ResumableLoader(SEQUENCES, 4, num_workers=2, collate_fn=pad)
-
-
-def _interrupt_all(_: Any) -> None:
-    from multiprocessing import active_children
-
-    for child in active_children():
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
 
 
 # ---- several ranks -------------------------------------------------------------------
@@ -309,7 +293,7 @@ def _one_rank_is_asked(rank: int, world_size: int, folder: str, asked: int) -> A
     stop = GracefulStop(folder)
     callbacks: list[Any] = [stop]
     if rank == asked:
-        callbacks.append(KillAt("on_after_backward", 1, raising(signal.SIGTERM)))
+        callbacks.append(asking(TERM, at=1))
     each = trainer(
         callbacks=callbacks,
         strategy="ddp",
@@ -318,8 +302,8 @@ def _one_rank_is_asked(rank: int, world_size: int, folder: str, asked: int) -> A
     )
     try:
         each.fit(TokenModule(), rank_loader(SEQUENCES, 2, rank, world_size))
-    except Stopped as stopped:
-        return each.global_step, stopped.code, stop.checkpoint_path
+    except Stopped as ended:
+        return each.global_step, ended.code, stop.checkpoint_path
     return None
 
 
@@ -335,18 +319,9 @@ def test_all_ranks_stop_together(tmp_path: Path, asked: int) -> None:
 
 def _evaluate_unevenly(rank: int, world_size: int, how: str, asked: bool) -> Any:
     """The first rank has two batches and the second six."""
-    stop, begun = GracefulStop(), []
-
-    def begin(*_: Any) -> None:
-        begun.append(1)
-        if asked and len(begun) == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    ask = KillAt("", 0)
-    stage = {"validate": "validation"}.get(how, how)
-    setattr(ask, f"on_{stage}_batch_start", begin)
+    ask = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
     each = trainer(
-        callbacks=[ask, stop],
+        callbacks=[ask, GracefulStop()],
         strategy="ddp",
         devices=world_size,
         use_distributed_sampler=False,
@@ -354,12 +329,9 @@ def _evaluate_unevenly(rank: int, world_size: int, how: str, asked: bool) -> Any
     share = SEQUENCES[:4] if rank == 0 else SEQUENCES[:12]
     try:
         getattr(each, how)(Validated(), loader(share, 2))
-    except Stopped as stopped:
-        return len(begun), stopped.code
-    return len(begun), None
-
-
-EVALUATIONS = ("validate", "test", "predict")
+    except Stopped as ended:
+        return ask.calls, ended.code
+    return ask.calls, None
 
 
 def _evaluate_all(rank: int, world_size: int) -> Any:

@@ -185,13 +185,29 @@ class CountedLoader(Loader):
         return -(-len(TRAIN) // 4)
 
 
-@pytest.mark.parametrize(("kind", "is_exact"), [(Loader, False), (CountedLoader, True)])
+def stateful(stream: Stream) -> Any:
+    """What a stream is sent to."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(stream, 4, collate_fn=pad)
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind", "is_exact"),
+    [
+        (Stream, Loader, False),
+        (Counted, CountedLoader, True),
+        (Stream, stateful, False),
+        (Counted, stateful, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
-    kind: type[Loader], is_exact: bool, tmp_path: Path
+    stream: Any, kind: Any, is_exact: bool, tmp_path: Path
 ) -> None:
     def train_on(folder: Path, **options: Any) -> Any:
-        stream = Counted() if kind is CountedLoader else Stream()
-        return train(folder, loader=kind(stream), val_check_interval=1.0, **options)
+        how: dict[str, Any] = {"loader": kind(stream()), "val_check_interval": 1.0}
+        return train(folder, **how, **options)
 
     whole = state_of(*train_on(tmp_path / "whole"))
     kill = stop_at("on_train_batch_end", 5)

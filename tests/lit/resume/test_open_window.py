@@ -1,14 +1,18 @@
-"""A checkpoint taken inside a window resumes exactly."""
+"""A checkpoint taken inside a window, or inside a micro-batch, and resumed."""
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    model_checkpoint,
+)
 
 from tests.helpers import NAIVE, deviation, trainer
 from tests.lit.fronts import (
@@ -28,13 +32,28 @@ from tests.lit.resume.resuming import (
     holds,
     make,
     resumed,
+    saved,
+    strip,
 )
 from trainkit import AccumulationCallback, PerToken
+
+
+def off(module: Any, reference: Any = EXACT) -> float:
+    """How far it is from an uninterrupted run."""
+    return deviation(module, reference, START)
 
 
 class Validated(Mixed):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         plain_token_loss(self.net, batch)
+
+
+class Examined(Plain):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        plain_token_loss(self.net, batch)
+
+
+# ---- between micro-batches -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("front", ["mixin", "callback"])
@@ -47,29 +66,29 @@ def test_resumed_inside_a_window_equals_uninterrupted(
     saving = [Saving(tmp_path / f"{at}.ckpt", at) for at in places]
     module, ours = make(front)
     trainer(WINDOW, callbacks=[*saving, *ours]).fit(module, Resumable())
-    assert deviation(module, EXACT, START) <= 1e-10
+    assert off(module) <= 1e-10
     for each in saving:
-        again = resumed(each.path, front)
-        assert deviation(again, EXACT, START) <= 1e-10, each.at
+        assert off(resumed(each.path, front)) <= 1e-10, each.at
 
 
 def test_checkpoint_holds_partial_gradients_and_totals(tmp_path: Path) -> None:
     path = tmp_path / "inside.ckpt"
-    module = Mixed()
-    trainer(WINDOW, callbacks=[Saving(path, 5)]).fit(module, Resumable())
+    module = saved(path, 5)
     state = holds(path)
-    names = {name for name, _ in module.named_parameters()}
-    assert set(state["gradients"]) == names
+    assert set(state["gradients"]) == {name for name, _ in module.named_parameters()}
     assert float(state["windows"][0]["totals"]["weight"]) == float(
         sum((b["labels"] != -100).sum() for b in Resumable().batches[4:6])
     )
 
 
 @pytest.mark.parametrize("at", [3, 7, 9])
-def test_checkpoint_between_windows_holds_no_gradients(tmp_path: Path, at: int) -> None:
+def test_checkpoint_between_windows_holds_no_gradients_and_needs_none(
+    tmp_path: Path, at: int
+) -> None:
     path = tmp_path / "between.ckpt"
-    trainer(WINDOW, callbacks=[Saving(path, at)]).fit(Mixed(), Resumable())
+    saved(path, at)
     assert set(holds(path)) == {"num_windows", "measured", "ledger"}
+    assert off(resumed(strip(path))) <= 1e-10
 
 
 @pytest.mark.parametrize("at", [1, 5, 8])
@@ -78,30 +97,11 @@ def test_resumed_without_the_state_deviates_and_is_said(
 ) -> None:
     """Negative control: the checkpoint as plain Lightning would have written it."""
     path = tmp_path / "inside.ckpt"
-    trainer(WINDOW, callbacks=[Saving(path, at)]).fit(
-        Mixed(optimizer="adamw"), Resumable()
-    )
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["trainkit"]
-    torch.save(checkpoint, path)
+    saved(path, at)
     lost = (at + 1) % WINDOW
     with pytest.warns(UserWarning, match=f"does not hold the {lost} micro-batches"):
-        module = resumed(path)
-    assert deviation(module, EXACT, START) > NAIVE
-
-
-@pytest.mark.parametrize("at", [3, 9])
-def test_resumed_between_windows_without_the_state_is_exact_and_silent(
-    tmp_path: Path, at: int
-) -> None:
-    path = tmp_path / "between.ckpt"
-    trainer(WINDOW, callbacks=[Saving(path, at)]).fit(
-        Mixed(optimizer="adamw"), Resumable()
-    )
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["trainkit"]
-    torch.save(checkpoint, path)
-    assert deviation(resumed(path), EXACT, START) <= 1e-10
+        module = resumed(strip(path))
+    assert off(module) > NAIVE
 
 
 class Clock:
@@ -116,24 +116,26 @@ class Clock:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("when", "inside"),
+    [
+        ({"every_n_train_steps": 1}, False),
+        ({"train_time_interval": timedelta(seconds=6)}, True),
+    ],
+)
 def test_resumed_from_model_checkpoint_equals_uninterrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any, inside: bool
 ) -> None:
     """pytorch-lightning#17903: by steps it saves after windows, by time anywhere."""
     monkeypatch.setattr(model_checkpoint, "time", Clock())
-    when: dict[str, Any] = {"every_n_train_steps": 1}
-    if inside:
-        when = {"train_time_interval": timedelta(seconds=6)}
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, **when)
-    module = Mixed(optimizer="adamw")
     options = {"callbacks": [saver], "enable_checkpointing": True}
-    trainer(WINDOW, **options).fit(module, Resumable())
+    trainer(WINDOW, **options).fit(Mixed(optimizer="adamw"), Resumable())
     files = sorted(tmp_path.glob("*.ckpt"))
     assert len(files) > 1
     assert any("windows" in holds(path) for path in files) == inside
     for path in files[1::2]:
-        assert deviation(resumed(path), EXACT, START) <= 1e-10
+        assert off(resumed(path)) <= 1e-10
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -142,18 +144,14 @@ def test_resumed_from_validation_inside_a_window_equals_uninterrupted(
 ) -> None:
     """The validation's own hooks save, where many keep the best model."""
     path = tmp_path / "validation.ckpt"
-    saving = Saving(path, 5, "on_validation_end")
-    module = Validated(optimizer="adamw")
     options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
-    trainer(WINDOW, callbacks=[saving], **options).fit(
-        module, Resumable(), micro_batches(SEQUENCES, [4])
-    )
-    assert deviation(module, EXACT, START) <= 1e-10
-    again = Validated(optimizer="adamw")
-    trainer(WINDOW, **options).fit(
-        again, Resumable(), micro_batches(SEQUENCES, [4]), ckpt_path=path
-    )
-    assert deviation(again, EXACT, START) <= 1e-10
+    for resume in (None, path):
+        module = Validated(optimizer="adamw")
+        saving = [] if resume else [Saving(path, 5, "on_validation_end")]
+        trainer(WINDOW, callbacks=saving, **options).fit(
+            module, Resumable(), micro_batches(SEQUENCES, [4]), ckpt_path=resume
+        )
+        assert off(module) <= 1e-10
 
 
 def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
@@ -161,14 +159,13 @@ def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
 ) -> None:
     """The second checkpoint holds what the first one had carried over."""
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    module, _ = make("mixin")
-    trainer(WINDOW, callbacks=[Saving(first, 4)]).fit(module, Resumable())
+    saved(first, 4)
     again, _ = make("mixin")
     trainer(WINDOW, callbacks=[Saving(second, 6)]).fit(
         again, Resumable(), ckpt_path=first
     )
     assert int(holds(second)["windows"][0]["totals"]["count"]) == 3
-    assert deviation(resumed(second), EXACT, START) <= 1e-10
+    assert off(resumed(second)) <= 1e-10
 
 
 def test_resume_that_zeroes_says_how_much_the_carried_window_held(
@@ -177,11 +174,10 @@ def test_resume_that_zeroes_says_how_much_the_carried_window_held(
     """Resumed with another window length (speculators#859, pytorch-lightning#8493):
     Lightning zeroes at once, and the carried micro-batches are counted."""
     path = tmp_path / "inside.ckpt"
-    trainer(WINDOW, callbacks=[Saving(path, 5)]).fit(Mixed(), Resumable())
-    module = Mixed()
+    saved(path, 5)
     fitted = trainer(3, max_epochs=1)
     with pytest.warns(UserWarning, match="an open window of 2 micro-batches"):
-        fitted.fit(module, Resumable(), ckpt_path=path)
+        fitted.fit(Mixed(optimizer="adamw"), Resumable(), ckpt_path=path)
     window = windows_of(fitted).last_window
     assert window is not None
     assert int(window.num_micro_batches) == 1
@@ -190,15 +186,86 @@ def test_resume_that_zeroes_says_how_much_the_carried_window_held(
 def test_fit_after_testing_a_checkpoint_equals_fresh_fit(tmp_path: Path) -> None:
     """What was loaded to be tested is not resumed."""
     path = tmp_path / "inside.ckpt"
-    trainer(WINDOW, callbacks=[Saving(path, 5)]).fit(Mixed(), Resumable())
-    callback = AccumulationCallback(PerToken())
-    fitted = trainer(WINDOW, callbacks=[callback])
+    saved(path, 5)
+    fitted = trainer(WINDOW, callbacks=[AccumulationCallback(PerToken())])
     fitted.test(Examined(), Resumable(), ckpt_path=path, verbose=False)
     module = Examined(optimizer="adamw")
     fitted.fit(module, Resumable())
-    assert deviation(module, EXACT, START) <= 1e-10
+    assert off(module) <= 1e-10
 
 
-class Examined(Plain):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        plain_token_loss(self.net, batch)
+# ---- while a micro-batch is under way, or has failed ---------------------------------
+
+
+class Failing(Mixed):
+    """Its forward pass fails once, as an out-of-memory would."""
+
+    at = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.at:
+            raise MemoryError
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called:UserWarning")
+@pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but:UserWarning')
+@pytest.mark.parametrize("at", [0, 1, 3, 6, 9])
+def test_resumed_from_on_exception_checkpoint_equals_uninterrupted(
+    tmp_path: Path, at: int
+) -> None:
+    module = Failing(optimizer="adamw")
+    module.at = at
+    saver = OnExceptionCheckpoint(tmp_path)
+    fitted = trainer(WINDOW, callbacks=[saver], enable_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "accumulation: an open window")
+        with pytest.raises(MemoryError):
+            fitted.fit(module, Resumable())
+    assert off(resumed(tmp_path / "on_exception.ckpt", replay=1)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [
+        ("on_after_backward", 5),
+        ("on_after_backward", 9),
+        ("on_before_optimizer_step", 7),
+        ("on_before_optimizer_step", 9),
+    ],
+)
+def test_saved_while_a_micro_batch_is_under_way_is_said_twice(
+    tmp_path: Path, hook: str, at: int
+) -> None:
+    """Torn: the resumed run repeats that micro-batch. Said when saved and resumed."""
+    path, lost = tmp_path / "torn.ckpt", at % WINDOW
+    text = f"first {lost} micro-batches are not in it: a micro-batch is under way"
+    with pytest.warns(UserWarning, match=text):
+        saved(path, at, hook)
+    with pytest.warns(UserWarning, match=f"does not hold the {lost} micro-batches"):
+        resumed(path, replay=1)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_saved_in_a_window_of_one_equals_uninterrupted(
+    tmp_path: Path, hook: str
+) -> None:
+    """Nothing is lost where the resumed run repeats all there was."""
+    module = saved(tmp_path / "one.ckpt", 5, hook, window=1)
+    again = Mixed(optimizer="adamw")
+    trainer(1).fit(again, Resumable(replay=1), ckpt_path=tmp_path / "one.ckpt")
+    assert off(again, module) <= 1e-10
+
+
+def test_saved_inside_training_step_equals_uninterrupted(tmp_path: Path) -> None:
+    """Before its backward pass the window is whole up to the batch before."""
+    path = tmp_path / "step.ckpt"
+
+    class SavingInside(Mixed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 6 and not path.exists():
+                self.trainer.save_checkpoint(path)
+            return super().training_step(batch, batch_idx)
+
+    trainer(WINDOW).fit(SavingInside(optimizer="adamw"), Resumable())
+    assert off(resumed(path, replay=1)) <= 1e-10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
+from tests.lit.resume.resuming import strip
 from tests.zoo import Manual
 from trainkit import AccumulationCallback, PerToken
 
@@ -76,42 +78,24 @@ def train(
     resume: str | None,
     save: dict[str, Any] | None,
     skip: int = 0,
+    apart: bool | None = None,
 ) -> Tensor:
-    module = TokenModule(dtype=torch.float64, optimizer="adamw")
+    """The weights at the end; of manual optimization if `apart` says how."""
+    module: Any = TokenModule(dtype=torch.float64, optimizer="adamw")
+    callbacks: list[Any] = [AccumulationCallback(PerToken())]
+    if apart is not None:
+        module, callbacks = Manual(optimizer="adamw"), []
+        module.apart = apart
     fit = trainer(
         WINDOW,
         strategy="ddp" if world > 1 else "auto",
         devices=world,
         max_epochs=1,
         use_distributed_sampler=False,
-        callbacks=[AccumulationCallback(PerToken()), *([Save(**save)] if save else [])],
+        callbacks=[*callbacks, *([Save(**save)] if save else [])],
     )
     fit.fit(module, FromBatch(rank, world, skip), ckpt_path=resume)
     return weights(module)
-
-
-def train_manual(
-    rank: int, world: int, resume: str | None, save: Any, skip: int, apart: bool
-) -> Tensor:
-    module = Manual(optimizer="adamw")
-    module.apart = apart
-    fit = trainer(
-        WINDOW,
-        strategy="ddp" if world > 1 else "auto",
-        devices=world,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[Save(**save)] if save else [],
-    )
-    fit.fit(module, FromBatch(rank, world, skip), ckpt_path=resume)
-    return weights(module)
-
-
-def strip(path: Path, target: Path) -> None:
-    """What a checkpoint of plain Lightning holds of an open window: nothing."""
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["trainkit"]
-    torch.save(checkpoint, target)
 
 
 AGAIN: dict[str, dict[str, int]] = {
@@ -129,7 +113,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
         "resumed": train(rank, world, inside, None, INSIDE),
     }
     if rank == 0:
-        strip(path / "inside.ckpt", path / "stripped.ckpt")
+        strip(Path(copy(inside, path / "stripped.ckpt")))
     torch.distributed.barrier()
     ends["stripped"] = train(rank, world, str(path / "stripped.ckpt"), None, INSIDE)
     for name, moment in AGAIN.items():
@@ -141,10 +125,8 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     for apart in (False, True):
         manual = str(path / f"manual {apart}.ckpt")
         save = {"path": manual, "after": INSIDE}
-        ends[f"saved {apart}"] = train_manual(rank, world, None, save, 0, apart)
-        ends[f"resumed {apart}"] = train_manual(
-            rank, world, manual, None, INSIDE, apart
-        )
+        ends[f"saved {apart}"] = train(rank, world, None, save, 0, apart)
+        ends[f"resumed {apart}"] = train(rank, world, manual, None, INSIDE, apart)
     return ends
 
 
@@ -154,9 +136,7 @@ def on_one(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     ends = {"resumed": train(rank, world, str(path / "inside.ckpt"), None, INSIDE)}
     for apart in (False, True):
         manual = str(path / f"manual {apart}.ckpt")
-        ends[f"resumed {apart}"] = train_manual(
-            rank, world, manual, None, INSIDE, apart
-        )
+        ends[f"resumed {apart}"] = train(rank, world, manual, None, INSIDE, apart)
     return ends
 
 

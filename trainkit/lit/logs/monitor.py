@@ -162,23 +162,19 @@ class WindowMonitor(Callback):
     def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
         """How many of a micro-batch's tokens only pad, and how many it has."""
         assert self._windows is not None
-        path = self.attention_mask
+        path, strategy = self.attention_mask, self._windows.strategy
         if path is None and isinstance(batch, Mapping) and "attention_mask" in batch:
             path = "attention_mask"
+        if path is None and isinstance(strategy, PerToken | PerSample):
+            path = strategy.mask
         if path is not None:
-            mask = lookup_tensor(batch, path, role="WindowMonitor attention_mask")
-            return mask.numel() - torch.count_nonzero(mask), mask.numel()
-        strategy = self._windows.strategy
-        if isinstance(strategy, PerToken | PerSample) and strategy.mask is not None:
-            mask = lookup_tensor(batch, strategy.mask, role="mask")
-            return mask.numel() - torch.count_nonzero(mask), mask.numel()
-        if isinstance(strategy, PerToken):
+            found = lookup_tensor(batch, path, role="WindowMonitor attention_mask") != 0
+        elif isinstance(strategy, PerToken):
             labels = lookup_tensor(batch, strategy.labels, role="labels")
-            ignored = labels.numel() - torch.count_nonzero(
-                labels.long() != strategy.ignore_index
-            )
-            return ignored, labels.numel()
-        return None
+            found = labels.long() != strategy.ignore_index
+        else:
+            return None
+        return found.numel() - torch.count_nonzero(found), found.numel()
 
 
 def _named(names: list[str], values: list[float]) -> dict[str, float]:

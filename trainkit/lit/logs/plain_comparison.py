@@ -17,12 +17,10 @@ class PlainComparison(Callback):
 
     Lightning divides each mean loss by N = `accumulate_grad_batches`, also in a short
     window. With d_i the share of micro-batch i in the exact gradient and w_i its weight
-    the plain gradient is sum_i d_i (sum_j w_j) / (N w_i), without a second backward
-    pass, but with two more copies of the gradient. Both are compared before clipping;
-    only in streamed windows of mean losses and one process, and not for `Uniform()`.
-
-    Args:
-        max_parameters: the largest number of parameters that is measured.
+    the plain gradient is sum_i d_i (sum_j w_j) / (N w_i): no second backward pass, but
+    two more copies of the gradient, so at most `max_parameters` are measured. It
+    compares before clipping, streamed windows of mean losses in one process; not
+    `Uniform()`, which is no exact gradient.
     """
 
     def __init__(self, *, max_parameters: int = 10_000_000) -> None:
@@ -54,8 +52,8 @@ class PlainComparison(Callback):
         self._kept, self._window = self._kept.to(pl_module.device), (0.0, 0.0, 0)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self.is_measuring:
-            windows: Any = windows_of(trainer)
+        windows = windows_of(trainer)
+        if self.is_measuring and windows is not None:
             (seen, shares, number), now = self._window, _flat(trainer.optimizers[0])
             weight = torch.as_tensor(windows.weight).to(now)
             share = torch.where(weight == 0, 0, (now - seen) / weight)
@@ -65,8 +63,8 @@ class PlainComparison(Callback):
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
         (seen, shares, number), self._window = self._window, (0.0, 0.0, 0)
-        if number:
-            windows: Any = windows_of(trainer)
+        windows = windows_of(trainer)
+        if number and windows is not None:
             exact, stats = _flat(optimizer), windows.windows[0]
             divided = exact.norm() / seen.norm()  # one number for the whole window
             factor = divided * stats.weight / trainer.accumulate_grad_batches
@@ -74,8 +72,8 @@ class PlainComparison(Callback):
             # A window from a checkpoint has micro-batches that were not seen here.
             counts = (stats.num_micro_batches == number) & off.isfinite()
             new, (total, largest, count) = torch.where(counts, off, 0), self._kept
-            largest = torch.maximum(largest, new)
-            self._kept = torch.stack([total + new, largest, count + counts])
+            most = torch.maximum(largest, new)
+            self._kept = torch.stack([total + new, most, count + counts])
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": self._kept}

@@ -71,8 +71,11 @@ class GracefulStop(BetweenSteps):
         self._request = StopRequest()
         put_in_order(trainer)
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def _listen(self, trainer: Any, pl_module: Any) -> None:
         self._request.signals.listen()
+
+    on_sanity_check_start = on_validation_start = _listen
+    on_test_start = on_predict_start = _listen
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -102,31 +105,16 @@ class GracefulStop(BetweenSteps):
 
     # ---- while evaluating ------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.signals.listen()
-
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.signals.listen()
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.signals.listen()
-
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if args[0].state.fn != "fit":
-            self._after_batch(args[0])
-
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._after_batch(args[0])
-
-    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._after_batch(args[0])
-
-    def _after_batch(self, trainer: Any) -> None:
+    def _after_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "fit":
+            return  # a validation is finished first
         # Here ranks may have different numbers of batches: a rank that asked the others
         # after each batch would wait for those that have no more.
         self._request.agree_alone()
         if self._request.agreed:
             self._stop(trainer)
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _after_batch
 
     # ---- stopping --------------------------------------------------------------------
 
@@ -135,10 +123,10 @@ class GracefulStop(BetweenSteps):
     ) -> None:
         """Note the signal if Lightning stopped the run; save nothing, because the state
         is torn."""
-        if self.stopped_by is None and isinstance(exception, KeyboardInterrupt):
-            self._note(trainer, signal.SIGINT)
-        elif self.stopped_by is None and isinstance(exception, SIGTERMException):
-            self._note(trainer, signal.SIGTERM)
+        numbers = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}
+        for kind, number in numbers.items():
+            if self.stopped_by is None and isinstance(exception, kind):
+                self._note(trainer, number)
 
     def _save(self, trainer: Any) -> None:
         path = self._path(trainer)

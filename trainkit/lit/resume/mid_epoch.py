@@ -85,7 +85,8 @@ def why_data_differ(trainer: Any) -> str:
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
             "the train_dataloader starts again at its first batch, since it has no "
-            "load_state_dict; ResumableLoader has"
+            "load_state_dict; ResumableLoader has, and for a stream of a known length "
+            "torchdata's StatefulDataLoader"
         )
     if reads_ahead(trainer):
         return (
