@@ -19,7 +19,7 @@ from tests.lit.probe.finding import (
     shuffled_loader,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit.probe.batch_size_setting import find_setting
+from trainkit.lit.probe.setting import find_setting
 
 
 class PrivateLoader(Net):

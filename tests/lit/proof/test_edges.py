@@ -229,9 +229,9 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
 def test_parts_hold_unlike_numbers_of_classes() -> None:
     """The control: without them, each part has one class, and all look alike to a loss
     that divides by the number of classes."""
-    classes = torch.eye(3, dtype=torch.float64).repeat_interleave(2, 0)
-    counts = torch.cat([torch.ones(6, 1), classes], 1)
-    for given, is_alike in ((classes, False), (None, True)):
-        parts = unlike_parts(counts, (2, 2, 2), own=0, classes=given)
-        numbers = {int((classes[part].sum(0) > 0).sum()) for part in parts}
+    labels = torch.arange(3).repeat_interleave(2)[:, None]
+    counts = torch.cat([torch.ones(6, 1), labels.double().exp()], 1)
+    for given, is_alike in ((labels, False), (None, True)):
+        parts = unlike_parts(counts, (2, 2, 2), own=0, labels=given)
+        numbers = {len(set(labels[part, 0].tolist())) for part in parts}
         assert (len(numbers) == 1) == is_alike

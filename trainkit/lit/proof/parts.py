@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.nested import tensors
 from trainkit.core.strategies import AccumulationStrategy
-from trainkit.lit.proof.denominators import candidates, classes
+from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rows import POOL, FewRows, Parts
 
 TRIES = 200
@@ -37,21 +38,20 @@ def chosen_parts(
     """
     pool = rows.shortest(max(sum(sizes), POOL))
     batch = rows.make(pool)
-    weighs = [] if own is None else [own.weight]
-    weighs += [each.weigh for each in candidates(batch, {})]
-    number, kinds = len(weighs), [*classes(batch, len(pool))]
-    counts, lengths = rows.counts(pool, [*weighs, *kinds]), rows.lengths()
+    named = candidates(batch, {})
+    weighs = [*([] if own is None else [own.weight]), *(each.weigh for each in named)]
+    lengths = rows.lengths()
 
     def cut(places: list[int]) -> Parts:
         parts = rows.cut([pool[place] for place in places], max(sizes))
         return [[pool.index(row) for row in part] for part in parts]
 
     found = unlike_parts(
-        counts[:, :number],
+        rows.counts(pool, weighs),
         sizes,
         [lengths[row] for row in pool],
         own=None if own is None else 0,
-        classes=counts[:, number:],
+        labels=_labels(batch, len(pool)),
         cut=cut if is_split else None,
     )
     return [[pool[place] for place in part] for part in found]
@@ -62,7 +62,7 @@ def unlike_parts(
     sizes: Sequence[int],
     lengths: Sequence[int] | None = None,
     own: int | None = None,
-    classes: Tensor | None = None,
+    labels: Tensor | None = None,
     cut: Callable[[list[int]], Parts] | None = None,
 ) -> Parts:
     """Rows in parts that tell denominators apart, and widths.
@@ -79,11 +79,10 @@ def unlike_parts(
         lengths: of the rows, if parts should have unlike ones.
         own: a column, if that one must differ from others. Rows that count nothing by
             it are left out where others suffice.
-        classes: one row for each row, one column for each class that rows may have.
+        labels: one row for each row, one column for each field with one label a row.
         cut: cuts chosen rows as the run would; default: by sizes alone.
     """
     draw, pool = random.Random(0), list(range(len(counts)))
-    classes = counts[:, :0] if classes is None else classes
     if own is not None:
         counting = [row for row in pool if float(counts[row, own]) > 0]
         pool = counting if len(counting) >= sum(sizes) else pool
@@ -102,11 +101,26 @@ def unlike_parts(
         clear = apart[apart > CLEAR]
         widths = {max(lengths[row] for row in part) for part in parts if lengths}
         # Parts of one class each would look alike to what counts classes.
-        kinds = {tuple(sorted(classes[part].sum(0).tolist())) for part in parts}
+        kinds = {_kind(labels[part]) for part in parts} if labels is not None else ()
         least = float(clear.min()) if len(clear) else 0.0
-        score = (len(widths), len(kinds), len(clear), least)
+        score = len(widths), len(kinds), len(clear), least
         best = max(best, (score, parts), key=lambda each: each[0])
     return best[1]
+
+
+def _labels(batch: Any, number: int) -> Tensor:
+    """The fields of a batch that have one label a row, side by side."""
+    found = [torch.zeros(number, dtype=torch.float64)]
+    for each in tensors(batch):
+        if each.shape == (number,) and not each.is_floating_point():
+            found.append(each.double().cpu())
+    return torch.stack(found, 1)
+
+
+def _kind(labels: Tensor) -> tuple[Any, ...]:
+    """How often each label occurs, whichever it is."""
+    counts = [column.unique(return_counts=True)[1].tolist() for column in labels.T]
+    return tuple(tuple(sorted(each)) for each in counts)
 
 
 def shares_of(counts: Tensor, parts: Parts) -> Tensor:

@@ -19,7 +19,7 @@ from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.plain_backward import PlainBackward
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
-from trainkit.lit.proof.first_batch import first_batches
+from trainkit.lit.proof.start import first_batches
 
 
 class Streamed:
