@@ -102,9 +102,9 @@ def own_weights(subject: Subject) -> Tensor:
         return ones
     if isinstance(strategy, Weighed):
         return ones * torch.nan
-    batches = map(subject.batch, subject.parts)
-    weights = torch.tensor([float(strategy.weight(each)) for each in batches])
-    return weights.double() / weights.double().sum()
+    numbers = [float(strategy.weight(subject.batch(part))) for part in subject.parts]
+    weights = torch.tensor(numbers, dtype=torch.float64)
+    return weights / weights.sum()
 
 
 @dataclass(frozen=True)
