@@ -73,7 +73,7 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
     guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
     guards = [] if guard is None else [guard]
     of = trainer, pl_module, windows
-    rehearsal = Rehearsal(*of, callbacks=guards, change=watch.begin)
+    rehearsal = Rehearsal(*of, callbacks=guards, changes=(watch.begin,))
     try:
         with watch:
             rehearsal.run([own], [few])

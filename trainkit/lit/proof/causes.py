@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -14,7 +14,7 @@ from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, listed
 from trainkit.core.said_weight import Weighed
 from trainkit.core.terms import ONE, leading
-from trainkit.lit._compat import has_own
+from trainkit.lit._compat import has_own, replaced
 from trainkit.lit.proof.places import (
     Event,
     first_unlike,
@@ -22,7 +22,7 @@ from trainkit.lit.proof.places import (
     record_events,
     values_of,
 )
-from trainkit.lit.proof.rehearse import PARAMETER_HOOKS, may_change_steps
+from trainkit.lit.proof.rehearse import may_change_steps
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.weights import (
@@ -42,6 +42,8 @@ HOOKS = (
 TRANSFERS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
 )  # fmt: skip
+
+PARAMETERS = "hooks of parameters"
 
 Variations = Iterator[tuple[Subject, Callable[[], Cause]]]
 """Ways to run the same rows, each with what is the cause if it makes the difference
@@ -123,10 +125,12 @@ class Causes:
             return
         if strategies and isinstance(leading(strategies), Weighed):
             return
-        as_whole = subject.varied(as_whole=True)
+        as_whole = subject.changed(_as_whole)
         variations = [(subject, None), (as_whole, cause("numbers"))]
         for name, place in _hooks(subject, HOOKS):
             without = as_whole.varied(without=frozenset({name}))
+            if name == PARAMETERS:
+                without = as_whole.changed(_without_hooks)
             is_around = "on_train_batch" in place or "zero_grad" in place
             of_hook = _of_state(place) if is_around else cause("hook", place)
             variations.append((without, of_hook))
@@ -163,11 +167,11 @@ class Causes:
             yield alike, lambda: cause("padding", _place_of_padding(subject))
         for name, place in _hooks(subject, TRANSFERS):
             without = subject.rehearsal.without | {name}
-            found = partial(cause, "transfer", place)
+            found = functools.partial(cause, "transfer", place)
             yield subject.varied(without=without), found
         norms = every_layer(subject.module)
-        if norms and subject.rehearsal.change is None:
-            in_eval = subject.varied(change=_in_eval)
+        if norms and _in_eval not in subject.rehearsal.changes:
+            in_eval = subject.changed(_in_eval)
             (path, layer), number = next(iter(norms.items())), len(norms)
             yield in_eval, lambda: _of_rows(Event(path, True, ()), layer, number)
 
@@ -185,9 +189,9 @@ class Causes:
             return False
         layer = subject.module.get_submodule(event.path)
         self.found.append(_of_rows(event, layer))
-        if not isinstance(layer, BatchNorm) or subject.rehearsal.change:
+        if not isinstance(layer, BatchNorm) or _in_eval in subject.rehearsal.changes:
             return False
-        self._subject = subject.varied(change=_in_eval)
+        self._subject = subject.changed(_in_eval)
         return True
 
     def _both(self) -> tuple[list[Event], list[Event], list[int]]:
@@ -241,14 +245,7 @@ def _apart(subject: Subject) -> float:
 
 
 def _events(subject: Subject, rows: Sequence[int]) -> list[Event]:
-    change = subject.rehearsal.change
-
-    def changed(module: nn.Module) -> Any:
-        if change is not None:
-            change(module)
-        return record_events(module)
-
-    return subject.varied(change=changed).whole(rows).result
+    return subject.changed(record_events).whole(rows).result
 
 
 def _place_of_padding(subject: Subject) -> str:
@@ -262,7 +259,7 @@ def _place_of_padding(subject: Subject) -> str:
 
 def _moved(subject: Subject) -> list[str]:
     """What a micro-batch moves in the module, by value."""
-    held = subject.varied(change=lambda module: (module, values_of(module)))
+    held = subject.changed(lambda module: (module, values_of(module)))
     module, before = held.whole(subject.parts[0]).result
     return moved(before, values_of(module))
 
@@ -282,7 +279,40 @@ def _hooks(subject: Subject, names: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield kind, f"{name} of {kind}"
     hooked = [n for n, p in module.named_parameters() if has_gradient_hook(p)]
     if hooked and names is HOOKS:
-        yield PARAMETER_HOOKS, f"the hook of {hooked[0]}"
+        yield PARAMETERS, f"the hook of {hooked[0]}"
+
+
+class _AsWhole:
+    """A Trainer with the numbers that it has for the big batch."""
+
+    accumulate_grad_batches = num_training_batches = 1
+
+    def __init__(self, trainer: Any) -> None:
+        self._own = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _as_whole(module: Any) -> None:
+    """Let `training_step` find the numbers of the big batch."""
+    step = module.training_step
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(0 if type(each) is int else each for each in args)
+        kwargs.update({"batch_idx": 0} if "batch_idx" in kwargs else {})
+        with replaced(module, _trainer=_AsWhole(module._trainer)):
+            return step(*args, **kwargs)
+
+    vars(module)["training_step"] = run
+
+
+def _without_hooks(module: Any) -> None:
+    """Take the hooks of parameters away."""
+    for parameter in module.parameters():
+        parameter._backward_hooks = None
+        parameter._post_accumulate_grad_hooks = None
 
 
 def _in_eval(module: nn.Module) -> None:

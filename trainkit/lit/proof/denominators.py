@@ -143,6 +143,19 @@ def _of_classes(
             yield Candidate(strategy, OFTEN_MEANT + (ignored != -100), line)
 
 
+def class_counts(batch: Any, most: int = 64) -> dict[Path, Tensor]:
+    """How many labels of each class a batch has, for each field that may hold them."""
+    found: dict[Path, Tensor] = {}
+    for path, tensor in _tensors(batch):
+        if tensor.ndim and not (tensor.is_floating_point() or tensor.is_complex()):
+            labels = tensor.long().flatten()
+            labels = labels[labels >= 0]
+            if labels.numel() and int(labels.max()) < most:
+                counts = torch.bincount(labels, minlength=most).double()
+                found[int(path) if path.isdigit() else path] = counts.cpu()
+    return found
+
+
 def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
     for path, value in take_apart(batch)[0]:
         if isinstance(value, Tensor):

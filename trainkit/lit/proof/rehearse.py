@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import logging
 import warnings
@@ -25,7 +24,6 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.lit._compat import (
     has_own,
     quiet_trainer,
-    replaced,
     stand_where,
     unwrapped,
 )
@@ -55,9 +53,6 @@ NO_WEIGHT = 0.25
 """What the losses of a rehearsed window are divided by first: no rows weigh so much, so
 that a hook which looks at a gradient before the window is complete shows."""
 
-PARAMETER_HOOKS = "hooks of parameters"
-"""The name by which `Rehearsal.without` takes all of these away."""
-
 _LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")
 
 
@@ -76,8 +71,7 @@ class Rehearsal:
         dtype: of the arithmetic; float64 where the module has it.
         callbacks: the run's; default: the Trainer's.
         without: hooks of the module, and names of callbacks, that are taken away.
-        as_whole: whether the module finds the Trainer's numbers of the big batch.
-        change: what else is done to the copy before it runs.
+        changes: what else is done to the copy before it runs, one after another.
         fixes_draws: whether what rows share is drawn alike for all parts.
         shares: whether large frozen parameters are shared with the copy.
     """
@@ -88,8 +82,7 @@ class Rehearsal:
     dtype: torch.dtype = torch.float32
     callbacks: Sequence[Any] | None = None
     without: frozenset[str] = frozenset()
-    as_whole: bool = False
-    change: Callable[[nn.Module], Any] | None = None
+    changes: tuple[Callable[[Any], Any], ...] = ()
     fixes_draws: bool = False
     shares: bool = True
 
@@ -153,16 +146,15 @@ class Rehearsal:
             own = self.driver.for_copy(module, strategies, options)
             callbacks += [] if own is None else [own]
         has_window = has_driver or module.automatic_optimization
-        taker = _Taker(taken, loader, as_whole=self.as_whole)
         trainer = quiet_trainer(
             self.trainer,
-            callbacks=[*callbacks, taker],
+            callbacks=[*callbacks, _Taker(taken, loader)],
             precision="64-true" if self.dtype is torch.float64 else "32-true",
             accumulate_grad_batches=len(batches) if has_window else 1,
         )
         stand_where(trainer, self.trainer)
-        if self.change is not None:
-            taken.result = self.change(module)
+        for change in self.changes:
+            taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
         with kept, _aside(self.dtype), draws:
             seed_all(seed)
@@ -178,9 +170,6 @@ class Rehearsal:
         own["configure_callbacks"] = _no_callbacks if has_driver else no_callbacks
         own.update({name: _nothing for name in NOT_AGAIN if name in dir(module)})
         self._take_away(module, LightningModule)
-        for parameter in module.parameters() if PARAMETER_HOOKS in self.without else ():
-            parameter._backward_hooks = None
-            parameter._post_accumulate_grad_hooks = None
         is_narrow = any(p.dtype.itemsize < 4 for p in module.parameters())
         if self.dtype is torch.float64 or is_narrow:
             module.to(self.dtype)
@@ -282,8 +271,8 @@ class _Batches:
 class _Taker(Callback):
     """Takes the gradients in place of the optimizers' steps, and ends the rehearsal."""
 
-    def __init__(self, taken: Taken, batches: _Batches, *, as_whole: bool) -> None:
-        self._taken, self._batches, self._as_whole = taken, batches, as_whole
+    def __init__(self, taken: Taken, batches: _Batches) -> None:
+        self._taken, self._batches = taken, batches
         self._names: dict[int, str] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -298,8 +287,6 @@ class _Taker(Callback):
         for number, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             ends = pl_module.automatic_optimization
             optimizer.step = partial(self._take, number, optimizer, ends)
-        if self._as_whole:
-            vars(pl_module)["training_step"] = _as_whole(pl_module)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._taken.losses.append(float(loss.detach()))
@@ -339,32 +326,6 @@ class _Taker(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         raise Ended
-
-
-class _AsWhole:
-    """A Trainer with the numbers that it has for the big batch."""
-
-    accumulate_grad_batches = num_training_batches = 1
-
-    def __init__(self, trainer: Any) -> None:
-        self._own = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-def _as_whole(module: Any) -> Callable[..., Any]:
-    """A `training_step` that finds the numbers of the big batch."""
-    step, trainer = module.training_step, _AsWhole(module._trainer)
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(0 if type(each) is int else each for each in args)
-        kwargs.update({"batch_idx": 0} if "batch_idx" in kwargs else {})
-        with replaced(module, _trainer=trainer):
-            return step(*args, **kwargs)
-
-    return run
 
 
 class _Alone(nn.SyncBatchNorm):

@@ -101,13 +101,17 @@ class ProofAtStart:
                 split.trims = self._may_trim(batch) if has_padding else False
         if not self._is_proven:
             self._is_proven = True
-            if self._is_asked(batch):
-                try:
-                    report = measured(self._subject(batch), PRECISIONS)
-                except Exception as error:
-                    report = Report.of_nothing(in_one_line(error))
-                self.tell(report)
+            self.run(batch)
         return split is None or split.trims is not None
+
+    def run(self, batch: Any) -> None:
+        """Measure, if that is asked for, and say what was found."""
+        if self._is_asked(batch):
+            try:
+                report = measured(self._subject(batch), PRECISIONS)
+            except Exception as error:
+                report = Report.of_nothing(in_one_line(error))
+            self.tell(report)
 
     def _is_asked(self, batch: Any) -> bool:
         """Whether somebody wants to know, and a step has several micro-batches."""
@@ -183,7 +187,7 @@ class ProofAtStart:
     def _largest(self, number: float) -> float:
         """The largest of a number on all ranks."""
         strategy = self._trainer.strategy
-        given = torch.tensor([number], device=strategy.root_device)
+        given = torch.tensor([number], dtype=torch.float32, device=strategy.root_device)
         return float(strategy.all_gather(given).max())
 
     # ---- trimming --------------------------------------------------------------------

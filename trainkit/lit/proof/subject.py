@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -62,6 +62,10 @@ class Subject:
     def varied(self, **changes: Any) -> Subject:
         """A subject like this one, of which copies run in another way."""
         return replace(self, rehearsal=replace(self.rehearsal, **changes))
+
+    def changed(self, change: Callable[[Any], Any]) -> Subject:
+        """A subject like this one, of which each copy is changed before it runs."""
+        return self.varied(changes=(*self.rehearsal.changes, change))
 
     @property
     def is_split(self) -> bool:

@@ -24,7 +24,7 @@ class Taken:
         gradients: by the optimizer's number, the number of its step, and the name of
             the parameter.
         num_calls: how often optimizers stepped.
-        result: what the rehearsal's `change` has returned.
+        result: what the rehearsal's last change has returned.
         losses: before each backward pass.
     """
 

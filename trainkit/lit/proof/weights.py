@@ -21,6 +21,7 @@ from trainkit.lit.proof.denominators import (
     UNIFORM,
     Candidate,
     candidates,
+    class_counts,
     class_weights_of,
     line_of,
 )
@@ -156,10 +157,32 @@ def denominator(
 
 def unknown(subject: Subject, alone: Alone) -> Cause:
     """Weights that make the parts the whole, and that nothing in the batch counts."""
-    weights = alone.best().tolist()
-    least = min((abs(each) for each in weights if each), default=1.0)
-    shares = ", ".join(f"{each / least:.4g}" for each in weights)
+    weights = alone.best()
+    found = _of_classes(subject, weights)
+    if found is not None:
+        return found
+    least = min((abs(each) for each in weights.tolist() if each), default=1.0)
+    shares = ", ".join(f"{each / least:.4g}" for each in weights.tolist())
     return cause("unknown", STEP, *_ways_in(subject), shares=shares)
+
+
+def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
+    """Weights of classes that the labels of the parts add up to; None if none do."""
+    batches = [class_counts(subject.batch(part)) for part in subject.parts]
+    for at in batches[0]:
+        counts = torch.stack([each[at] for each in batches if at in each])
+        counts = counts[:, : int(counts.sum(0).nonzero().max()) + 1]
+        if len(counts) <= counts.shape[1] or len(counts) < len(weights):
+            continue
+        if int(torch.linalg.matrix_rank(counts)) < counts.shape[1]:
+            continue
+        solved = torch.linalg.lstsq(counts, weights[:, None]).solution[:, 0]
+        is_right = torch.allclose(counts @ solved, weights, rtol=1e-6)
+        if is_right and bool((solved > 0).all()):
+            numbers = [round(each, 6) for each in (solved / solved.min()).tolist()]
+            line = f"PerClassWeight(weight={numbers}, labels={at!r})"
+            return cause("classes", numbers=numbers, strategy=_line(None, line))
+    return None
 
 
 def _fitting(subject: Subject, alone: Alone, most: float) -> list[_Fit]:

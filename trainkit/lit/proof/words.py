@@ -132,6 +132,11 @@ WORDS: dict[str, tuple[str, ...]] = {
         "the loss divides by what {line} counts, and not by {said}{also}",
         "{strategy}",
     ),
+    "classes": (
+        "denominator",
+        "the loss divides by the sum of class weights, which are as {numbers}",
+        "{strategy}",
+    ),
     "unknown": (
         "denominator",
         "the parts of the loss add up to the whole, but with weights that nothing in "
