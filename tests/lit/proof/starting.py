@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from tests.helpers import trainer
+from tests.helpers import quiet_lightning, trainer
 from tests.lit.proof import zoo
 from trainkit import (
     AccumulationCallback,
@@ -21,6 +22,20 @@ from trainkit import (
 SPLIT = MicroBatching(size=6)
 CLASSES = PerClassWeight(weight=[float(n) for n in range(1, zoo.VOCABULARY + 1)])
 ALARM = "not the big batch"
+
+
+def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
+    with quiet_lightning():
+        return Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+            callbacks=list(callbacks),
+            **options,
+        )
 
 
 def tokens(size: int = 16, collate: Any = zoo.padded, rows: Any = None) -> Any:

@@ -11,7 +11,7 @@ import trainkit
 from tests.helpers import quiet_lightning
 from tests.lit.fronts import ragged
 from tests.lit.proof import wrongs, zoo
-from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.zoo import (
     Attending,
     ByHand,

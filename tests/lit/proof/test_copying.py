@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.lit.proof import zoo
-from tests.lit.proof.starting import fit, said, tokens
-from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.starting import fit, plain_trainer, said, tokens
 from tests.lit.proof.zoo import Tokens
 from trainkit import PerToken
 from trainkit.lit.proof import copying

@@ -31,7 +31,8 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
-from trainkit.lit.proof.parts import unlike_parts
+from trainkit.lit.proof.parts import chosen_parts
+from trainkit.lit.proof.rows import FewRows
 
 
 def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -227,11 +228,11 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
 
 
 def test_parts_hold_unlike_numbers_of_classes() -> None:
-    """The control: without them, each part has one class, and all look alike to a loss
-    that divides by the number of classes."""
-    classes = torch.eye(3, dtype=torch.float64).repeat_interleave(2, 0)
-    counts = torch.cat([torch.ones(6, 1), classes], 1)
-    for given, is_alike in ((classes, False), (None, True)):
-        parts = unlike_parts(counts, (2, 2, 2), own=0, classes=given)
-        numbers = {int((classes[part].sum(0) > 0).sum()) for part in parts}
+    """The control: where labels are no classes, each part has one, and all look alike
+    to a loss that divides by the number of classes."""
+    y = torch.arange(3).repeat_interleave(2)
+    for labels, is_alike in ((y, False), (y.double().exp(), True)):
+        rows = FewRows({"x": torch.ones(6, 2), "y": labels}, None, None)
+        parts = chosen_parts(rows, (2, 2, 2), PerSample())
+        numbers = {len(set(y[part].tolist())) for part in parts}
         assert (len(numbers) == 1) == is_alike

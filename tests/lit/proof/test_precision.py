@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.test_check import check_quickly as check
-from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
 from trainkit import PerSample, PerToken
 

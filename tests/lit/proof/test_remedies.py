@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.zoo import (
     Images,
     Tokens,
@@ -124,3 +126,17 @@ def test_a_strategy_that_needs_the_module_is_set_in_its_init() -> None:
             exec(line, {"self": self, "PerClassWeight": PerClassWeight})
 
     assert check(Pasted(), token_loader()).exact
+
+
+def test_class_weights_that_nobody_shows_are_solved() -> None:
+    """The control: the number of rows, which the run counts."""
+
+    def hidden(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        logits, rates = module.head(maps.mean((2, 3))), torch.arange(1.0, 6)
+        return F.cross_entropy(logits, batch[1], weight=rates.to(logits))
+
+    module = Images(hidden)
+    (cause,) = check(module, image_loader(), strategy=PerSample()).causes
+    line = "PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)"
+    assert cause.remedy == (f"accumulation = {line}",)
+    assert check(module, image_loader(), strategy=eval(line)).exact

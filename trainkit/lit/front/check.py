@@ -25,19 +25,19 @@ from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.front.mixin_callback import MixinCallback
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.copying import Copies
-from trainkit.lit.proof.measure import measured, name_of
-from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
-from trainkit.lit.proof.rehearse import Rehearsals
-from trainkit.lit.proof.remedies import of_precision
-from trainkit.lit.proof.report import Cut, Report
-from trainkit.lit.proof.rows import few_rows, has_equal_batches
-from trainkit.lit.proof.subject import (
+from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
-    Subject,
-    as_given,
+    measured,
+    name_of,
     refuse_backend,
 )
+from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
+from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.report import Cut, Report
+from trainkit.lit.proof.rows import few_rows, has_equal_batches
+from trainkit.lit.proof.subject import Subject, as_given
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+from trainkit.lit.proof.words import cause
 from trainkit.lit.quiet import without_advice
 
 NUM_PARTS = 6
@@ -239,11 +239,9 @@ class _Check(Callback):
         if isinstance(module, AccumulationMixin):
             driver = object.__new__(MixinCallback)
         return Subject(
-            trainer,
-            module,
+            Rehearsal(trainer, module, driver, callbacks=self._callbacks),
             self._strategies,
             options,
-            Rehearsals(trainer, module, driver, callbacks=self._callbacks),
             rows,
             chosen_parts(rows, sizes, own),
             has_batches=options is None or self._accumulates,
@@ -254,7 +252,7 @@ def _beside_plain(report: Report, subject: Subject) -> Report:
     """A report that also says how far plain Lightning would be off."""
     if not (subject.strategies and subject.is_plain):
         return report
-    subject = subject.in_dtype(getattr(torch, report.precision))
+    subject = subject.varied(dtype=getattr(torch, report.precision))
     plain = replace(subject, strategies={}, options=None, has_batches=True)
     off = plain.window().off_from(subject.whole())
     cut = replace(report.cuts[0], name="plain accumulation", deviation=off)
@@ -269,8 +267,8 @@ def _undecided(subject: Subject, error: Exception) -> Report:
         Report.of_nothing(""),
         num_rows=len(subject.all_rows),
         precision=precision,
-        cuts=(Cut(name_of(subject), sizes, None, "it could not run"),),
-        causes=(of_precision(precision, in_one_line(error)),),
+        cuts=(Cut(name_of(subject), sizes, None),),
+        causes=(cause("precision", precision=precision, why=in_one_line(error)),),
     )
 
 

@@ -23,7 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.inside.refusals import refusing_logs
-from trainkit.lit.proof.rehearse import Plan, Rehearsals
+from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
@@ -72,10 +72,11 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
         ) from error
     guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
     guards = [] if guard is None else [guard]
-    rehearsals = Rehearsals(trainer, pl_module, windows, callbacks=guards)
+    of = trainer, pl_module, windows
+    rehearsal = Rehearsal(*of, callbacks=guards, changes=(watch.begin,))
     try:
         with watch:
-            rehearsals.run([own], [few], Plan(change=watch.begin))
+            rehearsal.run([own], [few])
     except Exception as error:
         why = "" if isinstance(error, NotMeasured) else "that failed: "
         raise _unfit(

@@ -18,9 +18,9 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, step_arguments
 from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.samples import on_device
-from trainkit.lit.probe.refusals import BY_HAND
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
+from trainkit.lit.probe.setting import BY_HAND
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
 """The outcomes of an attempt; the worst one of all ranks counts."""
@@ -34,7 +34,7 @@ MOST_SKIPPED = 30
 begins at 65,536."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Attempts:
     """Tries sizes in a Trainer that is about to run its first batch.
 
@@ -66,21 +66,22 @@ class Attempts:
     def try_size(self, size: int) -> Trial:
         """Find out whether a size fits on every rank, and how fast it is."""
         device = self.trainer.strategy.root_device
-        if device.type == "cuda":
+        is_gpu, seconds, peak = device.type == "cuda", 0.0, 0.0
+        if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
             with muted(self._module):
-                fits, seconds, peak = self._on_every_rank(self._prove, size)
-                if fits:
-                    fits, seconds, peak = self._on_every_rank(self._measure, size)
+                for half in (self._prove, self._measure):
+                    fits, seconds, peak = self._on_every_rank(half, size)
+                    if not fits:
+                        return Trial(size=size, fits=False)
         finally:
             self._snapshot.restore()
-        if not fits:
-            return Trial(size=size, fits=False)
-        rate = size * self.num_batches / seconds if seconds else math.inf
-        peak_bytes = int(peak) if device.type == "cuda" else None
         return Trial(
-            size=size, fits=True, samples_per_second=rate, peak_bytes=peak_bytes
+            size=size,
+            fits=True,
+            samples_per_second=size * self.num_batches / max(seconds, 1e-9),
+            peak_bytes=int(peak) if is_gpu else None,
         )
 
     def does_not_fit(self) -> TrainkitError:
@@ -157,7 +158,9 @@ class Attempts:
             Whether it fits, the seconds of the slowest rank, and the highest peak.
         """
         error: Exception | None = None
-        outcome, seconds = FITS, 0.0
+        outcome, seconds, peak = FITS, 0.0, 0.0
+        strategy = self.trainer.strategy
+        device = strategy.root_device
         try:
             seconds = half(size)
         except Exception as raised:
@@ -167,15 +170,11 @@ class Attempts:
             self._module.zero_grad(set_to_none=True)
             self._failure = error
             release(error)
-        device, peak = self.trainer.strategy.root_device, 0.0
         if device.type == "cuda":
             peak = float(torch.cuda.max_memory_allocated(device))
         row = torch.tensor([outcome, seconds, peak], device=device)
-        worst, seconds, peak = self.trainer.strategy.reduce(
-            row, reduce_op="max"
-        ).tolist()
-        if outcome == FAILED:
-            assert error is not None
+        worst, seconds, peak = strategy.reduce(row, reduce_op="max").tolist()
+        if error is not None and outcome == FAILED:
             raise error
         if worst == FAILED:
             raise TrainkitError(

@@ -15,15 +15,15 @@ from trainkit.lit._compat import leaves_fit
 from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.probe.attempt import Attempts
-from trainkit.lit.probe.batch_size_setting import (
-    Setting,
-    find_setting,
-    refuse_own_batches,
-)
 from trainkit.lit.probe.fit_aside import fit_aside
-from trainkit.lit.probe.refusals import refuse
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
+from trainkit.lit.probe.setting import (
+    Setting,
+    find_setting,
+    refuse,
+    refuse_own_batches,
+)
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,7 @@ def find_micro_batch(
     refuse(trainer, module)
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()
-    probe = _Probe(
-        setting=setting,
-        start=start,
-        target=target,
-        max_micro_batch=max_micro_batch,
-        margin=margin,
-        num_batches=num_batches,
-    )
+    probe = _Probe(setting, start, target, max_micro_batch, margin, num_batches)
     fit_aside(
         trainer,
         module,
@@ -155,7 +148,7 @@ def find_micro_batch(
     return found
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Probe(Callback):
     """Tries sizes as the Trainer's only callback, and ends `fit` before training."""
 
@@ -167,10 +160,11 @@ class _Probe(Callback):
     num_batches: int
     found: FoundMicroBatch | None = None
 
-    def __post_init__(self) -> None:
-        # A size other than the user's, to see whether the loader uses the attribute.
-        # It is small, since Lightning loads one batch.
-        self._test_size = 2 if self.start == 1 else 1
+    @property
+    def _test_size(self) -> int:
+        """A size other than the user's, to see whether the loader uses the attribute.
+        It is small, since Lightning loads one batch."""
+        return 2 if self.start == 1 else 1
 
     def write_test_size(self) -> None:
         if self.setting.name is not None:
@@ -183,40 +177,27 @@ class _Probe(Callback):
         loader = trainer.train_dataloader
         refuse_own_batches(loader)
         self._refuse_unused_setting(loader)
-        rows, world_size = Rows(loader), num_replicas(trainer)
-        num_rows = _least_of_ranks(trainer, len(rows))
-        largest = min(self.max_micro_batch or num_rows, num_rows)
-        sizes = sizes_for(target=self.target, world_size=world_size, largest=largest)
-        attempts = Attempts(
-            trainer=trainer,
-            rows=rows,
-            num_batches=self.num_batches,
-            margin=self.margin,
-        )
+        rows, ranks = Rows(loader), {"world_size": num_replicas(trainer)}
+        number = torch.tensor(len(rows), device=trainer.strategy.root_device)
+        most = int(trainer.strategy.reduce(number, reduce_op="min"))
+        largest = min(self.max_micro_batch or most, most)
+        attempts = Attempts(trainer, rows, self.num_batches, self.margin)
+        sizes = sizes_for(target=self.target, largest=largest, **ranks)
         try:
             trials = search(sizes, self.start, attempts.try_size)
         except DoesNotFit:
             raise attempts.does_not_fit() from None
-        plan = BatchPlan.make(
-            target=self.target,
-            world_size=world_size,
-            max_micro_batch=choose(trials).size,
-        )
+        chosen = choose(trials).size
+        plan = BatchPlan.make(target=self.target, max_micro_batch=chosen, **ranks)
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)
 
     def _refuse_unused_setting(self, loader: Any) -> None:
         """Refuse a setting that the loader does not use."""
-        size = loader_batch_size(loader)
-        if self.setting.name is not None and size != self._test_size:
+        size, setting = loader_batch_size(loader), self.setting
+        if setting.name is not None and size != self._test_size:
             raise TrainkitError(
-                f"find_micro_batch: {self.setting.text} was set to "
-                f"{self._test_size}, but the training loader's batch size is {size}. "
-                f"Let train_dataloader() use it: DataLoader(..., "
-                f"batch_size=self.{self.setting.name})."
+                f"find_micro_batch: {setting.text} was set to {self._test_size}, but "
+                f"the training loader's batch size is {size}. Let train_dataloader() "
+                f"use it: DataLoader(..., batch_size=self.{setting.name})."
             )
-
-
-def _least_of_ranks(trainer: Any, number: int) -> int:
-    row = torch.tensor(number, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(row, reduce_op="min"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,39 +45,27 @@ def fit_aside(
     """
     is_module = hasattr(data, "train_dataloader")
     given = {"datamodule" if is_module else "train_dataloaders": data}
-    with _put_back(trainer, module, data, last):
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    kept = Kept(module, steps=True, device=strategy.root_device)
+    things = [*parts_of(trainer), *tree_leaves(data), *trainer.callbacks]
+    attributes = _attributes_of([each for each in things if hasattr(each, "__dict__")])
+    optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
+    scaling = copy.deepcopy(plugin.state_dict())
+    try:
         trainer.callbacks = [callback]
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         trainer.profiler = PassThroughProfiler()
-        trainer.limit_val_batches = 0
-        trainer.num_sanity_val_steps = 0
+        trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
         prepare()
         trainer.fit(module, **given)
-
-
-@contextlib.contextmanager
-def _put_back(
-    trainer: Any, module: Any, data: Any, last: Callable[[], None]
-) -> Iterator[None]:
-    strategy = trainer.strategy
-    device = strategy.root_device
-    loaders = [each for each in tree_leaves(data) if hasattr(each, "__dict__")]
-    others = [*parts_of(trainer), *loaders]
-    callbacks = [each for each in trainer.callbacks if hasattr(each, "__dict__")]
-    snapshot = Kept(module, steps=True, device=device)
-    attributes = _attributes_of([*others, *callbacks])
-    optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
-    scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
-    try:
-        yield
     finally:
-        snapshot.restore()
+        kept.restore()
         for put_back in attributes:
             put_back()
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers
         if scaling:
-            trainer.precision_plugin.load_state_dict(scaling)
+            plugin.load_state_dict(scaling)
         last()
 
 

@@ -25,16 +25,20 @@ class Rows:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._source = _rows_of(loader)
-        self._rows: list[Any] = []
+        self._collate, self._rows = loader.collate_fn, list[Any]()
+        self._counted: Any
+        if isinstance(loader.dataset, IterableDataset):
+            self._counted, self._source = loader.dataset, iter(loader.dataset)
+        else:
+            sampler = loader.sampler
+            if not loader.batch_size:
+                sampler = loader.batch_sampler.sampler
+            self._counted, self._source = sampler, rows_at(loader.dataset, sampler)
 
     def __len__(self) -> int:
         """How many rows there are; `sys.maxsize` for a stream without a length."""
-        is_stream = isinstance(self._loader.dataset, IterableDataset)
-        source = self._loader.dataset if is_stream else _sampler(self._loader)
         try:
-            return len(source)
+            return len(self._counted)
         except TypeError:
             return sys.maxsize
 
@@ -49,20 +53,14 @@ class Rows:
         self._read((index + 1) * size)
         return self._batch(self._rows, index * size, size)
 
-    def first(self, number: int) -> list[Any]:
-        """The first rows in the loader's order."""
-        self._read(number)
-        return self._rows[:number]
-
     def _read(self, number: int) -> None:
         """Read until there are so many rows, or all."""
         wanted = max(number, LEAST) - len(self._rows)
         self._rows += itertools.islice(self._source, max(wanted, 0))
 
     def _batch(self, rows: Sequence[Any], start: int, size: int) -> Any:
-        return self._loader.collate_fn(
-            [rows[i % len(rows)] for i in range(start, start + size)]
-        )
+        places = range(start, start + size)
+        return self._collate([rows[place % len(rows)] for place in places])
 
 
 def num_elements(row: Any) -> int:
@@ -84,19 +82,8 @@ def num_elements(row: Any) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _rows_of(loader: Any) -> Iterator[Any]:
-    if isinstance(loader.dataset, IterableDataset):
-        yield from loader.dataset
-    else:
-        yield from rows_at(loader.dataset, _sampler(loader))
-
-
 def rows_at(dataset: Any, indices: Iterable[Any]) -> Iterator[Any]:
     """Rows of a data set, read one by one."""
     fetch = getattr(dataset, "__getitems__", None)
     for index in indices:
         yield dataset[index] if fetch is None else fetch([index])[0]
-
-
-def _sampler(loader: Any) -> Any:
-    return loader.sampler if loader.batch_size else loader.batch_sampler.sampler

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.core._compat import has_gradient_hook
-from trainkit.core.batch_norm.layers import BatchNorm, every_layer
+from trainkit.core.batch_norm.layers import BatchNorm, every_layer, listed
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
-from trainkit.lit._compat import has_own
-from trainkit.lit.proof import remedies
-from trainkit.lit.proof.denominators import (
-    SUM,
-    UNIFORM,
-    Candidate,
-    best_fit,
-    candidates,
-    class_counts,
-    line_of,
-    off_by,
-    two_denominators,
-)
+from trainkit.lit._compat import has_own, replaced
 from trainkit.lit.proof.places import (
     Event,
-    Located,
-    first_that_sees_padding,
-    locate,
+    first_unlike,
     moved,
     record_events,
     values_of,
 )
-from trainkit.lit.proof.rehearse import PARAMETER_HOOKS, Taken, may_change_steps
-from trainkit.lit.proof.remedies import BY_HAND, WITH_MIXIN
+from trainkit.lit.proof.rehearse import may_change_steps
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.weights import (
+    Alone,
+    denominator,
+    own_weights,
+    two_denominators,
+    unknown,
+)
+from trainkit.lit.proof.words import STEP, cause
 
 HOOKS = (
     "backward", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -52,427 +43,276 @@ TRANSFERS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
 )  # fmt: skip
 
-MOST_COORDINATES = 200_000
+PARAMETERS = "hooks of parameters"
+
+Variations = Iterator[tuple[Subject, Callable[[], Cause]]]
+"""Ways to run the same rows, each with what is the cause if it makes the difference
+vanish."""
 
 
 class Causes:
     """Looks for the causes of a deviation.
 
+    A variation that makes the difference vanish is a cause. It stays while the next
+    one is looked for.
+
     Args:
         subject: what was measured, and is off.
+
+    Attributes:
+        found: the causes, in the order in which they were found.
     """
 
     def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._most = subject.most_rounding
-        self._sampled: dict[Any, Tensor] = {}
-        self._is_split = False
+        self._subject, self._most = subject, subject.most_rounding
+        self._is_split = subject.is_split
         self.found: list[Cause] = []
 
-    def look(self) -> list[Cause]:
-        """The causes, in the order in which they were found."""
+    def look(self) -> None:
+        """Look until the parts are the whole, or nothing more is found."""
         if self._draws_unseen() or self._is_inner_cut():
-            return self.found
-        self._is_split = self._subject.is_split
+            return
         if self._is_split:  # its parts follow each other as loader batches do
             self._subject = replace(self._subject, options=None, has_batches=True)
-        if self._is_sequence_known() and self._gap() > self._most:
-            self._explain_gap()
+        self._explain_order()
         self._explain_parts()
-        return self.found
 
-    # ---- random numbers --------------------------------------------------------------
+    def _vanishes(self, off: Callable[[Subject], float], subject: Subject) -> bool:
+        """Whether a variation runs, and nothing is off; then it stays."""
+        try:
+            vanishes = off(subject) <= self._most
+        except Exception:  # it lacks a hook that the step needs
+            return False
+        if vanishes:
+            self._subject = subject
+        return vanishes
+
+    # ---- before all else -------------------------------------------------------------
 
     def _draws_unseen(self) -> bool:
         """Find draws that rows cannot share, and fix them for what follows."""
-        subject = self._subject
-        whole = subject.whole()
+        whole = self._subject.whole()
         unlike = sorted(whole.draws.unlike)
         if unlike:
-            self._subject = self._with(fixes_draws=True)
-            is_all = self._window_off() <= self._most
-            self.found += map(remedies.of_draws, unlike)
-            return is_all
-        if subject.whole(seed=1).off_from(whole) > self._most:
-            self.found.append(remedies.UNSEEN_DRAWS)
+            self._subject = self._subject.varied(fixes_draws=True)
+            self.found += [cause("draws", place) for place in unlike]
+            return self._subject.off() <= self._most
+        if self._subject.whole(seed=1).off_from(whole) > self._most:
+            self.found.append(cause("unseen draws"))
             return True
         return False
 
     def _is_inner_cut(self) -> bool:
         """Whether chunks of rows are not all rows; else look at what is accumulated."""
         subject = self._subject
-        options = subject.options
-        if options is None or options.inside is None:
+        if subject.options is None or subject.is_split:
             return False
-        alone = replace(subject, has_batches=False)
-        if alone.window().off_from(alone.whole()) > self._most:
-            self.found.append(remedies.of_chunks(", ".join(options.inside_paths)))
+        if replace(subject, has_batches=False).off() > self._most:
+            paths = ", ".join(subject.options.inside_paths)
+            self.found.append(cause("chunks", paths))
             return True
         self._subject = replace(subject, options=None)
         return not subject.has_batches
 
     # ---- micro-batches one after another ---------------------------------------------
 
-    def _is_sequence_known(self) -> bool:
-        """Whether it can be said what the window is if no part changes another."""
-        strategies = self._subject.strategies
-        has_one = not strategies or ONE in strategies
-        says = has_one and strategies and isinstance(leading(strategies), Weighed)
-        return has_one and not says and self._subject.has_batches
-
-    def _gap(self) -> float:
-        """How far the window is from its parts, each run by itself and weighed;
-        infinitely far if it does not run."""
+    def _explain_order(self) -> None:
+        """Find what makes a window another one than its parts, each run by itself."""
         subject = self._subject
-        try:
-            parts = self._alone()
-            window = self._vector(subject.window())
-        except Exception:  # a hook is missing that the step needs
-            return float("inf")
-        return off_by(window, parts, self._own_weights())
-
-    def _explain_gap(self) -> None:
-        before = self._subject
-        self._subject = self._with(as_whole=True)
-        if self._gap() <= self._most:
-            self.found.append(remedies.NUMBERS)
+        strategies = subject.strategies
+        is_one = not strategies or ONE in strategies
+        if not (is_one and subject.has_batches):
             return
-        self._subject = before
-        for hook, place in self._hooks(HOOKS):
-            self._subject = self._with(without=frozenset({hook}), as_whole=True)
-            if self._gap() <= self._most:
-                self.found.append(remedies.of_hook(place))
+        if strategies and isinstance(leading(strategies), Weighed):
+            return
+        as_whole = subject.changed(_as_whole)
+        variations = [(subject, None), (as_whole, cause("numbers"))]
+        for name, place in _hooks(subject, HOOKS):
+            without = as_whole.varied(without=frozenset({name}))
+            if name == PARAMETERS:
+                without = as_whole.changed(_without_hooks)
+            is_around = "on_train_batch" in place or "zero_grad" in place
+            of_hook = _of_state(place) if is_around else cause("hook", place)
+            variations.append((without, of_hook))
+        for variation, found in variations:
+            if self._vanishes(_gap, variation):
+                self.found += [] if found is None else [found]
                 return
-            self._subject = before
-        names = self._moved()
-        is_automatic = before.module.automatic_optimization
-        found = remedies.OWN_BACKWARD if is_automatic else remedies.MANUAL_BACKWARD
-        self.found.append(remedies.of_state(names) if names else found)
-
-    def _hooks(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Hooks that somebody has overridden, callbacks with hooks of a step, and the
-        hooks of parameters: what takes them away, and where they are."""
-        module, trainer = self._subject.module, self._subject.trainer
-        bases = (module, LightningModule), (trainer.datamodule, LightningDataModule)
-        for owner, base in bases:
-            for name in names if owner is not None else ():
-                if hasattr(base, name) and has_own(owner, name):
-                    yield name, f"{name} of {type(owner).__name__}"
-        for callback in self._subject.rehearsals.callbacks:
-            for name in names:
-                if may_change_steps(callback) and _overrides(callback, name):
-                    kind = type(callback).__name__
-                    yield kind, f"{name} of {kind}"
-        hooked = [n for n, p in module.named_parameters() if has_gradient_hook(p)]
-        if hooked and names is HOOKS:
-            yield PARAMETER_HOOKS, f"the hook of {hooked[0]}"
-
-    def _moved(self) -> list[str]:
-        """What a micro-batch moves in the module, by value."""
-        held = self._with(change=lambda module: (module, values_of(module)))
-        part = self._subject.parts[0]
-        module, before = held.whole(part).result
-        return moved(before, values_of(module))
+        names = _moved(subject)
+        is_automatic = subject.module.automatic_optimization
+        other = cause("own backward" if is_automatic else "manual backward")
+        self.found.append(_of_state(*names) if names else other)
 
     # ---- parts and the whole ---------------------------------------------------------
 
     def _explain_parts(self) -> None:
         """Find what keeps parts from adding up, then by which weights they do."""
         for _ in range(4):
-            if self._least_off() <= self._most:
+            if self._vanishes(_apart, self._subject):
                 self._explain_weights()
                 return
-            if not (self._is_padding() or self._is_transfer() or self._is_layer()):
-                return
+            for variation, found in self._variations():
+                if self._vanishes(_apart, variation):
+                    self.found.append(found())
+                    break
+            else:
+                if not self._is_in_batch_norm():
+                    return
 
-    def _least_off(self) -> float:
-        """How far parts are from the whole with the best weights."""
-        whole, parts = self._whole(), self._alone()
-        ones = torch.ones(len(parts), dtype=torch.float64)
-        return min(best_fit(whole, parts).off, off_by(whole, parts, ones))
-
-    def _adds_up(self) -> bool:
-        """Whether a variation runs, and its parts add up to the whole."""
-        try:
-            return self._least_off() <= self._most
-        except Exception:
-            return False
-
-    def _is_padding(self) -> bool:
+    def _variations(self) -> Variations:
+        """What may keep parts from adding up: widths, transfers, BatchNorm."""
         subject = self._subject
-        rows = subject.rows
-        if subject.are_alike or not rows.can_widen:
-            return False
-        alike = self._subject = replace(subject, are_alike=True)
-        if not self._adds_up():
-            self._subject = subject
-            return False
-        part = min(
-            subject.parts, key=lambda p: max(subject.rows.lengths()[r] for r in p)
-        )
-        own, wide = (self._events(each, part) for each in (subject, alike))
-        place = first_that_sees_padding(wide, own, range(len(part)), len(part))
-        self.found.append(remedies.of_padding(place))
-        return True
-
-    def _is_transfer(self) -> bool:
-        before = self._subject
-        for hook, place in self._hooks(TRANSFERS):
-            self._subject = self._with(without=before.base.without | {hook})
-            if self._adds_up():
-                self.found.append(remedies.of_hook(place))
-                return True
-            self._subject = before
-        return False
-
-    def _is_layer(self) -> bool:
-        """Find the first module whose rows differ; returns whether it is BatchNorm."""
-        subject = self._subject
+        if subject.rows.can_widen and not subject.are_alike:
+            alike = replace(subject, are_alike=True)
+            yield alike, lambda: cause("padding", _place_of_padding(subject))
+        for name, place in _hooks(subject, TRANSFERS):
+            without = subject.rehearsal.without | {name}
+            found = functools.partial(cause, "transfer", place)
+            yield subject.varied(without=without), found
         norms = every_layer(subject.module)
-        located = self._located()
-        if norms and not isinstance(_at(subject.module, located.path), BatchNorm):
-            self._subject = self._with(change=_in_eval)
-            if self._adds_up():  # rows of its input stand in no order
-                first = Located(next(iter(norms)), False, "", "")
-                layer = norms[first.path]
-                self.found.append(remedies.of_rows(first, layer, len(norms)))
-                return True
-            self._subject = subject
-        if not located.path:
-            if not (self._is_function() or self._has_two_denominators()):
-                self.found.append(remedies.of_loss(located))
+        if norms and _in_eval not in subject.rehearsal.changes:
+            in_eval = subject.changed(_in_eval)
+            (path, layer), number = next(iter(norms.items())), len(norms)
+            yield in_eval, lambda: _of_rows(Event(path, True, ()), layer, number)
+
+    def _is_in_batch_norm(self) -> bool:
+        """Find the first module whose rows see each other, or else explain the loss;
+        returns whether it is BatchNorm, without which one can look on."""
+        subject = self._subject
+        whole, part, places = self._both()
+        event = first_unlike(whole, part, places, len(subject.all_rows))
+        if event is None:
+            found = denominator(subject, Alone(subject), self._most)
+            found = found or two_denominators(subject, self._most)
+            after = f" after {whole[-1].path}" if whole else ""
+            self.found.append(found or cause("loss", after=after))
             return False
-        layer = subject.module.get_submodule(located.path)
-        self.found.append(remedies.of_rows(located, layer, len(norms)))
-        if not isinstance(layer, BatchNorm):
+        layer = subject.module.get_submodule(event.path)
+        self.found.append(_of_rows(event, layer))
+        if not isinstance(layer, BatchNorm) or _in_eval in subject.rehearsal.changes:
             return False
-        self._subject = self._with(change=_in_eval)
+        self._subject = subject.changed(_in_eval)
         return True
 
-    def _located(self) -> Located:
-        """Where rows see each other, at the width of the whole if that can be had."""
-        subject, rows = self._subject, self._subject.rows
-        alike = replace(subject, are_alike=rows.can_widen)
+    def _both(self) -> tuple[list[Event], list[Event], list[int]]:
+        """The events of all rows, those of a part, and which places it has; as wide as
+        the whole, if that can be had."""
+        subject = self._subject
         of, part = subject.all_rows, max(subject.parts, key=len)
         places = [of.index(row) for row in part]
+        alike = replace(subject, are_alike=subject.rows.can_widen)
         try:
-            events = self._events(alike, of), self._events(alike, part)
+            return _events(alike, of), _events(alike, part), places
         except Exception:
-            events = self._events(subject, of), self._events(subject, part)
-        return locate(*events, places, len(of))
-
-    def _events(self, subject: Subject, rows: Sequence[int]) -> list[Event]:
-        def change(module: nn.Module) -> Any:
-            if subject.base.change is not None:
-                subject.base.change(module)
-            return record_events(module)
-
-        base = replace(subject.base, change=change)
-        return replace(subject, base=base).whole(rows).result
-
-    # ---- weights ---------------------------------------------------------------------
+            return _events(subject, of), _events(subject, part), places
 
     def _explain_weights(self) -> None:
         """Name the weights with which the parts are the whole."""
-        subject, whole, parts = self._subject, self._whole(), self._alone()
-        if off_by(whole, parts, self._own_weights()) <= self._most:
-            numbers = subject.rows.whole_numbers()
-            if not self.found and numbers and self._is_split:
-                self.found.append(remedies.of_host(numbers[0]))
+        subject = self._subject
+        alone = Alone(subject)
+        numbers = subject.rows.whole_numbers() if self._is_split else []
+        number = numbers[0] if numbers else ""
+        if alone.off(own_weights(subject)) <= self._most:
+            if number and not self.found:
+                self.found.append(cause("host", number))
             return
-        fits = self._fitting(whole, parts)
-        numbers = subject.rows.whole_numbers()
-        if fits and fits[0] is SUM and numbers and self._is_split:
-            self.found.append(remedies.of_host(numbers[0]))
-        elif fits and fits[0] is SUM:
-            own = leading(subject.strategies) if subject.strategies else None
-            self.found.append(remedies.of_sum(self._said(), own))
-        elif fits:
-            self.found.append(self._ways_in(remedies.of_weights(fits, self._said())))
-        elif not self._is_function():
-            self._of_unknown(best_fit(whole, parts).weights)
-
-    def _fitting(self, whole: Tensor, parts: Tensor) -> list[Candidate]:
-        """The denominators that make the parts the whole, the simplest first."""
-        number = len(parts)
-        fits = []
-        for candidate, counts, total in self._counted():
-            if total and off_by(whole, parts, counts / total) <= self._most:
-                fits.append(candidate)
-        ones = torch.ones(number, dtype=torch.float64)
-        fits += [SUM] * (off_by(whole, parts, ones) <= self._most)
-        fits += [UNIFORM] * (off_by(whole, parts, ones / number) <= self._most)
-        return sorted(fits, key=lambda each: each.simplicity)
-
-    def _counted(self) -> Iterator[tuple[Candidate, Tensor, float]]:
-        """What each part counts, and the whole, by each denominator."""
-        subject = self._subject
-        batches = [subject.batch(part) for part in subject.parts]
-        whole = subject.batch(subject.all_rows)
-        for each in candidates(whole, self._vectors()):
-            try:
-                counts = _numbers(each.weigh, batches)
-                total = float(each.weigh(whole))
-            except Exception:
-                continue
-            if abs(float(counts.sum()) - total) <= 1e-6 * max(abs(total), 1e-9):
-                yield each, counts, total
-
-    def _vectors(self) -> dict[str, Tensor]:
-        """Weights of classes that the module may hold, by their path."""
-        found: dict[str, Tensor] = {}
-        for path, each in self._subject.module.named_modules():
-            for name, value in {**vars(each), **each._buffers}.items():
-                is_vector = isinstance(value, Tensor) and value.ndim == 1
-                if is_vector and 1 < len(value) <= 4096 and bool((value >= 0).all()):
-                    found[f"{path}.{name}".lstrip(".")] = value.detach().cpu().double()
-        return found
-
-    def _of_unknown(self, weights: Tensor) -> None:
-        subject, batches = self._subject, []
-        for part in subject.parts:
-            batches.append(dict(class_counts(subject.batch(part))))
-        for at in batches[0]:
-            counts = torch.stack([each[at] for each in batches if at in each])
-            seen = counts.sum(0) > 0
-            last = int(seen.nonzero().max()) + 1
-            counts = counts[:, :last]
-            if len(counts) <= last or int(torch.linalg.matrix_rank(counts)) < last:
-                continue
-            solved = torch.linalg.lstsq(counts, weights[:, None]).solution[:, 0]
-            if bool((solved > 0).all()) and torch.allclose(
-                counts @ solved, weights, rtol=1e-6
-            ):
-                self.found.append(remedies.of_classes(solved.tolist(), at))
-                return
-        least = min((abs(float(w)) for w in weights if w), default=1.0)
-        shares = ", ".join(f"{float(w) / least:.4g}" for w in weights)
-        cause = remedies.of_unknown_weights(shares)
-        self.found.append(self._ways_in(cause))
-
-    def _is_function(self) -> bool:
-        """Whether the loss is the square root or the logarithm of a mean."""
-        subject, whole = self._subject, self._whole()
-        taken = [subject.whole(part) for part in subject.parts]
-        losses = [sum(each.losses) for each in taken]
-        total = sum(subject.whole().losses)
-        if not subject.module.automatic_optimization or not total:
-            return False
-        parts, values = self._alone(), torch.tensor(losses, dtype=torch.float64)
-        scales = {
-            "square root": values / total,
-            "logarithm": (values - total).exp(),
-        }
-        for candidate, counts, number in self._counted():
-            for function, scale in scales.items():
-                weights = counts / number * scale if number else counts
-                if off_by(whole, parts, weights) <= self._most:
-                    self.found.append(remedies.of_function(function, candidate))
-                    return True
-        return False
-
-    def _has_two_denominators(self) -> bool:
-        """Whether the loss is made of two terms with a denominator each."""
-        subject = self._subject
-        groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
-        groups = [group for group in groups if group]
-        if len(groups) < 4 or not subject.module.automatic_optimization:
-            return False
-        merged = replace(subject, parts=groups)
-        gradients = {}
-        for number in range(1, 5):
-            for union in itertools.combinations(range(4), number):
-                rows = sorted(row for n in union for row in groups[n])
-                gradients[frozenset(union)] = self._vector(subject.whole(rows))
-        own, self._subject = self._subject, merged
-        counts = {c: v.tolist() for c, v, _ in self._counted() if c.simplicity <= 4}
-        self._subject = own
-        pair = two_denominators(gradients, counts, self._most)
-        if pair is not None:
-            self.found.append(remedies.of_two(*pair))
-        return pair is not None
-
-    # ---- help ------------------------------------------------------------------------
-
-    def _with(self, **changes: Any) -> Subject:
-        subject = self._subject
-        return replace(subject, base=replace(subject.base, **changes))
-
-    def _window_off(self) -> float:
-        return self._subject.window().off_from(self._subject.whole())
-
-    def _whole(self) -> Tensor:
-        return self._vector(self._subject.whole())
-
-    def _alone(self) -> Tensor:
-        """The gradients of the parts, each run by itself."""
-        subject = self._subject
-        return torch.stack([self._vector(subject.whole(p)) for p in subject.parts])
-
-    def _own_weights(self) -> Tensor:
-        """By what the run weighs its parts."""
-        subject, number = self._subject, len(self._subject.parts)
-        ones = torch.ones(number, dtype=torch.float64)
-        if not subject.strategies:
-            return ones / number
-        strategy = leading(subject.strategies)
-        if strategy.loss_reduction == "total" and not isinstance(strategy, Uniform):
-            return ones
-        if isinstance(strategy, Weighed):
-            return torch.full((number,), torch.nan, dtype=torch.float64)
-        batches = [subject.batch(part) for part in subject.parts]
-        weights = _numbers(strategy.weight, batches)
-        return weights / weights.sum()
-
-    def _vector(self, taken: Taken) -> Tensor:
-        """Some coordinates of a gradient, the same ones each time."""
-        if not self._sampled:
-            total = sum(each.numel() for each in taken.gradients.values())
-            share = min(1.0, MOST_COORDINATES / max(total, 1))
-            generator = torch.Generator().manual_seed(0)
-            for key, each in taken.gradients.items():
-                number = max(1, int(share * each.numel()))
-                at = torch.randint(each.numel(), (number,), generator=generator)
-                self._sampled[key] = at if share < 1 else torch.arange(each.numel())
-        found = [
-            taken.gradients[key].flatten()[at.to(taken.gradients[key].device)]
-            if key in taken.gradients
-            else torch.zeros(len(at))
-            for key, at in self._sampled.items()
-        ]
-        return torch.cat([each.double().cpu() for each in found])
-
-    def _said(self) -> str:
-        """What the parts were weighed by."""
-        if not self._subject.strategies:
-            return "plain accumulation, which weighs every micro-batch alike"
-        strategy = leading(self._subject.strategies)
-        if isinstance(strategy, Weighed):
-            return "what self.weigh gets" if strategy.is_said else "what by= counts"
-        return line_of(strategy)
-
-    def _ways_in(self, cause: Cause) -> Cause:
-        """A cause with the line that a module needs before a strategy counts in it."""
-        module, more = self._subject.module, ""
-        if hasattr(module, "accumulate"):
-            return cause
-        if not module.automatic_optimization:
-            more = BY_HAND
-        elif not self._subject.strategies:
-            more = WITH_MIXIN
-        return replace(cause, remedy=(*cause.remedy, *([more] if more else [])))
+        found = denominator(subject, alone, self._most, number)
+        self.found.append(found or unknown(subject, alone))
 
 
-def _overrides(callback: Any, name: str) -> bool:
-    return hasattr(callback, name) and has_own(callback, name)
+def _of_state(first: str, *others: str) -> Cause:
+    also = f", and so {listed([*others], at_most=3)}" if others else ""
+    name = "parametrization" if ".parametrizations." in first else "state"
+    return cause(name, first, also=also)
 
 
-def _numbers(weigh: Callable[[Any], Any], batches: Sequence[Any]) -> Tensor:
-    return torch.tensor([float(weigh(each)) for each in batches], dtype=torch.float64)
+def _of_rows(event: Event, layer: nn.Module, number: int = 1) -> Cause:
+    more = f" (the first of {number} such layers)" if number > 1 else ""
+    name = "BatchNorm" if isinstance(layer, BatchNorm) else "rows"
+    where, kind = "in" if event.is_output else "before", type(layer).__name__
+    return cause(name, event.path, layer=kind, more=more, where=where)
 
 
-def _at(module: nn.Module, path: str) -> nn.Module | None:
-    return module.get_submodule(path) if path else None
+def _gap(subject: Subject) -> float:
+    """How far the window is from its parts, each run by itself and weighed."""
+    alone = Alone(subject)
+    return alone.off(own_weights(subject), alone.vector(subject.window()))
+
+
+def _apart(subject: Subject) -> float:
+    """How far the parts are from the whole, however they are weighed."""
+    return Alone(subject).least_off()
+
+
+def _events(subject: Subject, rows: Sequence[int]) -> list[Event]:
+    return subject.changed(record_events).whole(rows).result
+
+
+def _place_of_padding(subject: Subject) -> str:
+    """The first module whose outputs change with the padding of its rows."""
+    lengths = subject.rows.lengths()
+    part = min(subject.parts, key=lambda rows: max(lengths[row] for row in rows))
+    wide = _events(replace(subject, are_alike=True), part)
+    event = first_unlike(wide, _events(subject, part), range(len(part)), len(part))
+    return STEP if event is None else event.path
+
+
+def _moved(subject: Subject) -> list[str]:
+    """What a micro-batch moves in the module, by value."""
+    held = subject.changed(lambda module: (module, values_of(module)))
+    module, before = held.whole(subject.parts[0]).result
+    return moved(before, values_of(module))
+
+
+def _hooks(subject: Subject, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Hooks that somebody has overridden, callbacks with hooks of a step, and the
+    hooks of parameters: what takes them away, and where they are."""
+    module, data = subject.module, subject.trainer.datamodule
+    for owner, base in (module, LightningModule), (data, LightningDataModule):
+        for name in names if owner is not None else ():
+            if hasattr(base, name) and has_own(owner, name):
+                yield name, f"{name} of {type(owner).__name__}"
+    for callback in filter(may_change_steps, subject.rehearsal.callbacks or ()):
+        for name in names:
+            if hasattr(callback, name) and has_own(callback, name):
+                kind = type(callback).__name__
+                yield kind, f"{name} of {kind}"
+    hooked = [n for n, p in module.named_parameters() if has_gradient_hook(p)]
+    if hooked and names is HOOKS:
+        yield PARAMETERS, f"the hook of {hooked[0]}"
+
+
+class _AsWhole:
+    """A Trainer with the numbers that it has for the big batch."""
+
+    accumulate_grad_batches = num_training_batches = 1
+
+    def __init__(self, trainer: Any) -> None:
+        self._own = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _as_whole(module: Any) -> None:
+    """Let `training_step` find the numbers of the big batch."""
+    step = module.training_step
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(0 if type(each) is int else each for each in args)
+        kwargs.update({"batch_idx": 0} if "batch_idx" in kwargs else {})
+        with replaced(module, _trainer=_AsWhole(module._trainer)):
+            return step(*args, **kwargs)
+
+    vars(module)["training_step"] = run
+
+
+def _without_hooks(module: Any) -> None:
+    """Take the hooks of parameters away."""
+    for parameter in module.parameters():
+        parameter._backward_hooks = None
+        parameter._post_accumulate_grad_hooks = None
 
 
 def _in_eval(module: nn.Module) -> None:

@@ -28,6 +28,9 @@ LEAST_MOVE = 0.02
 MOST_PARTS = 20
 """Longer lists hold data, which is shared."""
 
+EMPTY = object()
+"""What is in a cell that nothing was put in."""
+
 _OURS = "trainkit.lit."
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -54,33 +57,29 @@ class Copies:
         _refuse(module)
         self.shared: dict[int, str] = {}
         self._memo: dict[int, Any] = {}
-        self._functions: dict[int, tuple[Any, Any]] = {}
-        self._leave_out(trainer, module)
+        self._seen: dict[int, Any] = {}
+        self._functions: list[tuple[Any, Any]] = []
+        compiled = self._leave_out(trainer, module)
         for name, parameter in module.named_parameters():
             if shares and not parameter.requires_grad and parameter.numel() > LARGE:
                 self._memo[id(parameter)] = parameter
                 self.shared[parameter.untyped_storage().data_ptr()] = name
         for each in module.modules():
-            self._prepare(vars(each), set())
-        for parameter in module.parameters():
-            for hooks in _HOOKS:
-                self._prepare(getattr(parameter, hooks, None), set())
+            self._prepare(vars(each))
         self.module: Any = self.of(module, type(module).__name__)
-        if self._compiled:  # by Lightning: a copy runs as it was written
-            for name in self._compiled:
-                vars(self.module).pop(name, None)
+        for name in compiled:  # by Lightning: a copy runs as it was written
+            vars(self.module).pop(name, None)
         self._copy_hooks(module)
         _remove_our_hooks(self.module)
 
     def of(self, value: Any, name: str) -> Any:
         """A copy of something that may refer to the module."""
-        if not isinstance(value, nn.Module):
-            self._prepare(getattr(value, "__dict__", None), set())
+        self._prepare(value)
         before = dict(self._memo)
         try:
             copied = copy.deepcopy(value, self._memo)
-            for own, cells in list(self._functions.values()):
-                self._fill(own, cells)
+            while self._functions:
+                self._fill(*self._functions.pop())
         except Exception as error:
             place, kind = _culprit(value, before, name)
             raise NotMeasured(
@@ -88,72 +87,46 @@ class Copies:
             ) from error
         return copied
 
-    def _leave_out(self, trainer: Any, module: nn.Module) -> None:
-        for each in module.modules():
-            for name in ("_trainer", "_fabric"):
-                self._memo[id(vars(each).get(name))] = None
+    def _leave_out(self, trainer: Any, module: nn.Module) -> list[str]:
+        """Leave out what belongs to the run; returns which methods are compiled."""
         compiled = vars(module).get("_compiler_ctx")
-        self._memo[id(compiled)] = None
-        self._compiled = [
-            name.removeprefix("original_") for name in compiled or () if "_" in name
-        ]
-        for name in self._compiled:
-            self._memo[id(vars(module).get(name))] = None
-        for each in (trainer, trainer.strategy, *trainer.loggers):
-            self._memo[id(each)] = None
+        names = [n.removeprefix("original_") for n in compiled or () if "_" in n]
+        held = [vars(each).get("_trainer") for each in module.modules()]
+        held += [vars(each).get("_fabric") for each in module.modules()]
+        held += [trainer, trainer.strategy, *trainer.loggers, compiled]
+        held += [vars(module).get(name) for name in names]
+        self._memo.update({id(each): None for each in held})
         self._memo[id(trainer.datamodule)] = trainer.datamodule
+        return names
 
-    def _prepare(self, value: Any, seen: set[int]) -> None:
-        """Say how values within a container are copied, where deepcopy does otherwise.
-
-        Args:
-            value: a container, or what may be in one.
-            seen: the containers that were looked at.
-        """
-        if id(value) in seen or id(value) in self._memo:
+    def _prepare(self, value: Any) -> None:
+        """Say how what a value holds is copied, where deepcopy does otherwise."""
+        if id(value) in self._seen or id(value) in self._memo:
             return
-        seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, Tensor) and not value.is_leaf:
             kept = value.detach().clone()
             self._memo[id(value)] = kept.requires_grad_(value.requires_grad)
         elif isinstance(value, DataLoader | Dataset | Sampler | types.ModuleType):
             self._memo[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            self._prepare_function(value, seen)
+        elif isinstance(value, types.FunctionType) and value.__closure__:
+            cells = tuple(types.CellType() for _ in value.__closure__)
+            own = value.__globals__, value.__name__, value.__defaults__, cells
+            again = types.FunctionType(value.__code__, *own)
+            again.__kwdefaults__ = value.__kwdefaults__
+            vars(again).update(vars(value))
+            self._memo[id(value)] = again
+            self._functions.append((value, cells))
+            for cell in value.__closure__:
+                self._prepare(_content(cell))
         else:
             for each in _held_by(value):
-                self._prepare(each, seen)
-
-    def _prepare_function(self, function: Any, seen: set[int]) -> None:
-        if not function.__closure__:
-            return
-        cells = tuple(types.CellType() for _ in function.__closure__)
-        again = types.FunctionType(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            cells,
-        )
-        again.__kwdefaults__ = function.__kwdefaults__
-        again.__qualname__, again.__module__ = (
-            function.__qualname__,
-            function.__module__,
-        )
-        again.__dict__.update(function.__dict__)
-        self._memo[id(function)] = again
-        self._functions[id(function)] = function, cells
-        for cell in function.__closure__:
-            self._prepare(_content(cell), seen)
+                self._prepare(each)
 
     def _fill(self, function: Any, cells: tuple[Any, ...]) -> None:
-        del self._functions[id(function)]
         for own, other in zip(function.__closure__, cells, strict=True):
-            try:
-                content = own.cell_contents
-            except ValueError:  # it is empty
-                continue
-            other.cell_contents = copy.deepcopy(content, self._memo)
+            if (content := _content(own)) is not EMPTY:
+                other.cell_contents = copy.deepcopy(content, self._memo)
 
     def _copy_hooks(self, module: nn.Module) -> None:
         """Copy the hooks of parameters, which deepcopy drops."""
@@ -242,7 +215,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return EMPTY
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:

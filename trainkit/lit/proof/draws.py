@@ -23,12 +23,9 @@ _DROPOUTS = {
     torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
-_MAKE = {
+_BY_ROW = {
     torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like,
     torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
-}  # fmt: skip
-
-_FILL = {
     Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
     Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
     Tensor.geometric_,
@@ -36,11 +33,7 @@ _FILL = {
 
 _OTHERS = {torch.randperm, torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
 
-_WIDENED = {
-    Tensor.float: torch.float64,
-    Tensor.half: torch.float64,
-    Tensor.bfloat16: torch.float64,
-}
+_WIDENED = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 _NOT_THEIRS = ("torch", "trainkit", "lightning", "pytorch_lightning")
@@ -125,7 +118,7 @@ class Draws(TorchFunctionMode):
             self._refuse_writing(func, args)
         if self._widens:
             func, args, kwargs = _widened(func, args, kwargs)
-        if func in _MAKE or func in _FILL:
+        if func in _BY_ROW:
             return self._drawn(func, args, kwargs)
         if func in _OTHERS:
             return self._of_all(func, args, kwargs)

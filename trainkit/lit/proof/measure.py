@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,11 +14,13 @@ from trainkit.core.terms import ONE, leading
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.parts import shares_of
-from trainkit.lit.proof.rehearse import Taken
 from trainkit.lit.proof.report import Cause, Cut, Report
-from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.subject import Subject, check_size, left_out_of
+from trainkit.lit.proof.rows import FewRows, collates_by_itself
+from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
+
+FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
 
 CANNOT_TELL = (
     "these rows all count alike, so PerSample and PerToken look the same on them"
@@ -100,7 +103,7 @@ def _count_alike(subject: Subject) -> bool:
 
 def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     subject, whole, window = _rehearsed(subject, precisions)
-    off, dtype = window.off_from(whole), subject.rehearsals.dtype
+    off, dtype = window.off_from(whole), subject.rehearsal.dtype
     report = Report(
         exact=off <= subject.most_rounding,
         deviation=off,
@@ -108,6 +111,7 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
         num_rows=len(subject.all_rows),
         precision=str(dtype).removeprefix("torch."),
         cuts=(Cut(name_of(subject), tuple(map(len, subject.parts)), off),),
+        left_out=_left_out(subject),
     )
     if off > ALARM[dtype]:
         rows = subject.rows
@@ -117,17 +121,18 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
                 f"field {numbers[0]!r} is a number of the whole loader batch, which "
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
-        off_by_name = _off(whole, window, subject.most_rounding)
-        report = replace(report, parameters=off_by_name, causes=_causes(subject))
-        if rows.is_stream and [each.kind for each in report.causes] == ["padding"]:
-            report = replace(report, doubt=ONE_WIDTH.format(off))
-    elif not report.exact:
-        report = replace(report, doubt=MAYBE_ROUNDING.format(off))
-    elif _is_uniform_by_chance(subject):
-        report = replace(report, exact=False, doubt=BY_CHANCE)
-    left_out = [*sorted(subject.left_out)]
-    left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
-    return replace(report, left_out=tuple(left_out))
+        causes = _causes(subject)
+        is_width = [each.kind for each in causes] == ["padding"] and rows.is_stream
+        return replace(
+            report,
+            causes=causes,
+            parameters=_off(whole, window, subject.most_rounding),
+            doubt=ONE_WIDTH.format(off) if is_width else "",
+        )
+    if not report.exact:
+        return replace(report, doubt=MAYBE_ROUNDING.format(off))
+    by_chance = _is_uniform_by_chance(subject)
+    return replace(report, exact=not by_chance, doubt=BY_CHANCE if by_chance else "")
 
 
 def _is_uniform_by_chance(subject: Subject) -> bool:
@@ -145,15 +150,17 @@ def _rehearsed(
     found, failed = None, list[Exception]()
     for dtype in precisions:
         try:
-            used = subject.in_dtype(dtype)
+            used = subject.varied(dtype=dtype)
             whole = used.whole()
-            check_size(whole)
-            window = used.window()
+            if not whole.size:
+                raise NotMeasured("the gradient of these rows is zero")
+            if not whole.size < float("inf"):
+                raise NotMeasured("the gradient of these rows is not finite")
+            found = used, whole, used.window()
         except Exception as error:  # not every operation knows float64
             failed.append(error)
             continue
-        found = used, whole, window
-        if dtype is torch.float64 or window.off_from(whole) <= SURELY_ROUNDING:
+        if dtype is torch.float64 or found[2].off_from(whole) <= SURELY_ROUNDING:
             break
     if found is None:
         raise failed[0]
@@ -165,6 +172,19 @@ def _causes(subject: Subject) -> tuple[Cause, ...]:
     with contextlib.suppress(Exception):  # what is found so far is said
         causes.look()
     return tuple(causes.found)
+
+
+def _left_out(subject: Subject) -> tuple[str, ...]:
+    """What a rehearsal has not done as the run does it, in words."""
+    trainer, precision = subject.trainer, str(subject.trainer.precision)
+    found = ["dropout"] if subject.has_dropout else []
+    if precision not in FULL_PRECISIONS:
+        found.append(f"precision {precision}")
+    if trainer.gradient_clip_val and subject.module.automatic_optimization:
+        found.append("clipping")
+    if not subject.rows.collates and collates_by_itself(trainer.train_dataloader):
+        found.append("the collate function")
+    return tuple(found)
 
 
 def name_of(subject: Subject) -> str:
@@ -183,6 +203,16 @@ def name_of(subject: Subject) -> str:
 
 def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:
     """The parameters that are off by more than rounding, worst first."""
-    both = whole.beside(window).items()
-    shares = [(name, off / whole.size) for (_, _, name), (_, off) in both]
+    off = whole.apart(window).items()
+    shares = [(name, each / whole.size) for (_, _, name), each in off]
     return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
+
+
+def refuse_backend(trainer: Any) -> None:
+    """Refuse modules that no single device can run as they are."""
+    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
+        raise NotMeasured(
+            f"{type(trainer.strategy).__name__} spreads the module over ranks; check "
+            f"with one device: Trainer(devices=1, strategy='auto')"
+        )

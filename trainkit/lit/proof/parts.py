@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.core.nested import tensors
 from trainkit.core.strategies import AccumulationStrategy
-from trainkit.lit.proof.denominators import candidates, classes
+from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rows import POOL, FewRows, Parts
 
 TRIES = 200
@@ -27,86 +28,70 @@ def chosen_parts(
     *,
     is_split: bool = False,
 ) -> Parts:
-    """Some rows in parts, so that what may be counted differs between them.
-
-    Args:
-        rows: of which some are chosen.
-        sizes: how many rows each part gets.
-        own: what the run counts, if the parts should differ from that above all.
-        is_split: whether the run itself cuts the rows that are chosen.
-    """
-    pool = rows.shortest(max(sum(sizes), POOL))
-    batch = rows.make(pool)
-    weighs = [] if own is None else [own.weight]
-    weighs += [each.weigh for each in candidates(batch, {})]
-    number, kinds = len(weighs), [*classes(batch, len(pool))]
-    counts, lengths = rows.counts(pool, [*weighs, *kinds]), rows.lengths()
-
-    def cut(places: list[int]) -> Parts:
-        parts = rows.cut([pool[place] for place in places], max(sizes))
-        return [[pool.index(row) for row in part] for part in parts]
-
-    found = unlike_parts(
-        counts[:, :number],
-        sizes,
-        [lengths[row] for row in pool],
-        own=None if own is None else 0,
-        classes=counts[:, number:],
-        cut=cut if is_split else None,
-    )
-    return [[pool[place] for place in part] for part in found]
-
-
-def unlike_parts(
-    counts: Tensor,
-    sizes: Sequence[int],
-    lengths: Sequence[int] | None = None,
-    own: int | None = None,
-    classes: Tensor | None = None,
-    cut: Callable[[list[int]], Parts] | None = None,
-) -> Parts:
-    """Rows in parts that tell denominators apart, and widths.
+    """Some rows in parts, so that what may be counted differs between them, and widths.
 
     Of random choices, the one is taken in which the shares of the parts differ most
     often between denominators.
 
-    >>> unlike_parts(torch.tensor([[1.0, 3], [1, 3], [1, 9]]), [1, 1], own=0)
-    [[1], [2]]
-
     Args:
-        counts: one row for each row, one column for each denominator.
+        rows: of which some are chosen.
         sizes: how many rows each part gets.
-        lengths: of the rows, if parts should have unlike ones.
-        own: a column, if that one must differ from others. Rows that count nothing by
-            it are left out where others suffice.
-        classes: one row for each row, one column for each class that rows may have.
-        cut: cuts chosen rows as the run would; default: by sizes alone.
+        own: what the run counts, if the parts should differ from that above all. Rows
+            that count nothing by it are left out where others suffice.
+        is_split: whether the run itself cuts the rows that are chosen.
     """
-    draw, pool = random.Random(0), list(range(len(counts)))
-    classes = counts[:, :0] if classes is None else classes
+    pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
+    batch, all_lengths = rows.make(pool), rows.lengths()
+    lengths, labels = [all_lengths[row] for row in pool], _labels(batch, len(pool))
+    named = [each.weigh for each in candidates(batch, {})]
+    counts = rows.counts(pool, named if own is None else [own.weight, *named])
+    places = list(range(len(pool)))
     if own is not None:
-        counting = [row for row in pool if float(counts[row, own]) > 0]
-        pool = counting if len(counting) >= sum(sizes) else pool
-    best: tuple[Any, Parts] = (), []
+        counting = [place for place in places if float(counts[place, 0]) > 0]
+        places = counting if len(counting) >= number else places
+    draw, best = random.Random(0), list[tuple[Any, Parts]]()
     bounds = [0, *itertools.accumulate(sizes)]
-    for _ in range(TRIES if cut is None else TRIES // 8):
-        order = draw.sample(pool, sum(sizes))
+    for _ in range(TRIES // 8 if is_split else TRIES):
+        order = draw.sample(places, number)
         parts = [sorted(order[a:b]) for a, b in itertools.pairwise(bounds)]
-        parts = parts if cut is None else cut(sorted(order))
-        shares = shares_of(counts, parts)
-        if own is None:
-            apart = torch.pdist(shares.T)
-        else:
-            apart = (shares - shares[:, [own]]).norm(dim=0)
-            apart[:-1] *= counts[sum(parts, [])].sum(0) != 0  # else it says nothing
-        clear = apart[apart > CLEAR]
-        widths = {max(lengths[row] for row in part) for part in parts if lengths}
+        if is_split:
+            cut = rows.cut([pool[place] for place in sorted(order)], max(sizes))
+            parts = [[pool.index(row) for row in part] for part in cut]
+        apart = _apart(counts, parts, has_own=own is not None)
+        least = float(apart.min()) if len(apart) else 0.0
+        widths = {max(lengths[place] for place in part) for part in parts}
         # Parts of one class each would look alike to what counts classes.
-        kinds = {tuple(sorted(classes[part].sum(0).tolist())) for part in parts}
-        least = float(clear.min()) if len(clear) else 0.0
-        score = (len(widths), len(kinds), len(clear), least)
-        best = max(best, (score, parts), key=lambda each: each[0])
-    return best[1]
+        kinds = {_kind(labels[part]) for part in parts}
+        best.append(((len(widths), len(kinds), len(apart), least), parts))
+    parts = max(best, key=lambda each: each[0])[1]
+    return [[pool[place] for place in part] for part in parts]
+
+
+def _apart(counts: Tensor, parts: Parts, *, has_own: bool) -> Tensor:
+    """How far denominators are apart by the shares of parts, where that is clear; the
+    first one from the others, if it is the run's own."""
+    shares = shares_of(counts, parts)
+    if has_own:
+        apart = (shares - shares[:, :1]).norm(dim=0)
+        apart[:-1] *= counts[sum(parts, [])].sum(0) != 0  # else it says nothing
+    else:
+        apart = torch.pdist(shares.T)
+    return apart[apart > CLEAR]
+
+
+def _labels(batch: Any, number: int) -> Tensor:
+    """The fields of a batch that have one label a row, side by side."""
+    found = [torch.zeros(number, dtype=torch.float64)]
+    for each in tensors(batch):
+        if each.shape == (number,) and not each.is_floating_point():
+            found.append(each.double().cpu())
+    return torch.stack(found, 1)
+
+
+def _kind(labels: Tensor) -> tuple[Any, ...]:
+    """How often each label occurs, whichever it is."""
+    counts = [column.unique(return_counts=True)[1].tolist() for column in labels.T]
+    return tuple(tuple(sorted(each)) for each in counts)
 
 
 def shares_of(counts: Tensor, parts: Parts) -> Tensor:

@@ -1,8 +1,8 @@
-"""The first module whose output for a row depends on what is beside it."""
+"""Where rows first see each other or their padding, and what a micro-batch moves."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from trainkit.core.nested import leaves, tensors
+from trainkit.core.nested import take_apart, tensors
 from trainkit.lit.aside import FRAMEWORK
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -52,93 +52,48 @@ def record_events(module: nn.Module) -> list[Event]:
     return events
 
 
-@dataclass(frozen=True)
-class Located:
-    """The first place at which rows see each other.
-
-    Attributes:
-        path: the module's; "" where every module's output agrees.
-        is_before: whether the difference arose between the module before and this one.
-        of_loss: the innermost module that returns one number, as a loss does.
-        after: the module that ran last, where there is no such module.
-    """
-
-    path: str
-    is_before: bool
-    of_loss: str
-    after: str
-
-
-def locate(
+def first_unlike(
     whole: Sequence[Event], part: Sequence[Event], rows: Sequence[int], num_rows: int
-) -> Located:
-    """Compare the events of a step over all rows with those of a step over some.
+) -> Event | None:
+    """The first event in which rows are not what they are in another step.
 
     Args:
-        whole: the events of all rows.
-        part: the events of some.
+        whole: the events of a step over all rows.
+        part: those of a step over some of them; or over all, with less padding.
         rows: the places of these among all.
         num_rows: how many there are in all.
     """
+    others = _numbered(part)
     verdicts = [
-        (one.path, one.is_output, _agree(one, other, rows, num_rows))
-        for one, other in _paired(whole, part)
+        (event, _agrees(event, others[key], rows, num_rows))
+        for key, event in _numbered(whole).items()
+        if key in others
     ]
-    agreeing = {path for path, is_output, agrees in verdicts if is_output and agrees}
-    agreeing -= {path for path, is_output, ok in verdicts if is_output and ok is False}
-    for path, is_output, agrees in verdicts:
-        if agrees is False and not _is_within(path, agreeing):
-            return Located(path, not is_output, "", "")
-    return Located("", False, *_last(whole))
+    outputs = [(event.path, ok) for event, ok in verdicts if event.is_output]
+    agreeing = {path for path, ok in outputs if ok}
+    agreeing -= {path for path, ok in outputs if ok is False}
+    for event, ok in verdicts:
+        if ok is False and not _is_within(event.path, agreeing):
+            return event
+    return None
 
 
-def first_that_sees_padding(
-    whole: Sequence[Event], part: Sequence[Event], rows: Sequence[int], num_rows: int
-) -> str:
-    """The first module whose output for a row changes with its padding, where its
-    inputs begin alike; "training_step" if none is found."""
-    has_agreed = [False, False]
-    for one, other in _paired(whole, part):
-        for value, cut in zip(one.values, other.values, strict=False):
-            if not value.is_floating_point() or value.ndim != cut.ndim or not cut.ndim:
-                continue
-            if len(value) != num_rows or len(cut) != len(rows):
-                continue
-            chosen = value[torch.tensor(list(rows), device=value.device)]
-            if any(a < b for a, b in zip(chosen.shape, cut.shape, strict=True)):
-                continue
-            sides = [_narrowed(chosen, cut.shape, at_end=side) for side in (0, 1)]
-            same = [alike(each, cut) for each in sides]
-            if not any(same) and any(has_agreed):
-                return one.path
-            has_agreed = [a or b for a, b in zip(has_agreed, same, strict=True)]
-    return "training_step"
+def _numbered(events: Sequence[Event]) -> dict[tuple[Any, ...], Event]:
+    """Events by their module, by whether they came out, by how often it runs in all,
+    and by how often it has run."""
+    totals = Counter((each.path, each.is_output) for each in events)
+    times: Counter[tuple[str, bool]] = Counter()
+    found = {}
+    for each in events:
+        key = each.path, each.is_output
+        times[key] += 1
+        found[(*key, totals[key], times[key])] = each
+    return found
 
 
-def _narrowed(value: Tensor, shape: Sequence[int], *, at_end: int) -> Tensor:
-    for dim, size in enumerate(shape):
-        value = value.narrow(dim, (value.shape[dim] - size) if at_end else 0, size)
-    return value
-
-
-def _paired(whole: Sequence[Event], part: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Events of modules that ran equally often in both."""
-    both: dict[tuple[str, bool], list[Event]] = defaultdict(list)
-    times: dict[tuple[str, bool], int] = defaultdict(int)
-    for event in part:
-        both[event.path, event.is_output].append(event)
-    for event in whole:
-        times[event.path, event.is_output] += 1
-    pairs, taken = [], defaultdict(int)
-    for event in whole:
-        key = event.path, event.is_output
-        if times[key] == len(both[key]):
-            pairs.append((event, both[key][taken[key]]))
-            taken[key] += 1
-    return pairs
-
-
-def _agree(one: Event, other: Event, rows: Sequence[int], num_rows: int) -> bool | None:
+def _agrees(
+    one: Event, other: Event, rows: Sequence[int], num_rows: int
+) -> bool | None:
     """Whether the rows of both agree; None where they cannot be aligned. Whole numbers,
     such as ids, are not compared."""
     if len(one.values) != len(other.values):
@@ -147,39 +102,55 @@ def _agree(one: Event, other: Event, rows: Sequence[int], num_rows: int) -> bool
     for whole, part in zip(one.values, other.values, strict=True):
         if whole.ndim == 0 or not whole.dtype.is_floating_point:
             continue
-        layouts = _rows_of(whole, part, rows, num_rows)
-        if not layouts:
+        views = _views(whole, part, rows, num_rows)
+        if not views:
             return None
-        found.append(any(alike(aligned, part) for aligned in layouts))
+        found.append(any(_alike(each, part) for each in views))
     return all(found)
 
 
-def _rows_of(
+def _views(
     whole: Tensor, part: Tensor, rows: Sequence[int], num_rows: int
 ) -> list[Tensor]:
-    """The rows of a tensor of all rows that a tensor of some holds. Several entries of
-    a row may stand together, or apart, as where two views are concatenated."""
+    """What a tensor of all rows may hold of a tensor of some, or of narrower ones."""
     if whole.shape == part.shape:
         return [whole]  # shared by all rows, such as positions
     if whole.ndim != part.ndim:
         return []
     unlike = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
-    if len(unlike) != 1:
-        return []
-    (dim,) = unlike
-    times = whole.shape[dim] // num_rows
-    if times * num_rows != whole.shape[dim] or part.shape[dim] != times * len(rows):
-        return []
-    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-    at = torch.tensor(list(rows), device=whole.device)
-    together = whole.reshape(*before, num_rows, times, *after).index_select(dim, at)
-    if times == 1:
-        return [together.reshape(part.shape)]
-    apart = whole.reshape(*before, times, num_rows, *after).index_select(dim + 1, at)
-    return [together.reshape(part.shape), apart.reshape(part.shape)]
+    if len(rows) == num_rows:
+        return _narrowed(whole, part, unlike)
+    return _chosen(whole, part, unlike[0], rows, num_rows) if len(unlike) == 1 else []
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
+def _narrowed(whole: Tensor, part: Tensor, dims: list[int]) -> list[Tensor]:
+    """The tensor without padding at its end, and without padding at its beginning."""
+    if 0 in dims or any(whole.shape[dim] < part.shape[dim] for dim in dims):
+        return []
+    found = [whole, whole]
+    for dim in dims:
+        size = part.shape[dim]
+        starts = 0, whole.shape[dim] - size
+        found = [v.narrow(dim, at, size) for v, at in zip(found, starts, strict=True)]
+    return found
+
+
+def _chosen(
+    whole: Tensor, part: Tensor, dim: int, rows: Sequence[int], num_rows: int
+) -> list[Tensor]:
+    """Some rows of a tensor. Several entries of a row may stand together, or apart, as
+    where two views are concatenated."""
+    times, rest = divmod(whole.shape[dim], num_rows)
+    if rest or part.shape[dim] != times * len(rows):
+        return []
+    places = torch.arange(num_rows * times)
+    together = places.view(num_rows, times)[list(rows)]
+    apart = places.view(times, num_rows)[:, list(rows)]
+    orders = [each.flatten().to(whole.device) for each in (together, apart)]
+    return [whole.index_select(dim, each) for each in orders]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape are equal, up to rounding."""
     close = CLOSE.get(one.dtype, 1e-2)
     one, other = one.double(), other.double()
@@ -194,16 +165,6 @@ def _is_within(path: str, agreeing: set[str]) -> bool:
     return any(".".join(above[:number]) in agreeing for number in range(1, len(above)))
 
 
-def _last(events: Sequence[Event]) -> tuple[str, str]:
-    """The innermost module that returns one number; else the one that ran last."""
-    for event in events:
-        if event.is_output and any(
-            value.ndim == 0 and value.is_floating_point() for value in event.values
-        ):
-            return event.path, ""
-    return "", events[-1].path if events else ""
-
-
 # ---- what moves ----------------------------------------------------------------------
 
 
@@ -215,31 +176,26 @@ def values_of(module: nn.Module) -> dict[str, Any]:
             continue
         own = {n: v for n, v in vars(each).items() if n not in FRAMEWORK}
         held = {**each._parameters, **each._buffers, **own}
-        for name, value in held.items():
-            for number, leaf in enumerate(leaves(value) if _is_value(value) else ()):
-                key = f"{path}.{name}".lstrip("."), number
-                if isinstance(leaf, Tensor):
-                    found[key[0] + f".{number}" * (number > 0)] = leaf.detach().clone()
-                elif isinstance(leaf, int | float | str):
-                    found[key[0] + f".{number}" * (number > 0)] = leaf
+        flags = [name for name, value in held.items() if isinstance(value, bool)]
+        for name, value in take_apart(held)[0]:
+            key = f"{path}.{name}".lstrip(".")
+            if isinstance(value, Tensor):
+                found[key] = value.detach().clone()
+            elif isinstance(value, int | float | str) and name not in flags:
+                found[key] = value
     return found
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The names whose values differ, or that are there only once."""
     names = dict.fromkeys([*before, *after])
-    missing = object()
     return [
         name
         for name in names
-        if not _is_same(before.get(name, missing), after.get(name, missing))
+        if name not in before
+        or name not in after
+        or not _is_same(before[name], after[name])
     ]
-
-
-def _is_value(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float | str | list | tuple | dict) and not (
-        isinstance(value, bool)
-    )
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -12,20 +12,8 @@ from trainkit.lit.callback.table import Row
 from trainkit.pages.atomic_file import write_atomically
 from trainkit.pages.frame import framed, table
 
-LABELS = {
-    "denominator": "denominator",
-    "rows": "rows see each other",
-    "loss": "loss",
-    "padding": "padding is seen",
-    "state": "state",
-    "randomness": "randomness",
-    "host": "data on the host",
-    "precision": "precision",
-    "order": "order",
-}
-"""The kinds of causes, in words."""
-
-MOST_SIZES = 12
+LABELS = {"rows": "rows see each other", "padding": "padding is seen"}
+"""Kinds of causes that need more words."""
 
 MORE = (
     "trainkit.check(module, data) names the remedy, and so does `trainkit check`, "
@@ -71,22 +59,11 @@ class Cut:
         name: what was cut, and how it was weighed.
         sizes: the rows of each part.
         deviation: as a share of the gradient's size; None where a part could not run.
-        note: why it could not, or what the deviation is.
     """
 
     name: str
     sizes: tuple[int, ...]
     deviation: float | None
-    note: str = ""
-
-    @property
-    def sizes_text(self) -> str:
-        """The rows of each part, in words."""
-        sizes = self.sizes
-        if len(sizes) > 3 and len(set(sizes)) == 1:
-            return f"{len(sizes)} x {sizes[0]}"
-        more = " + ..." if len(sizes) > MOST_SIZES else ""
-        return " + ".join(map(str, sizes[:MOST_SIZES])) + more
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,9 +138,8 @@ class Report:
         """The report as rows of a table."""
         rows = [("verdict", self._verdict())]
         for cut in self.cuts:
-            off = "" if cut.deviation is None else _off(cut.deviation)
-            text = ", ".join(filter(None, [off, cut.note]))
-            rows.append((cut.name, f"{text} ({cut.sizes_text} rows)"))
+            off = "it could not run" if cut.deviation is None else _off(cut.deviation)
+            rows.append((cut.name, f"{off} ({' + '.join(map(str, cut.sizes))} rows)"))
         for name, off in self.parameters[:5]:
             rows.append(("off", f"{name}: {off:.1e}"))
         for cause in self.causes:

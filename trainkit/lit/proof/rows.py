@@ -69,25 +69,24 @@ class FewRows:
         pads: bool = False,
         is_stream: bool = False,
     ) -> None:
-        self.is_stream = is_stream
+        self.is_stream, self.has_classes = is_stream, False
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
-        self.collates, self.has_classes = collate is not None and bool(samples), False
+        self.collates = collate is not None and bool(samples)
         self._batch = self._collated(range(len(samples))) if self.collates else batch
-        self._yields_samples = options is not None and options.collate is not None
-        own = options if not self._yields_samples else None
-        self._cutter = Cutter(own or MicroBatching(size=1), self._strategy)
-        self._fewer: tuple[list[str], set[int]] = [], set()
-        rows = Rows(len(samples))
+        self._fewer: tuple[list[str], Sequence[int]] = [], ()
+        yields_samples = options is not None and options.collate is not None
+        how = MicroBatching(size=1) if yields_samples or options is None else options
+        self._cutter = Cutter(how, self._strategy)
+        rows = Rows(-1)
         try:
             with _unheard():
                 rows = self._cutter.measure(self._batch)
-            is_cut = not self.collates or rows.num_rows == len(samples)
         except Exception as error:
-            is_cut = False
             if not self.collates:
                 text = "the rows of the batch cannot be told apart"
                 raise NotMeasured(f"{text}: {in_one_line(error)}") from error
+        is_cut = not self.collates or rows.num_rows == len(samples)
         self._groups = rows.groups if is_cut else ()
         self.num_rows = rows.num_rows if is_cut else len(samples)
         if not self.collates:  # a batch of one fixed width has no row that fills it
@@ -121,14 +120,12 @@ class FewRows:
         if self.collates and not (alike and self.can_widen):
             batch = self._collated(rows)
         else:
-            with _unheard():
-                trimmed, wide = self._cutter.pair(self._batch, list(rows))
-            batch = trimmed if self._narrows and not alike else wide
+            batch = self._cut(rows, wide=alike or not self._narrows)
         return self._changed(batch, rows)
 
     def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
-        if self._yields_samples:
+        if self._options is not None and self._options.collate is not None:
             return [self._samples[row] for row in rows]
         return self.make(rows, alike=alike)
 
@@ -139,6 +136,12 @@ class FewRows:
             batch = self.loader_batch(rows, alike=not self.collates)
             found = cutter.cut(batch, Limit(size, None))
         return [sorted(rows[place] for place in each.rows) for each in found]
+
+    def _cut(self, rows: Sequence[int], *, wide: bool) -> Any:
+        """Rows of the batch, with the columns that are padding in all of them or
+        without."""
+        with _unheard():
+            return self._cutter.pair(self._batch, list(rows))[wide]
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None
@@ -180,7 +183,7 @@ class FewRows:
         """
         found = copy.copy(self)
         fields = self._countable()
-        found._fewer = list(fields), set(rows)
+        found._fewer = list(fields), rows
         found.has_classes = all(value.ndim == 1 for value in fields.values())
         return found if fields else None
 
@@ -196,31 +199,8 @@ class FewRows:
         return found if bool((counts > 0).all()) else None
 
     @property
-    def have_labels_alone(self) -> bool:
-        """Whether the strategy's labels tell lengths, since nobody names what does."""
-        return self._labels is not None
-
-    def with_labels_cut(self) -> FewRows | None:
-        """The rows whose labels can end where half of the longest row's do, and whose
-        other fields continue; None if there is no such row."""
-        assert self._labels is not None
-        counts = self._labels.counts
-        stop = _half(counts[counts.sum(1).argmax()][None])
-        lasting = counts[:, :stop].any(1) & counts[:, stop:].any(1)
-        rows = lasting.nonzero().flatten().tolist()
-        if not rows:
-            return None
-        with _unheard():
-            _, batch = self._cutter.pair(self._batch, rows)
-        labels = lookup(batch, self._labels.path)
-        ended = labels.clone()
-        ended[:, stop:] = getattr(self._strategy, "ignore_index", -100)
-        changed = {id(labels): ended}
-        batch = with_tensors(batch, lambda each: changed.get(id(each), each))
-        return FewRows(batch, self._options, self._strategy)
-
-    @property
-    def _labels(self) -> Marks | None:
+    def labels_alone(self) -> Marks | None:
+        """The strategy's labels, where nobody names what tells lengths."""
         options = self._options
         if options is None or options.lengths is not None or self.collates:
             return None
@@ -228,30 +208,48 @@ class FewRows:
         are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
         return marks[0] if are_alone else None
 
+    def with_labels_cut(self, labels: Marks) -> FewRows | None:
+        """The rows whose labels can end where half of the longest row's do, and whose
+        other fields continue; None if there is no such row."""
+        counts, path = labels.counts, labels.path
+        stop = _half(counts[counts.sum(1).argmax()][None])
+        lasting = counts[:, :stop].any(1) & counts[:, stop:].any(1)
+        rows = lasting.nonzero().flatten().tolist()
+        if not rows:
+            return None
+        batch = self._cut(rows, wide=True)
+        own = lookup(batch, path)
+        ended = own.clone()
+        ended[:, stop:] = self._ignored
+        batch = with_tensors(batch, lambda each: ended if each is own else each)
+        return FewRows(batch, self._options, self._strategy)
+
+    @property
+    def _ignored(self) -> int:
+        return getattr(self._strategy, "ignore_index", -100)
+
     def _changed(
         self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False
     ) -> Any:
         """A batch of some rows, of which some count less, or end earlier."""
         names, fewer = self._fewer
         at = [place for place, row in enumerate(rows) if row in fewer]
-        if not at or not names:
+        fields = [value for path, value in take_apart(batch)[0] if path in names]
+        if not at or not fields:
             return batch
-        ignored = getattr(self._strategy, "ignore_index", -100)
-        fields = {p: v for p, v in take_apart(batch)[0] if p in names}
-        own = [v for v in fields.values() if v.ndim > 1]
-        stop = max((_half(v[at] != ignored) for v in own), default=0)
+        own = [value for value in fields if value.ndim > 1]
+        stop = max((_half(value[at] != self._ignored) for value in own), default=0)
         if is_shorter:
             stop = min(stop, *(value.shape[1] - 1 for value in own))
-        ids = {id(value) for value in fields.values()}
 
         def changed(value: Tensor) -> Tensor:
-            if id(value) not in ids:
+            if not any(value is each for each in fields):
                 return value
             value = value.clone()
             if value.ndim == 1:
                 value[at] += 1 if value.min() == 0 else -1
             else:
-                value[at, stop:] = 0 if _is_mask(value) else ignored
+                value[at, stop:] = 0 if _is_mask(value) else self._ignored
             return value
 
         return with_tensors(batch, changed)

@@ -1,8 +1,10 @@
-"""The proof at the start of a run: rehearsed on a few rows of its data."""
+"""The proof at the start of a run: rehearsed on its first batches, then said."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +12,26 @@ import torch
 
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import may_have_batches, micro_batch_of
-from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit._compat import replaced
+from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.batch_size.effective import (
+    may_be_several,
+    may_have_batches,
+    micro_batch_of,
+)
+from trainkit.lit.callback.base import (
+    WindowOwner,
+    fetches_batches,
+    is_rehearsal,
+    is_taken_out,
+)
 from trainkit.lit.callback.table import say
-from trainkit.lit.proof.measure import measured
+from trainkit.lit.proof.measure import measured, refuse_backend
 from trainkit.lit.proof.parts import chosen_parts
-from trainkit.lit.proof.rehearse import Rehearsals
+from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import Cause, Report
-from trainkit.lit.proof.rows import few_rows, has_equal_batches
-from trainkit.lit.proof.subject import Subject, has_parts, largest, refuse_backend
+from trainkit.lit.proof.rows import FewRows, few_rows, has_equal_batches
+from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 SIZES = ((3, 2, 2), (3, 2), (2, 2), (2, 1), (1, 1))
@@ -31,6 +44,37 @@ PRECISIONS = torch.float32, torch.float64
 ELSEWHERE = Cause("rank", "", "it was found on another rank")
 
 
+@contextlib.contextmanager
+def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
+    """Rehearse on the first batch that training gets, before any hook of a step sees
+    it, and where rows are trimmed, on the first one with padding.
+
+    Args:
+        trainer: about to train.
+        pl_module: what it trains.
+        windows: the callback that divides windows.
+    """
+    if is_rehearsal(trainer):
+        yield
+        return
+    plugin, tap = trainer.precision_plugin, contextlib.ExitStack()
+    convert, proof = plugin.convert_input, ProofAtStart(trainer, pl_module, windows)
+
+    def look(batch: Any) -> Any:
+        if trainer.training and not is_taken_out(windows, trainer):
+            if proof.look(batch):
+                tap.close()
+        return convert(batch)
+
+    with tap:
+        if fetches_batches(pl_module):
+            text = "training_step takes its batches from dataloader_iter itself"
+            proof.tell(Report.of_nothing(text))
+        else:
+            tap.enter_context(replaced(plugin, convert_input=look))
+        yield
+
+
 class ProofAtStart:
     """Measures once, and says what was found.
 
@@ -40,46 +84,63 @@ class ProofAtStart:
         windows: the callback that divides windows.
     """
 
-    label = "proof"
     is_on = True
 
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
+        self._is_proven = False
+
+    def look(self, batch: Any) -> bool:
+        """Rehearse what is to be rehearsed; returns whether nothing is left."""
+        windows, split = self._windows, self._windows.split
+        if windows.inside is not None:
+            windows.inside.find(self._trainer, windows, batch)
+        if split is not None and split.trims is None:
+            has_padding = split.has_padding(batch)
+            if has_padding is not False:
+                split.trims = self._may_trim(batch) if has_padding else False
+        if not self._is_proven:
+            self._is_proven = True
+            self.run(batch)
+        return split is None or split.trims is not None
 
     def run(self, batch: Any) -> None:
-        """Measure, when the first batch is there, as the loader has yielded it."""
-        windows = self._windows
-        has_several = has_parts(self._trainer, self._module, windows)
-        has_several &= not self._is_one_micro_batch(batch)
-        is_asked = self.is_on and windows.proof != "off"
-        if not is_asked or not (windows.inside is not None or has_several):
-            return
-        try:
-            report = measured(self._subject(batch), PRECISIONS)
-        except Exception as error:
-            report = Report.of_nothing(in_one_line(error))
-        self.tell(report)
+        """Measure, if that is asked for, and say what was found."""
+        if self._is_asked(batch):
+            try:
+                report = measured(self._subject(batch), PRECISIONS)
+            except Exception as error:
+                report = Report.of_nothing(in_one_line(error))
+            self.tell(report)
 
-    def _is_one_micro_batch(self, batch: Any) -> bool:
-        """Whether windows are split in name only: each loader batch fits whole."""
+    def _is_asked(self, batch: Any) -> bool:
+        """Whether somebody wants to know, and a step has several micro-batches."""
         windows, trainer = self._windows, self._trainer
-        if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
+        if not self.is_on or windows.proof == "off":
             return False
+        if windows.inside is not None or not self._has_parts:
+            return windows.inside is not None
+        if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
+            return True
         has_size = micro_batch_of(trainer.train_dataloader) is not None
-        return has_size and windows.split.is_one_micro_batch(batch)
+        return not (has_size and windows.split.is_one_micro_batch(batch))
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether a window has several loader batches, or parts of one."""
+        of = self._trainer, self._module, self._windows
+        return self._trainer.world_size > 1 or may_be_several(*of)
 
     def _subject(self, batch: Any) -> Subject:
-        trainer, module, windows = self._trainer, self._module, self._windows
+        trainer, windows = self._trainer, self._windows
         refuse_backend(trainer)
         options, loader = windows.cut, trainer.train_dataloader
+        is_split, own = windows.is_split, leading(windows.strategies)
+        has_batches = may_have_batches(trainer) if is_split else self._has_parts
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
-        elif windows.is_split and not windows.split.trims:
+        elif is_split and not windows.split.trims:
             options = replace(options, trim=False)
-        is_split, own = windows.is_split, leading(windows.strategies)
-        has_batches = has_parts(trainer, module, windows)
-        if is_split:
-            has_batches = may_have_batches(trainer)
         # Loader batches have widths of their own, also where none is trimmed.
         cuts = windows.cut if has_batches else options
         rows = few_rows(loader, batch, cuts if is_split else None, own)
@@ -88,11 +149,9 @@ class ProofAtStart:
         if sizes is None:
             raise NotMeasured(f"there is {rows.num_rows} row, which cannot be cut")
         return Subject(
-            trainer,
-            module,
+            Rehearsal(trainer, self._module, windows),
             windows.strategies if windows.has_strategy else {},
             options,
-            Rehearsals(trainer, module, windows),
             rows,
             chosen_parts(rows, sizes, own, is_split=is_split),
             has_batches=has_batches,
@@ -106,8 +165,8 @@ class ProofAtStart:
         """
         trainer = self._trainer
         badness = 2 * report.is_off or int(not report.exact)
-        worst = largest(trainer, float(badness))
-        off = largest(trainer, report.deviation if badness == 2 else -1.0)
+        worst = self._largest(float(badness))
+        off = self._largest(report.deviation if badness == 2 else -1.0)
         line = report.line
         if badness < worst:
             line = Report.of_nothing("another rank cannot measure").line
@@ -121,6 +180,61 @@ class ProofAtStart:
             )
         if not trainer.is_global_zero:
             return
-        say(trainer, (self.label, line))
+        say(trainer, ("proof", line))
         if worst == 2 or (report.doubt and report.parameters):
-            warnings.warn(f"{self.label}: {line}", stacklevel=2)
+            warnings.warn(f"proof: {line}", stacklevel=2)
+
+    def _largest(self, number: float) -> float:
+        """The largest of a number on all ranks."""
+        strategy = self._trainer.strategy
+        given = torch.tensor([number], dtype=torch.float32, device=strategy.root_device)
+        return float(strategy.all_gather(given).max())
+
+    # ---- trimming --------------------------------------------------------------------
+
+    def _may_trim(self, batch: Any) -> bool | None:
+        """Whether rows compute the same without columns that are only padding; None if
+        another batch must show it.
+
+        Where labels alone tell lengths, a row may continue behind its last one. So they
+        are made to end earlier.
+        """
+        trainer, windows = self._trainer, self._windows
+        guards = [
+            each for each in trainer.callbacks if isinstance(each, BatchNormGuard)
+        ]
+        try:
+            refuse_backend(trainer)
+            rows: Any = FewRows(batch, windows.cut, leading(windows.strategies))
+            labels = rows.labels_alone
+            if labels is not None and (rows := rows.with_labels_cut(labels)) is None:
+                return None
+            rehearsal = Rehearsal(trainer, self._module, windows, callbacks=guards)
+            subject = Subject(
+                rehearsal, windows.strategies, windows.cut, rows, [], has_batches=False
+            )
+            off = subject.off_without_padding()
+        except Exception as error:
+            text = (
+                f"micro-batches keep the loader batch's width, since it could not be "
+                f"measured whether the model sees its padding: {in_one_line(error)}"
+            )
+            if trainer.is_global_zero:
+                say(trainer, ("trimming", text))
+            return False
+        if not off:
+            return True
+        sees, remedy = "its padding", "mask padding in the model"
+        if labels is not None:
+            sees = "what stands behind a row's last label"
+            remedy = (
+                "name the mask, lengths='path.to.mask', or the labels if each row "
+                "ends with its last one"
+            )
+        warnings.warn(
+            f"MicroBatching: the model sees {sees}: without it, the gradient of some "
+            f"rows is off by {off:.2g} of its size. Micro-batches keep the loader "
+            f"batch's width; to compute less, {remedy}.",
+            stacklevel=2,
+        )
+        return False

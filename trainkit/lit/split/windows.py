@@ -24,7 +24,7 @@ from trainkit.lit.callback.base import (
     window_ends,
 )
 from trainkit.lit.callback.taken_calls import taken_calls
-from trainkit.lit.proof.first_batch import first_batches
+from trainkit.lit.proof.start import first_batches
 from trainkit.lit.split import refusals
 from trainkit.lit.split.auto import AutoSizes, Hosts
 from trainkit.lit.split.errors import add_note, stop_iteration

@@ -18,7 +18,7 @@ from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import PlainBackward, taken_calls
-from trainkit.lit.proof.first_batch import first_batches
+from trainkit.lit.proof.start import first_batches
 
 
 class Streamed:
