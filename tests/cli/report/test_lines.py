@@ -126,7 +126,7 @@ def test_a_scale_that_is_not_known_is_a_gap_and_none_is_no_line(unknown: str) ->
     scale, _ = noise_lines(noise(more={30: gap})).values()
     assert [step for step, _ in scale.shown] == [10, 20, 40]
     assert scale.low == [80, 80, 8, 80]  # a quarter of the window
-    nothing = dict.fromkeys((10, 20, 30, 40), {"window/noise_scale": "0"})
+    nothing = {step: {"window/noise_scale": "0"} for step in range(10, 50, 10)}
     assert noise_lines(noise(more=nothing)) == {}
     assert list(noise_lines(noise(seen=False))) == ["window/noise_scale"]
     assert noise_lines({"loss": line([1.0])}) == {}
