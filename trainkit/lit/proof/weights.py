@@ -26,6 +26,7 @@ from trainkit.lit.proof.denominators import (
     line_of,
 )
 from trainkit.lit.proof.report import Cause
+from trainkit.lit.proof.rows import Parts
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.words import BY_HAND, STEP, TOTAL, WITH_MIXIN, cause
@@ -38,6 +39,7 @@ class Alone:
 
     Args:
         subject: the rows, and how they are run.
+        parts: the rows of each part, where they are not the subject's.
 
     Attributes:
         whole: some coordinates of the gradient of all rows, always the same ones.
@@ -46,16 +48,16 @@ class Alone:
         losses: of the parts.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, parts: Parts | None = None) -> None:
         taken = subject.whole()
         self._sizes = {key: each.numel() for key, each in taken.gradients.items()}
         self.whole, self.loss = self.vector(taken), sum(taken.losses)
-        parts, losses = [], []
-        for part in subject.parts:
+        gradients, losses = [], []
+        for part in parts or subject.parts:
             taken = subject.whole(part)
-            parts.append(self.vector(taken))
+            gradients.append(self.vector(taken))
             losses.append(sum(taken.losses))
-        self.parts = torch.stack(parts)
+        self.parts = torch.stack(gradients)
         self.losses = torch.tensor(losses, dtype=torch.float64)
 
     def vector(self, taken: Taken) -> Tensor:
@@ -224,12 +226,14 @@ def two_denominators(subject: Subject, most: float) -> Cause | None:
     sizes = range(1, 5)
     unions = [u for size in sizes for u in itertools.combinations(range(4), size)]
     rows = [sorted(row for n in union for row in groups[n]) for union in unions]
-    gradients = Alone(replace(subject, parts=rows)).parts
+    gradients = Alone(subject, rows).parts
     members = torch.tensor([[n in u for n in range(4)] for u in unions]).double()
-    columns = {SUM: members, CONSTANT: torch.ones(len(unions), 1).double()}
-    for candidate, counts, _ in _counted(replace(subject, parts=groups)):
-        if candidate.simplicity <= OFTEN_MEANT and bool((counts > 0).all()):
-            columns[candidate] = members / (members @ counts)[:, None]
+    columns = {
+        candidate: members / (members @ counts)[:, None]
+        for candidate, counts, _ in _counted(replace(subject, parts=groups))
+        if candidate.simplicity <= OFTEN_MEANT and bool((counts > 0).all())
+    }
+    columns |= {SUM: members, CONSTANT: torch.ones(len(unions), 1).double()}
     size, found = float(torch.linalg.matrix_norm(gradients)), []
     for one, other in itertools.combinations(columns, 2):
         basis = torch.cat([columns[one], columns[other]], 1)
@@ -240,9 +244,7 @@ def two_denominators(subject: Subject, most: float) -> Cause | None:
     if not found:
         return None
     # A constant is a mean of anything: what has fewer columns says more.
-    one, other = sorted(
-        min(found, key=lambda each: each[:2])[2:], key=lambda each: each is CONSTANT
-    )
+    one, other = min(found, key=lambda each: each[:2])[2:]
     terms = [
         each.line if each.strategy is None else f"a mean over {each.line}"
         for each in (one, other)
