@@ -13,7 +13,7 @@ from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_ba
 from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
-from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.batch_size.effective import (
     micro_batch_of,
     num_replicas,
