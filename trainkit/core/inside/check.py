@@ -18,7 +18,7 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, put_back
+from trainkit.core.inside.moment import Moment, States, put_back
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,
@@ -31,7 +31,7 @@ from trainkit.core.inside.outputs import (
 from trainkit.core.inside.refusals import refuse_module, refusing
 from trainkit.core.inside.rows import Arguments, ByLength
 from trainkit.core.inside.trial import Trial
-from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
 
@@ -52,23 +52,25 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
             f'BatchNormGuard("exact"), or name a module without it.'
         )
     refuse_module(cut.module, cut.name)
-    sums = moment.sums()
-    while True:
+    sums, begun = moment.sums(), States(arguments.devices)
+
+    def put_all_back() -> None:
+        begun.put_back()
+        put_back(cut.module, moment.settings)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+
+    def run() -> Plan:
         trial = Trial(cut, arguments, moment)
-        try:
-            with refusing(cut.module, cut.name, arguments, moment):
-                plan = _plan(trial, sizes)
-            moment.check_state(sums)
-            return plan
-        except Exception as error:
-            if not is_out_of_memory(error) or not sizes.halve(arguments.rows):
-                raise
-            release(error)
-        finally:  # the module, and what draws, are as before
-            trial.begun.put_back()
-            put_back(cut.module, moment.settings)
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()
+        with refusing(cut.module, cut.name, arguments, moment):
+            plan = _plan(trial, sizes)
+        moment.check_state(sums)
+        return plan
+
+    try:
+        return in_smaller_parts(run, lambda: sizes.halve(arguments.rows), put_all_back)
+    finally:
+        put_all_back()
 
 
 def _plan(trial: Trial, sizes: Sizes) -> Plan:

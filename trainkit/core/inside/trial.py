@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.cut import Cut, nodes_of, strangers_of
+from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.moment import Moment, States, versions_of
 from trainkit.core.inside.outputs import Joint, Plan, Unfit
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import nodes_of, strangers_of
 from trainkit.core.nested import Field
 
 FEW = 4
@@ -184,7 +185,9 @@ class Trial:
                 pulled = [
                     (x.value, sign * _direction(x.value, joint, start))
                     for x, joint in zip(fields, plan, strict=True)
-                    if joint.dim is not None and x.value.requires_grad
+                    if isinstance(x.value, Tensor) and x.value.requires_grad
+                    # What has no rows has one gradient, of any of them.
+                    if joint.dim is not None or not start
                 ]
                 if not pulled:
                     return False
@@ -222,7 +225,8 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _direction(value: Tensor, joint: Joint, start: int) -> Tensor:
     """A gradient that gives each row its own, whichever rows are beside it."""
-    assert joint.dim is not None
+    if joint.dim is None:
+        return torch.ones_like(value)
     inner = value.detach().movedim(joint.dim, 0)
     places = torch.arange(value.numel(), device=value.device).view(inner.shape)
     wide = (places + start * joint.multiple * inner[0].numel()).double()
