@@ -317,7 +317,7 @@ REFUSED: dict[str, Case] = {
     "view_in_place": refused("tensor of all chunks", filled),
     "over_a_layer": refused("view from before", over_a_layer),
     "counted_in_use": refused(
-        "used before",
+        "see each other",
         lambda net, x: x * net.calls + net.calls.add_(1),
         own=lambda: {"calls": torch.ones(())},
     ),

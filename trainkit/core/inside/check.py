@@ -18,7 +18,7 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, States, put_back
+from trainkit.core.inside.moment import Moment, States, put_back, settings_of
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,
@@ -120,17 +120,20 @@ def _plan(trial: Trial, sizes: Sizes) -> Plan:
 
 def _can_evaluate(trial: Trial, picked: Sequence[int], plan: Plan) -> bool:
     """Whether rows run without draws in evaluation mode, so that a row's place may
-    change. Else only the rows beside it do."""
-    trial.evaluates = True
+    change; in that mode it stays. Else only the rows beside it do."""
+    settings = settings_of(trial.cut.module)
+    for each in trial.cut.module.modules():
+        each.training = False
     try:
         found = trial.run(picked)
+        if not trial.has_drawn:
+            return len(found) == len(plan)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False  # it has no other mode
-    if not trial.has_drawn:
-        return len(found) == len(plan)
-    trial.evaluates, at = False, len(picked) // 2
+    put_back(trial.cut.module, settings)
+    at = len(picked) // 2
     found, alone = trial.run(picked), trial.run([picked[at]] * len(picked))
     for joint, one, other in zip(plan, found, alone, strict=True):
         if joint.dim is not None:

@@ -13,11 +13,10 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Cut
+from trainkit.core.inside.cut import Cut, nothing_around
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import refuse_module
-from trainkit.core.inside.replaced import nothing_around
 from trainkit.core.inside.rows import Arguments, Signature
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.cut import Cut
@@ -41,7 +42,6 @@ class Trial:
     Attributes:
         begun: the random states that each run begins with.
         has_graph: whether graphs are looked at too.
-        evaluates: whether it runs in evaluation mode.
         has_drawn: whether the last run drew random numbers.
         eps: the coarsest rounding of what graphs have saved.
     """
@@ -51,7 +51,7 @@ class Trial:
         self.begun = States(arguments.devices)
         self._shadows = cut.shadows(moment.parameters)
         self.has_graph = torch.is_grad_enabled()
-        self.evaluates = self.has_drawn = False
+        self.has_drawn = False
         self.eps = 0.0
 
     def run(self, rows: Sequence[int] | Chunk) -> list[Any]:
@@ -74,17 +74,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        """Random states as they were, and evaluation mode if that is compared."""
+        """Random states as they were, and whether they have moved."""
         self.begun.put_back()
-        modules = list(self.cut.module.modules()) if self.evaluates else []
-        modes = [(each, each.training) for each in modules]
-        for each, _ in modes:
-            each.training = False
-        try:
-            yield
-        finally:
-            for each, mode in modes:
-                each.training = mode
+        yield
         self.has_drawn = not self.begun.are(States(self.arguments.devices))
 
     def _given(self, rows: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
@@ -180,7 +172,7 @@ class Trial:
         for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
             with torch.enable_grad(), shadows.in_place(), self._again():
                 part = arguments.of(Chunk(start, stop), given)
-                with saved_tensors_hooks(_itself, _itself):  # not those around
+                with without_hooks():
                     fields = self.cut.run(arguments, part)[0]
                 pulled = [
                     (x.value, sign * _direction(x.value, joint, start))
@@ -217,10 +209,6 @@ def _are_alive(held: Sequence[weakref.ref[Any]]) -> bool:
     if any(each() is not None for each in held):
         gc.collect()
     return any(each() is not None for each in held)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _direction(value: Tensor, joint: Joint, start: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core._compat import keeps_graph
-from trainkit.core.inside.replaced import Node
+from trainkit.core.inside.cut import Node
 from trainkit.core.nested import Build
 from trainkit.core.tape.operations import (
     Chunk,

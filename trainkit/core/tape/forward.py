@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.cut import Replaced
 from trainkit.core.inside.moment import States
-from trainkit.core.inside.replaced import Replaced
 from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks

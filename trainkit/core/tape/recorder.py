@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainkit.core._compat import version_of
 from trainkit.core.batch_norm.statistics import statistics_of
@@ -23,11 +24,48 @@ from trainkit.core.tape.operations import (
     take_apart,
     tensors_in,
 )
-from trainkit.core.tape.rows import NumberOfRows
+from trainkit.core.tape.rows import Layout, NumberOfRows
 from trainkit.core.tape.statistics import Meeting, statistics_over
 from trainkit.core.tape.store import is_in_memory_of
-from trainkit.core.tape.values import Values
 from trainkit.errors import TrainkitError
+
+
+class Values:
+    """The values of the first chunk, and of the last one, which runs beside it.
+
+    Args:
+        layout: the chunks.
+        shared: the tensors that all chunks share.
+
+    Attributes:
+        dims: for each slot the dimension that has the rows, or the name of a function
+            that made one value of all rows.
+        last: the last chunk; None if there is but one.
+    """
+
+    def __init__(self, layout: Layout, shared: list[Tensor]) -> None:
+        self._slots: Any = WeakIdKeyDictionary()
+        self.dims: dict[int, int | str] = {}
+        self.last = Chunk({}, shared, is_small=True) if layout.last else None
+
+    def add(self, first: Tensor, last: Tensor, dim: int | str) -> int:
+        """A new slot, for which a tensor stands while Python holds it."""
+        slot = len(self.dims)
+        self._slots[first], self.dims[slot] = slot, dim
+        if self.last is not None:
+            values = self.last.values
+            for each in values.keys() - {*self._slots.values()}:
+                del values[each]
+            values[slot] = last
+        return slot
+
+    def slot_of(self, value: Any) -> int | None:
+        """The slot that a tensor stands for, if it is one of the batch's."""
+        return self._slots.get(value) if isinstance(value, Tensor) else None
+
+    def held(self) -> dict[int, Tensor]:
+        """The values of the first chunk, by their slots."""
+        return {slot: tensor for tensor, slot in self._slots.items()}
 
 
 class Recorder(TorchFunctionMode):
@@ -54,7 +92,6 @@ class Recorder(TorchFunctionMode):
         self._layout, self._surroundings = tape.layout, tape.surroundings
         self.values = Values(tape.layout, tape.fixed)
         self.cut: list[Tensor] = []
-        self._versions: list[int] = []
         self._places: dict[int, int] = {}
         self.is_within = False
 
@@ -99,7 +136,6 @@ class Recorder(TorchFunctionMode):
             place = self._places[id(tensor)] = len(tape.shared)
             tape.shared.append(tensor)  # and so it keeps its id
             tape.fixed.append(tensor.detach())
-            self._versions.append(_version(tensor))
         return Gap(place, is_shared=True)
 
     # ---- functions -------------------------------------------------------------------
@@ -118,8 +154,6 @@ class Recorder(TorchFunctionMode):
         depends = any(self.values.slot_of(each) is not None for each in parts)
         has_rows = any(isinstance(each, NumberOfRows) for each in parts)
         if not depends and not has_rows:
-            for each in tensors_in(written_by(name, args, kwargs)):
-                self._refuse_writing(each)
             return func(*args, **kwargs)
         self.is_within = True
         try:
@@ -140,13 +174,6 @@ class Recorder(TorchFunctionMode):
             return found(again, args, kwargs)
         finally:
             self.is_within = False
-
-    def _refuse_writing(self, tensor: Tensor) -> None:
-        """Refuse to write into what was written down to be used as it is."""
-        if any(is_in_memory_of(each, tensor) for each in self._tape.fixed):
-            shape = list(tensor.shape)
-            why = f"it changes a tensor of shape {shape} that was used before"
-            self.refuse("an in-place operation", why)
 
     def _asked(self, asked: Operation, args: Any, kwargs: Any) -> Any:
         """What Python may know of a value."""
@@ -290,8 +317,6 @@ class Recorder(TorchFunctionMode):
             found = statistics_over(*self._close_at(slot), ranks)
             meeting = Meeting(slot, places, settings, trains, *found, norm.eps, ranks)
             meeting.take(*weights)
-            for each in running:
-                self._refuse_writing(each)
             if running:
                 meeting.move(running, norm.momentum)
             first = last = meeting.normalised(norm.input)
@@ -341,9 +366,6 @@ class Recorder(TorchFunctionMode):
     def outputs(self) -> list[Tensor]:
         """What the call returns, of all chunks."""
         tape, layout, whole = self._tape, self._layout, {}
-        for each, version in zip(tape.fixed, self._versions, strict=True):
-            if _version(each) != version:  # unseen, or it was refused before
-                self._refuse_writing(each)
         for number, values in self._close({*tape.outputs}):
             for slot, dim in tape.outputs.items():
                 each = values[slot] if slot in values else tape.store.get(number, slot)

@@ -41,7 +41,9 @@ class Announce(Policy):
     the loader may say nothing, and a module the size of its windows later.
     """
 
-    def __init__(self, how: Literal["warn", "error"], *, min_samples: int) -> None:
+    def __init__(
+        self, how: Literal["warn", "error"] = "warn", *, min_samples: int
+    ) -> None:
         self._how = how
         self._min_samples = min_samples
         self._outcome = ""

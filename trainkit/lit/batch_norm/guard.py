@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.errors import TrainkitError
@@ -41,23 +41,24 @@ ELSEWHERE = {
 }
 """Where to go for what was a policy, or might be taken for one."""
 
-LEAST = {
-    "min_samples": 1,
-    "num_batches": 1,
-    "groups": 1,
+# What makes a policy, and the options that belong to it, with their defaults.
+POLICIES: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
+    "warn": (Announce, {}),
+    "error": (partial(Announce, "error"), {}),
+    "ignore": (Policy, {}),
+    "exact": (ExactStatistics, {"memory": None}),
+    "freeze": (Freeze, {"freeze_affine": False}),
+    "momentum": (Momentum, {}),
+    "recalibrate": (
+        Recalibrate,
+        {"num_batches": 200, "exact": True, "forward": None},
+    ),
+    "group_norm": (GroupNormInstead, {"groups": 32}),
 }
 
-# The options that belong to one policy, with their defaults.
-OWN: dict[str, dict[str, Any]] = {
-    "exact": {"memory": None},
-    "freeze": {"freeze_affine": False},
-    "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
-    "group_norm": {"groups": 32},
-}
 
-
-def check_options(policy: str, **options: Any) -> None:
-    """Check the arguments of `BatchNormGuard`.
+def make_policy(policy: str, min_samples: int, **options: Any) -> Policy:
+    """A policy of this name.
 
     Raises:
         TrainkitError: there is no such policy, an option is not a number as it should
@@ -65,25 +66,30 @@ def check_options(policy: str, **options: Any) -> None:
     """
     if policy in ELSEWHERE:
         raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
-    if policy not in get_args(PolicyName):
+    if policy not in POLICIES:
         raise TrainkitError(
-            f"BatchNormGuard policy: must be one of {list(get_args(PolicyName))}, "
-            f"received {policy!r}."
+            f"BatchNormGuard policy: must be one of {list(POLICIES)}, received "
+            f"{policy!r}."
         )
-    for name, least in LEAST.items():
-        value = options[name]
-        if not isinstance(value, numbers.Integral) or value < least:
+    numbers_ = {"min_samples": min_samples, **options}
+    for name in ("min_samples", "num_batches", "groups"):
+        value = numbers_[name]
+        if not isinstance(value, numbers.Integral) or value < 1:
             raise TrainkitError(
-                f"BatchNormGuard {name}: must be a whole number of at least {least}, "
+                f"BatchNormGuard {name}: must be a whole number of at least 1, "
                 f"received {value!r}."
             )
-    for owner, defaults in OWN.items():
+    for owner, (_, defaults) in POLICIES.items():
         for name, default in defaults.items():
             if owner != policy and options[name] != default:
                 raise TrainkitError(
                     f"BatchNormGuard {name}: it belongs to the policy {owner!r}, and "
                     f"the policy is {policy!r}. Leave it out, or take that policy."
                 )
+    make, own = POLICIES[policy]
+    if policy in ("warn", "error"):
+        return make(min_samples=min_samples)
+    return make(**{name: options[name] for name in own})
 
 
 class BatchNormGuard(OrderedCallback):
@@ -140,9 +146,10 @@ class BatchNormGuard(OrderedCallback):
         memory: Any = None,
     ) -> None:
         super().__init__()
-        check_options(
+        self.policy = policy
+        self._policy = make_policy(
             policy,
-            min_samples=min_samples,
+            min_samples,
             freeze_affine=freeze_affine,
             num_batches=num_batches,
             exact=exact,
@@ -150,27 +157,6 @@ class BatchNormGuard(OrderedCallback):
             groups=groups,
             memory=memory,
         )
-        if memory is not None:
-            warnings.warn(
-                "BatchNormGuard('exact'): memory= has no effect any more, and goes "
-                "with the next release. A window takes the memory of one chunk; leave "
-                "memory= out.",
-                stacklevel=2,
-            )
-        made: dict[str, Callable[[], Policy]] = {
-            "warn": lambda: Announce("warn", min_samples=min_samples),
-            "error": lambda: Announce("error", min_samples=min_samples),
-            "ignore": Policy,
-            "exact": ExactStatistics,
-            "freeze": lambda: Freeze(affine=freeze_affine),
-            "momentum": Momentum,
-            "recalibrate": lambda: Recalibrate(
-                num_batches=num_batches, exact=exact, forward=forward
-            ),
-            "group_norm": lambda: GroupNormInstead(groups=groups),
-        }
-        self.policy = policy
-        self._policy = made[policy]()
         self._layers: dict[str, BatchNorm] = {}
         self._num_layers = 0
         self._window: int | None = None  # loader batches in a full window

@@ -66,8 +66,8 @@ class Freeze(Policy):
     A `train()` by Lightning or by the user does not change that.
     """
 
-    def __init__(self, *, affine: bool) -> None:
-        self._affine = affine
+    def __init__(self, *, freeze_affine: bool) -> None:
+        self._affine = freeze_affine
         self._parameters: list[nn.Parameter] = []
         self._layers: list[BatchNorm] = []
 

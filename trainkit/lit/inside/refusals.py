@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.inside.replaced import Around
+from trainkit.core.inside.cut import Around
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import WindowOwner
