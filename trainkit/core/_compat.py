@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -30,23 +32,35 @@ def keeps_graph() -> bool:
     return vars(torch._C)["_autograd"]._get_current_graph_task_keep_graph()
 
 
-class Looking(TorchDispatchMode):
-    """Within it, a function is given the arguments of each operator, also of those
-    that a TorchFunctionMode does not see: in scripts, transforms and extensions.
+class Operators(TorchDispatchMode):
+    """Within it, a function runs each operator, also those of which a TorchFunctionMode
+    sees nothing.
 
     Args:
-        look: at an operator's name and arguments.
+        run: an operator with its arguments.
     """
 
-    def __init__(self, look: Callable[[str, Any], None]) -> None:
+    def __init__(self, run: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._look = look
+        self._run = run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self._look(str(func), args)
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+
+def without_hooks() -> AbstractContextManager[None]:
+    """A context whose graphs do not pass the hooks on saved tensors that are around, as
+    checkpoints have them."""
+    top = vars(torch._C)["_autograd"]._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def is_transformed() -> bool:

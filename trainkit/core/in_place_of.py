@@ -22,21 +22,37 @@ Own = TypeVar("Own", bound="InPlaceOf")
 class InPlaceOf(nn.Module):
     """Can be called in a module's place, and has its parameters and state.
 
+    `remove`, or the end of a `with` block, gives the module its own forward back.
+
     Args:
         module: for which it stands.
+        forward: what stands in place of its forward.
     """
 
     _stands_for: Any
+    _forward: Any
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Any) -> None:
         super().__init__()
         vars(self)["_stands_for"] = module  # not a part of this one
+        self._forward = forward
+        forward.install()
         for held in SHARED:
             vars(self)[held] = vars(module)[held]
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._stands_for(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        self._forward.remove()
+
+    def __enter__(self) -> nn.Module:
+        return self._stands_for
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
 
     def _save_to_state_dict(self, *args: Any) -> None:  # pyright: ignore
         self._stands_for._save_to_state_dict(*args)

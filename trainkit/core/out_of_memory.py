@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Found = TypeVar("Found")
 
 RECOGNISED = (
     # The CPU allocator (c10/core/impl/alloc_cpu.cpp): on POSIX, then on Windows.
@@ -73,6 +77,28 @@ def release(error: BaseException) -> None:
     except RuntimeError as at_emptying:  # which can itself run out of memory
         if not is_out_of_memory(at_emptying):
             raise
+
+
+def in_smaller_parts(
+    attempt: Callable[[], Found],
+    make_smaller: Callable[[], bool],
+    put_back: Callable[[], object],
+) -> Found:
+    """What an attempt gives; where memory runs out it begins again, in smaller parts.
+
+    Args:
+        attempt: what is tried.
+        make_smaller: lets the next one take less memory; returns False if none can.
+        put_back: makes all as it was before the attempt.
+    """
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not (is_out_of_memory(error) and make_smaller()):
+                raise
+            release(error)
+        put_back()
 
 
 def _ran_out(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked
-from trainkit.core.inside.cut import Shadows
+from trainkit.core.inside.shadows import Shadows
 
 X, LABELS = batch(40)
 

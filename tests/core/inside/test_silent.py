@@ -80,6 +80,11 @@ def centred(h: Tensor) -> Tensor:
     return h.detach() + middle - middle.detach()
 
 
+def beside(h: Tensor) -> Tensor:
+    """Nothing, whose gradient depends on rows."""
+    return h.square().mean() - h.square().mean().detach()
+
+
 MIXING: dict[str, Any] = {
     "normed": function(lambda given: given / given.norm()),
     "balanced": lambda h: Balanced.apply(h, 0.01 * h.mean(0).square().sum()),
@@ -103,6 +108,21 @@ def test_a_backward_pass_that_sees_rows_is_refused(
         off(net, of=cut)
     monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
     assert off(net, of=cut) > NAIVE  # the control: its forward pass shows nothing
+
+
+def test_a_value_without_rows_whose_gradient_sees_them_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = twin(Net(lambda net, x: (net.plain(x), beside(net.body(x)))))
+
+    def both(net: Any) -> Tensor:
+        out, more = net(X)
+        return nt_xent(out, LABELS) + more
+
+    with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
+        off(net, both)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
+    assert off(net, both) > NAIVE
 
 
 def test_what_backward_passes_draw_is_never_the_same() -> None:

@@ -274,7 +274,7 @@ def test_a_device_is_not_waited_for_but_at_the_next_call_or_the_end() -> None:
     with mock.patch.object(tokens_module, "runs_later", return_value=True):
         cut = Chunked(net, tokens=TOKENS)
         gradient(net, unmasked)
-        check: Any = cut._cut.by_tokens
+        check: Any = cut._forward.by_tokens
         assert len(check._unread) == 1
         assert not copy.deepcopy(check)._unread
         with pytest.raises(TrainkitError, match="at padding is used by the loss"):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainkit.core.noise.blocks import Blocks
 from trainkit.core.noise.estimate import NoiseEstimate
 
 DIMENSIONS = 64
@@ -74,9 +73,5 @@ def as_if_equal(windows: Tensor, micro_batches: int) -> Tensor:
     return equal
 
 
-def estimate_of(windows: Tensor, last: int = 160) -> NoiseEstimate | None:
-    blocks = Blocks(last)
-    for window in windows:
-        blocks.add(window)
-    assert blocks.table is not None
-    return NoiseEstimate.of(blocks.table.tolist())
+def estimate_of(windows: Tensor) -> NoiseEstimate | None:
+    return NoiseEstimate.of(windows.tolist())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.core.noise.simulated import Setting, as_if_equal, estimate_of
+from trainkit.core.noise import estimate
 from trainkit.core.noise.estimate import (
     COLUMNS,
     NoiseEstimate,
@@ -76,13 +77,16 @@ def test_long_gradients_at_the_beginning_do_not_outweigh_later_ones() -> None:
     assert found is not None
     assert later is not None
     assert found.samples == pytest.approx(later.samples, rel=0.5)
-    plain = NoiseEstimate.of(_plain(windows))
+    with mock.patch.object(estimate, "_in_units", lambda windows: windows):
+        plain = estimate_of(windows)
     assert plain is not None
     assert plain.samples < 0.2 * later.samples  # the control
 
 
-def _plain(windows: Tensor) -> list[list[float]]:
-    return torch.stack([each.sum(0) for each in windows.split(8)]).tolist()
+def test_a_long_gradient_moves_the_unit_by_a_quarter_of_the_way() -> None:
+    windows = [[squared, *[1.0] * 6] for squared in (1.0, 101.0, 1.0)]
+    squares = [window[0] for window in estimate._in_units(windows)]
+    assert squares == pytest.approx([1, 101, 1 / 26])
 
 
 def test_without_an_upper_end_it_is_at_least_the_lower_one() -> None:

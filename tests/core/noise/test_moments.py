@@ -27,6 +27,9 @@ def micro_batches(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Tensor]]:
     return [pad(SAMPLES[end - n : end]) for end, n in zip(ends, sizes, strict=True)]
 
 
+BATCHES = micro_batches()
+
+
 class Tied(nn.Module):
     """Its embedding is its head, and a part of it is frozen."""
 
@@ -86,11 +89,6 @@ def expected(contributions: Tensor, weights: list[float], samples: float) -> Ten
     )
 
 
-def newest(moments: NoiseMoments) -> Tensor:
-    assert moments.newest is not None
-    return moments.newest
-
-
 def measure(
     net: nn.Module,
     batches: list[Any],
@@ -122,7 +120,7 @@ def measure(
     samples = sum(len(batch["ids"]) for batch in batches)
     moments.add(stats, samples=samples)
     gradient = torch.cat([p.grad.flatten() for p in trained(net) if p.grad is not None])
-    return newest(moments), gradient
+    return moments.table[-1], gradient
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -181,7 +179,7 @@ def test_gradients_not_yet_unscaled_need_the_scale() -> None:
             accumulator.backward(loss, batch, backward=_scaled(scaler))
         stats = accumulator.finish(list(net.parameters()))
         moments.add(stats, samples=1, scale=scale)
-        rows.append(newest(moments))
+        rows.append(moments.table[-1])
         net.zero_grad()
     plain, _ = measure(TokenNet(), batches)
     assert off(rows[0][:5], plain[:5]) < CLOSE
@@ -235,7 +233,7 @@ def test_a_gradient_in_parts_is_not_measured() -> None:
     for batch in batches:
         accumulator.backward(token_loss(net, batch), batch)
     moments.add(accumulator.finish(list(net.parameters())), samples=20)
-    assert not newest(moments).any()
+    assert not moments.table[-1].any()
     assert "use_reentrant=False makes it one" in (moments.why_not or "")
 
 
@@ -272,7 +270,7 @@ def test_parameters_that_an_optimizer_gets_later_are_measured() -> None:
         for batch in batches:
             accumulator.backward(token_loss(net, batch), batch)
         moments.add(accumulator.finish(optimizer), samples=sum(SIZES))
-        rows.append(newest(moments))
+        rows.append(moments.table[-1])
         net.zero_grad()
         if len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": others})
@@ -282,34 +280,100 @@ def test_parameters_that_an_optimizer_gets_later_are_measured() -> None:
     assert off(rows[0][:2], wanted[:2]) > 0.01  # the control
 
 
-# ---- an open window in a checkpoint --------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------
 
 
-def test_an_open_window_resumes_to_the_bit() -> None:
-    batches = micro_batches()
-    rows = []
-    for is_resumed in (False, True):
-        net = TokenNet()
-        accumulator = Accumulator(PerToken(), module=net)
-        moments = NoiseMoments(accumulator, list(net.parameters()))
-        for _ in range(2):
-            moments.watch()
-            for place, batch in enumerate(batches):
-                accumulator.backward(token_loss(net, batch), batch)
-                if is_resumed and place == 2:
-                    saved = copy.deepcopy(
-                        [accumulator.state_dict(), moments.state_dict()]
-                    )
-                    moments.stop()
-                    net.zero_grad()
-                    accumulator = Accumulator(PerToken(), module=net)
-                    moments = NoiseMoments(accumulator, list(net.parameters()))
-                    accumulator.load_state_dict(saved[0])
-                    moments.load_state_dict(saved[1])
-            moments.add(accumulator.finish(list(net.parameters())), samples=20)
-            net.zero_grad()
-        rows.append(moments.table)
-    assert torch.equal(*rows)
+class Training:
+    """A net whose windows can be measured."""
+
+    def __init__(self, last: int = 160) -> None:
+        self.net = TokenNet()
+        self.accumulator = Accumulator(PerToken(), module=self.net, nonfinite="allow")
+        self.moments = NoiseMoments(
+            self.accumulator, list(self.net.parameters()), last=last
+        )
+
+    def run(self, *batches: dict[str, Tensor], factor: float = 1.0) -> None:
+        for batch in batches:
+            loss = factor * token_loss(self.net, batch)
+            self.accumulator.backward(loss, batch)
+
+    def added(self) -> Tensor:
+        stats = self.accumulator.finish(list(self.net.parameters()))
+        self.moments.add(stats, samples=sum(SIZES))
+        self.net.zero_grad()
+        return self.moments.table[-1]
+
+    def window(self, factor: float = 1.0) -> Tensor:
+        self.moments.watch()
+        self.run(*BATCHES, factor=factor)
+        return self.added()
+
+
+def test_the_last_windows_are_kept_and_resumed() -> None:
+    training, resumed = Training(last=3), Training(last=3)
+    rows = [training.window(1 + n) for n in range(4)]
+    assert torch.equal(training.moments.table, torch.stack(rows[1:]))
+    resumed.moments.load_state_dict(copy.deepcopy(training.moments.state_dict()))
+    for each in (training, resumed):
+        each.window(9.0)
+    assert torch.equal(training.moments.table, resumed.moments.table)
+
+
+def test_a_pass_that_is_run_again_counts_once() -> None:
+    training = Training()
+    plain = training.window()
+    training.moments.watch()
+    training.run(*BATCHES[:2])
+    kept = training.accumulator.window.copy()
+    gradients = [
+        p.grad.clone() for p in training.net.parameters() if p.grad is not None
+    ]
+    training.run(BATCHES[4])  # too much for the memory, say
+    for parameter, gradient in zip(training.net.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    training.accumulator.rewind(kept)
+    training.run(*BATCHES[2:])
+    assert torch.equal(training.added(), plain)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_window_whose_beginning_was_not_seen_does_not_count(is_resumed: bool) -> None:
+    """It is watched too late, or carried over by a checkpoint."""
+    training = Training()
+    training.run(BATCHES[0])
+    if is_resumed:
+        state, training = training.accumulator.state_dict(), Training()
+        training.accumulator.load_state_dict(state)
+    training.moments.watch()
+    training.run(*BATCHES[1:])
+    assert not training.added().any()
+    assert training.window().all()  # the control
+
+
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_a_window_without_finite_gradients_does_not_count(factor: float) -> None:
+    """As a gradient scaler's first ones may be."""
+    found = []
+    for has_broken in (False, True):
+        training = Training()
+        for number in range(8):
+            if has_broken and number == 3:
+                assert not training.window(factor).any()
+            training.window()
+        found.append(training.moments.estimate())
+    assert found[0] == found[1] is not None
+
+
+def test_a_dropped_window_leaves_nothing() -> None:
+    training = Training()
+    plain = training.window()
+    training.moments.watch()
+    training.run(*BATCHES[:2])
+    training.accumulator.drop()
+    training.net.zero_grad()
+    training.run(*BATCHES)
+    assert torch.equal(training.added(), plain)
 
 
 # ---- wrong use -----------------------------------------------------------------------

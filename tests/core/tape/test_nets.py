@@ -19,6 +19,7 @@ from tests.core.tape.common import (
     off_by,
     step,
 )
+from tests.core.tape.resnet import resnet
 from trainkit import exact_batch_norm
 
 CUT = sorted(set(CASES) - {"a_layer"})
@@ -77,3 +78,15 @@ def test_running_statistics_of_later_batches() -> None:
         any_loss([net(x)]).backward()
     for one, other in zip(own.buffers(), big.buffers(), strict=True):
         assert off_by([one], [other]) <= EXACT
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_rounding_in_a_deep_net_is_no_link_between_rows(
+    precision: torch.dtype,
+) -> None:
+    """In its own precision its gradients would differ by a hundredth, or by all."""
+    torch.manual_seed(0)
+    net = exact_batch_norm(resnet(), size=5)
+    with torch.autocast("cpu", enabled=precision is torch.bfloat16):
+        assert net(torch.randn(11, 3, 64, 64)).isfinite().all()
+    assert all(p.dtype is torch.float32 for p in net.parameters())

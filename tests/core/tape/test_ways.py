@@ -16,6 +16,7 @@ from tests.core.tape.common import EXACT, gradients, off_by, state, summed
 from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
 from tests.core.tape.ways import FOREIGN, Case
 from trainkit import exact_batch_norm
+from trainkit.core.tape import forward
 from trainkit.errors import TrainkitError
 
 X = images(9)
@@ -73,6 +74,18 @@ def test_what_cannot_be_repeated_is_refused(name: str) -> None:
         steps(case, 4)
     ways.GLOBAL["kept"] = None
     assert torch.autograd.Function.apply.__func__.__qualname__ == "Function.apply"
+
+
+SILENT = "normed_backward", "straight_through", "reading"
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_few_rows_show_would_be_wrong(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "check", lambda *_: None)
+    case = REFUSED[name]
+    assert off_by(steps(case, 4)[0], steps(case, None)[0]) > 1e-3
 
 
 def test_a_layer_in_a_checkpoint_moves_its_statistics_once() -> None:

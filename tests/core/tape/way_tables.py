@@ -31,15 +31,18 @@ from tests.core.tape.ways import (
     hook,
     in_half,
     listed,
+    normed_backward,
     on_shape,
     over_a_layer,
     overwriting,
     put,
+    reading,
     refused,
     rewritten,
     rows,
     scaled,
     spectrum,
+    straight_through,
     summing,
     turn_on,
     twice_as,
@@ -227,6 +230,9 @@ REFUSED: dict[str, Case] = {
     "einsum": refused(
         "all rows", lambda net, x: x + torch.einsum("bchw,bchw->chw", x, x)
     ),
+    "normed_backward": refused("see each other", normed_backward),
+    "straight_through": refused("see each other", straight_through),
+    "reading": refused("Python reads values", reading),
     "native": refused(
         "only functional.batch_norm",
         lambda net, x: torch.native_batch_norm(
@@ -281,7 +287,7 @@ REFUSED: dict[str, Case] = {
         lambda net, x: Calling.apply(net.body, x),
         own=lambda: {"body": nn.Tanh()},
     ),
-    "vmap": refused("aten.sin", lambda net, x: torch.vmap(torch.sin)(x)),
+    "vmap": refused("Python reads values", lambda net, x: torch.vmap(torch.sin)(x)),
     "generator": refused(
         "generator=",
         lambda net, x: x * torch.rand(x.shape, generator=torch.Generator()),
@@ -311,7 +317,7 @@ REFUSED: dict[str, Case] = {
     "view_in_place": refused("tensor of all chunks", filled),
     "over_a_layer": refused("view from before", over_a_layer),
     "counted_in_use": refused(
-        "used before",
+        "see each other",
         lambda net, x: x * net.calls + net.calls.add_(1),
         own=lambda: {"calls": torch.ones(())},
     ),

@@ -216,6 +216,46 @@ class Calling(torch.autograd.Function):
         return None, gradient
 
 
+class Told(torch.autograd.Function):
+    """What it does with gradients is given."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Any, x: Tensor) -> Tensor:
+        ctx.act = act[0]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        return None, ctx.act(gradient)
+
+
+def normed_backward(net: Any, x: Tensor) -> Tensor:
+    return Told.apply([lambda gradient: gradient / gradient.norm()], x)
+
+
+def straight_through(net: Any, x: Tensor) -> Tensor:
+    """Its values do not see other rows, its gradient does."""
+    other = x.flip(0)
+    return x + other - other.detach()
+
+
+class Reading(torch.autograd.Function):
+    """Keeps a number that it reads from values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        GLOBAL["read"] = float(x.abs().mean())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return gradient
+
+
+def reading(net: Any, x: Tensor) -> Tensor:
+    return Reading.apply(x) + GLOBAL["read"] * x.sin()
+
+
 def on_shape(net: Any, x: Tensor) -> Tensor:
     if x.dim() != 4 or x.ndim != 4 or len(x.shape) != 4 or x.is_cuda:
         raise ValueError(x.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close
-from trainkit.core.inside.cut import Cut, Shadows, strangers_of
+from trainkit.core.inside.cut import Cut, Node
 from trainkit.core.inside.moment import Moment, States, versions_of
 from trainkit.core.inside.outputs import Joined, Plan
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import Shadows, strangers_of
 from trainkit.core.nested import Build
-from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.errors import TrainkitError
 
 SAVED = object()
@@ -47,11 +48,10 @@ class Call:
             the module's name, before the backward pass.
 
     Attributes:
-        values: the arguments, without the tensors that autograd holds.
-        trained: the places of the arguments that get a gradient.
+        name: of the module, for messages.
         build: makes the output of its leaves.
-        differentiable: which leaves of the output have a gradient.
-        leaves: of the output, as made in the forward pass.
+        saved: the tensors among the arguments, until autograd holds them.
+        differentiable: which tensors of the output have a gradient.
         chunks: in which its rows have run.
     """
 
@@ -65,89 +65,95 @@ class Call:
         is_checked: bool = False,
         watch: Callable[..., None] | None = None,
     ) -> None:
-        self._cut, self._plan = cut, plan
+        self._cut, self._plan, self._moment, self.name = cut, plan, moment, cut.name
         self._arguments = replace(arguments, values=[])  # they are held once
-        self._is_checked, self._watch, self.moment = is_checked, watch, moment
-        self.values: list[Any] = arguments.values
-        self.trained = [
+        self._is_checked, self._watch = is_checked, watch
+        self._values: list[Any] = arguments.values
+        self._trained = [
             i
             for i, each in enumerate(arguments.values)
             if isinstance(each, Tensor) and each.requires_grad
         ]
         self.build: Build | None = None
-        self.differentiable: list[bool] = []
-        self.leaves: list[Any] = []
+        self.saved: Sequence[Tensor] = ()
+        self._has_gradient: list[bool] = []  # by the leaves of the output
+        self._tensors: list[int] = []  # the places of those that are tensors
         self.chunks: list[Chunk] = []
         self._kept: dict[Chunk, Graph] = {}
         self._first: list[Any] | None = None
 
+    @property
+    def differentiable(self) -> list[bool]:
+        return [self._has_gradient[i] for i in self._tensors]
+
     @cached_property
-    def shadows(self) -> Shadows:
-        """What stands for the parameters that train."""
-        return self._cut.shadows(self.moment.parameters)
+    def _shadows(self) -> Shadows:
+        return self._cut.shadows(self._moment.parameters)
+
+    def _states(self) -> States:
+        return States(self._arguments.devices)
 
     # ---- forward ---------------------------------------------------------------------
 
-    def forward(self, *, has_graph: bool) -> list[Any]:
-        """Run all chunks, and join the leaves of their outputs.
-
-        Args:
-            has_graph: whether the last chunks run with a graph, which shows what of the
-                output has a gradient.
-        """
-        cut, values = self._cut, self.values
-        versions, joined = versions_of(values), None
-        begun = States(self._arguments.devices)
-        while joined is None:
-            try:
-                joined = self._run(values, has_graph=has_graph)
-            except Exception as error:
-                if not (is_out_of_memory(error) and self._halves()):
-                    raise
-                release(error)
-                begun.put_back()
-        self.moment.check_state()
+    def leaves(self) -> list[Any]:
+        """Run all chunks; the leaves of the output. With gradients on, the last chunks
+        run with a graph, which shows what of the output has a gradient."""
+        values, has_graph = self._values, torch.is_grad_enabled()
+        versions = versions_of(values)
+        run = partial(self._run, values, has_graph=has_graph)
+        with torch.no_grad():
+            joined = in_smaller_parts(run, self._halves, self._states().put_back)
+        self._moment.check_state()
         if versions != versions_of(values):
             raise TrainkitError(
-                f"{cut.name}: its forward pass must not change its arguments in "
+                f"{self.name}: its forward pass must not change its arguments in "
                 f"place, since it runs once more in the backward pass. Give it a "
                 f"clone(), or name a module within it."
             )
-        return joined.values
+        leaves = joined.values
+        trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
+        if not (has_graph and trained):
+            return leaves
+        self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.saved = [x for x in values if isinstance(x, Tensor)]
+        self._values = [SAVED if isinstance(x, Tensor) else x for x in values]
+        outputs: Any = Node.apply(self, [leaves[i] for i in self._tensors], *trained)
+        for place, output in zip(self._tensors, outputs, strict=True):
+            leaves[place] = output
+        return leaves
 
     def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
         cut, arguments = self._cut, self._arguments
         by_length = arguments.by_length
         width = by_length.width if by_length else 0
-        joined = Joined(self._plan, arguments.rows, cut.name, width)
+        joined = Joined(self._plan, arguments.rows, self.name, width)
         self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
         self._kept, self._first = {}, None
-        self.differentiable = [False] * len(self._plan)
+        self._has_gradient = [False] * len(self._plan)
         without = len(self.chunks) - has_graph * max(cut.keep, 1)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = States(self._arguments.devices)
+            chunk.states = self._states()
             if number >= without:
                 outputs = self._with_graph(chunk, values)
             else:
-                with torch.no_grad():
-                    outputs = self._outputs(chunk, arguments.of(chunk, values))
+                outputs = self._outputs(chunk, arguments.of(chunk, values))
             if self._is_checked and not number and chunk not in self._kept:
                 self._first = [_copied(each) for each in outputs]
             joined.add(chunk, outputs)
-        self._ended = States(self._arguments.devices)
+        self._ended = self._states()
         return joined
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if not self._kept and torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
-        with self.shadows.in_place():
+        with self._shadows.in_place():
             graph = self._graph(chunk, values)
-        known = [*self.shadows.own, *graph.leaves.values()]
-        strangers_of(graph.outputs, known, self._cut.name)
+        known = [*self._shadows.own, *graph.leaves.values()]
+        strangers_of(graph.outputs, known, self.name)
         for index, each in enumerate(graph.outputs[: len(self._plan)]):
             if isinstance(each, Tensor) and each.requires_grad:
-                self.differentiable[index] = True
+                self._has_gradient[index] = True
         if self._cut.keep:
             self._kept[chunk] = graph
         return graph.outputs
@@ -164,7 +170,7 @@ class Call:
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
         given, leaves = self._arguments.of(chunk, values), {}
-        for index in self.trained:
+        for index in self._trained:
             leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
             return Graph(self._outputs(chunk, given), leaves)
@@ -172,38 +178,33 @@ class Call:
     # ---- backward --------------------------------------------------------------------
 
     def backward(
-        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
+        self, saved: Sequence[Tensor], given: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """One gradient for each parameter that trains, then for each argument.
 
         Args:
-            values: the arguments.
-            gradients: of the leaves of the output.
+            saved: the tensors among the arguments.
+            given: the gradients of the tensors of the output.
         """
-        if torch.is_grad_enabled():
-            raise TrainkitError(
-                f"{self._cut.name}: it runs in chunks, so that its gradient has no "
-                f"gradient of its own, which create_graph=True asks for. Name another "
-                f"module to cut, or leave out the gradient penalty."
-            )
-        self.moment.check_weights()
+        self._moment.check_weights()
+        tensors, now = iter(saved), self._states()
+        values = [next(tensors) if each is SAVED else each for each in self._values]
+        gradients: list[Tensor | None] = [None] * len(self._plan)
+        for place, gradient in zip(self._tensors, given, strict=True):
+            gradients[place] = gradient
         if self._watch is not None:
-            self._watch(gradients, self._plan, self.chunks, self._cut.name)
-        shadows, now = self.shadows, States(self._arguments.devices)
-        kept, self._kept = self._kept, {}
-        found = None
+            self._watch(gradients, self._plan, self.chunks, self.name)
+        shadows, (kept, self._kept) = self._shadows, (self._kept, {})
+
+        def begin_again() -> None:
+            kept.clear()
+            shadows.clear()
+            now.put_back()
+
+        run = partial(self._pass, values, gradients, kept)
         try:
-            with self.moment.again(), shadows.in_place():
-                while found is None:
-                    try:
-                        found = self._pass(values, gradients, kept)
-                    except Exception as error:
-                        if not (is_out_of_memory(error) and self._may_begin_again()):
-                            raise
-                        release(error)
-                        kept.clear()
-                        shadows.clear()
-                        now.put_back()
+            with self._moment.again(), shadows.in_place():
+                found = in_smaller_parts(run, self._may_begin_again, begin_again)
                 of_parameters = shadows.gradients()
         except BaseException:
             now.put_back()
@@ -211,7 +212,7 @@ class Call:
         finally:
             shadows.clear()
         of_arguments = [
-            found[i].to(values[i].dtype) if i in found else None for i in self.trained
+            found[i].to(values[i].dtype) if i in found else None for i in self._trained
         ]
         return [*of_parameters, *of_arguments]
 
@@ -229,7 +230,7 @@ class Call:
         found: dict[int, Tensor] = {}
         draws = not self.chunks[0].states.are(self._ended)
         for chunk in reversed(self.chunks):  # the last comes first: it may be kept
-            now = States(self._arguments.devices) if draws else None
+            now = self._states() if draws else None
             graph = kept.pop(chunk, None)
             if graph is None:
                 if draws:
@@ -250,10 +251,10 @@ class Call:
         for one, other in zip(before, graph.outputs, strict=True):
             if isinstance(one, Tensor) and not are_close(one, other):
                 raise TrainkitError(
-                    f"{self._cut.name}: a chunk of rows gives other outputs when it "
-                    f"runs again in the backward pass. Its forward must not change "
-                    f"anything that it depends on, and must not draw from a generator "
-                    f"of its own. Name a module within it that does not."
+                    f"{self.name}: a chunk of rows gives other outputs when it runs "
+                    f"again in the backward pass. Its forward must not change anything "
+                    f"that it depends on, and must not draw from a generator of its "
+                    f"own. Name a module within it that does not."
                 )
         return graph
 
@@ -274,14 +275,14 @@ class Call:
         """Run the backward pass of a chunk."""
         outputs, given = [], []
         for output, joint, gradient, is_expected in zip(
-            graph.outputs, self._plan, gradients, self.differentiable, strict=True
+            graph.outputs, self._plan, gradients, self._has_gradient, strict=True
         ):
             if not (isinstance(output, Tensor) and output.requires_grad):
                 continue
             if not is_expected:
                 raise TrainkitError(
-                    f"{self._cut.name}: {joint.name} has a gradient in some chunks of "
-                    f"rows and none in others. Name a module within it, or around it."
+                    f"{self.name}: {joint.name} has a gradient in some chunks of rows "
+                    f"and none in others. Name a module within it, or around it."
                 )
             if joint.dim is not None and gradient is not None:
                 gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
@@ -312,45 +313,6 @@ class Call:
                 found[index] = torch.zeros_like(value, dtype=dtype)
             padded = self._arguments.padded[index]
             chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
-
-
-class Run(torch.autograd.Function):
-    """A call as autograd sees it: one node, whose inputs are all that trains."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *trained: Tensor) -> tuple[Tensor, ...]:
-        values = call.values
-        ctx.call, call.leaves = call, call.forward(has_graph=True)
-        # Saved, they raise as usual if they are changed before the backward pass.
-        ctx.save_for_backward(*[v for v in values if isinstance(v, Tensor)])
-        call.values = [SAVED if isinstance(v, Tensor) else v for v in values]
-        ctx.set_materialize_grads(False)
-        ctx.outputs = [i for i, v in enumerate(call.leaves) if isinstance(v, Tensor)]
-        tensors = [call.leaves[i] for i in ctx.outputs]
-        pairs = zip(tensors, ctx.outputs, strict=True)
-        plain = [each for each, i in pairs if not call.differentiable[i]]
-        ctx.mark_non_differentiable(*plain)
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        values = [next(saved) if v is SAVED else v for v in ctx.call.values]
-        gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
-        for place, gradient in zip(ctx.outputs, given, strict=True):
-            gradients[place] = gradient
-        return (None, *ctx.call.backward(values, gradients))
-
-
-def leaves_in_chunks(call: Call) -> list[Any]:
-    """The leaves of the output of a call that has not run, whose rows run in chunks."""
-    trained = [*call.moment.parameters, *[call.values[i] for i in call.trained]]
-    if not (torch.is_grad_enabled() and trained):
-        return call.forward(has_graph=torch.is_grad_enabled())
-    outputs = iter(Run.apply(call, *trained))  # type: ignore[arg-type]
-    leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
-    call.leaves = []
-    return leaves
 
 
 def _copied(value: Any) -> Any:

@@ -18,7 +18,7 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, put_back
+from trainkit.core.inside.moment import Moment, States, put_back, settings_of
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,
@@ -31,7 +31,7 @@ from trainkit.core.inside.outputs import (
 from trainkit.core.inside.refusals import refuse_module, refusing
 from trainkit.core.inside.rows import Arguments, ByLength
 from trainkit.core.inside.trial import Trial
-from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
 
@@ -52,23 +52,25 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
             f'BatchNormGuard("exact"), or name a module without it.'
         )
     refuse_module(cut.module, cut.name)
-    sums = moment.sums()
-    while True:
+    sums, begun = moment.sums(), States(arguments.devices)
+
+    def put_all_back() -> None:
+        begun.put_back()
+        put_back(cut.module, moment.settings)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+
+    def run() -> Plan:
         trial = Trial(cut, arguments, moment)
-        try:
-            with refusing(cut.module, cut.name, arguments, moment):
-                plan = _plan(trial, sizes)
-            moment.check_state(sums)
-            return plan
-        except Exception as error:
-            if not is_out_of_memory(error) or not sizes.halve(arguments.rows):
-                raise
-            release(error)
-        finally:  # the module, and what draws, are as before
-            trial.begun.put_back()
-            put_back(cut.module, moment.settings)
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()
+        with refusing(cut.module, cut.name, arguments, moment):
+            plan = _plan(trial, sizes)
+        moment.check_state(sums)
+        return plan
+
+    try:
+        return in_smaller_parts(run, lambda: sizes.halve(arguments.rows), put_all_back)
+    finally:
+        put_all_back()
 
 
 def _plan(trial: Trial, sizes: Sizes) -> Plan:
@@ -118,17 +120,20 @@ def _plan(trial: Trial, sizes: Sizes) -> Plan:
 
 def _can_evaluate(trial: Trial, picked: Sequence[int], plan: Plan) -> bool:
     """Whether rows run without draws in evaluation mode, so that a row's place may
-    change. Else only the rows beside it do."""
-    trial.evaluates = True
+    change; in that mode it stays. Else only the rows beside it do."""
+    settings = settings_of(trial.cut.module)
+    for each in trial.cut.module.modules():
+        each.training = False
     try:
         found = trial.run(picked)
+        if not trial.has_drawn:
+            return len(found) == len(plan)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False  # it has no other mode
-    if not trial.has_drawn:
-        return len(found) == len(plan)
-    trial.evaluates, at = False, len(picked) // 2
+    put_back(trial.cut.module, settings)
+    at = len(picked) // 2
     found, alone = trial.run(picked), trial.run([picked[at]] * len(picked))
     for joint, one, other in zip(plan, found, alone, strict=True):
         if joint.dim is not None:

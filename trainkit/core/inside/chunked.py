@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -72,17 +71,6 @@ class Chunked(InPlaceOf):
                 f"{name}: lengths={lengths!r} is for a budget of tokens, and none was "
                 f"given. Add tokens=, or leave out lengths."
             )
-        super().__init__(module)
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
-        self._cut = ChunkedForward(module, name, Sizes(size), keep, shared, by_tokens)
-        self._cut.install()
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        self._cut.remove()
-
-    def __enter__(self) -> nn.Module:
-        return self._cut.module
-
-    def __exit__(self, *error: Any) -> None:
-        self.remove()
+        cut = ChunkedForward(module, name, Sizes(size), keep, shared, by_tokens)
+        super().__init__(module, cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,3 +58,27 @@ def are_close(value: Tensor, other: Tensor, *, eps: float = 0.0) -> bool:
         HALF_ROUNDING * eps,
     )
     return not ((one - two).abs() > sizes.maximum(usual) * allowed).any()
+
+
+def apart(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+    """How far tensors are from others, as a share of their size; None is 0."""
+    if len(found) != len(wanted):
+        return torch.inf
+    squares = sizes = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        if one is not None and other is not None and one.shape != other.shape:
+            return torch.inf
+        first, second = (
+            0.0 if x is None else torch.nan_to_num(x.detach().to(_wide(x)))
+            for x in (one, other)
+        )
+        difference: Any = first - second
+        if isinstance(difference, Tensor):
+            squares += float(difference.abs().square().sum())
+        if isinstance(second, Tensor):
+            sizes += float(second.abs().square().sum())
+    return (squares / sizes) ** 0.5 if sizes else squares and torch.inf
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64

@@ -1,22 +1,19 @@
-"""A module that is cut, as each of its calls knows it.
-
-Chunks run on shadows of its parameters: a shadow shares its parameter's storage and has
-a gradient of its own, in which autograd adds up what the chunks give. So hooks on
-parameters, DDP and tied weights see one gradient, of all rows.
-"""
+"""A module that runs in chunks of rows, and a call of it as autograd sees it; what the
+inner cut and exact BatchNorm have in common."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk, Sizes, checked_keep
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import Shadows
 from trainkit.core.nested import Build, Field, take_apart
 from trainkit.errors import TrainkitError
 
@@ -28,28 +25,31 @@ def nothing_around(call: Any, chunk: Any) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class Cut:
-    """What all calls of a module that is cut have in common.
+class Replaced:
+    """A module's forward, in chunks of rows; it stands on the instance.
+
+    It is an object, not a function: a copy of the module then has a copy of it, which
+    runs the copy, and both can be pickled.
 
     Args:
-        module: whose forward runs in chunks.
+        module: whose forward is replaced.
         name: of the module, for messages.
         sizes: how large a chunk may be.
-        keep: how many chunks keep their graph until the backward pass.
 
     Attributes:
         around: makes a context for each run of a chunk of a call; the chunk is None
             where rows are only looked at.
+        was_called: whether it was called to train.
+        was_cut: whether a call ran in chunks.
+        most_rows: that a call had.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, sizes: Sizes, keep: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
-        self.keep = checked_keep(keep)
-        self._before: Any = vars(module).get("forward")
         self.around: Around = nothing_around
-        self._shadows: Shadows | None = None
+        self.was_called = self.was_cut = False
+        self.most_rows = 0
+        self._before: Any = vars(module).get("forward")
 
     @property
     def original(self) -> Any:
@@ -57,6 +57,44 @@ class Cut:
         if self._before is not None:
             return self._before
         return type(self.module).forward.__get__(self.module)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call would be one of training."""
+        return self.module.training or torch.is_grad_enabled()
+
+    def note_call(self, rows: int) -> None:
+        """Note a call of so many rows."""
+        self.was_called, self.most_rows = True, max(self.most_rows, rows)
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        vars(self.module)["forward"] = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if vars(self.module).get("forward") is self:
+            del vars(self.module)["forward"]
+            if self._before is not None:
+                vars(self.module)["forward"] = self._before
+
+
+class Cut(Replaced):
+    """What all calls of a module that is cut have in common.
+
+    Args:
+        module: whose forward runs in chunks.
+        name: of the module, for messages.
+        sizes: how large a chunk may be.
+        keep: how many chunks keep their graph until the backward pass.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, sizes: Sizes, keep: int = 1
+    ) -> None:
+        super().__init__(module, name, sizes)
+        self.keep = checked_keep(keep)
+        self._shadows: Shadows | None = None
 
     def run(
         self,
@@ -97,130 +135,31 @@ class Cut:
         return self._shadows
 
 
-class Shadows:
-    """Stand for some parameters of a module.
+class Node(torch.autograd.Function):
+    """A call that has run in chunks, as autograd sees it: one node.
 
-    Args:
-        module: which is called.
-        parameters: those that train.
-
-    Attributes:
-        own: the shadows of the parameters, in this order.
+    Its call has the attributes `name`, `saved` (the tensors that must not change before
+    the backward pass, which then raises as usual) and `differentiable` (which outputs
+    have a gradient), and the method `backward`, from saved tensors and gradients of
+    outputs to those of inputs.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._wide: dict[int, Tensor] = {}
-        self.own = [_shadow_of(each, self._widen) for each in parameters]
-        pairs = zip(parameters, self.own, strict=True)
-        by_id = {id(parameter): shadow for parameter, shadow in pairs}
-        self._places = [
-            (each._parameters, name, parameter, by_id[id(parameter)])
-            for each in module.modules()
-            for name, parameter in each._parameters.items()
-            if id(parameter) in by_id
-        ]
-        self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    @staticmethod
+    def forward(ctx: Any, call: Any, outputs: Sequence[Tensor], *inputs: Tensor) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(*call.saved)
+        call.saved = ()
+        pairs = zip(outputs, call.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[each for each, trains in pairs if not trains])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
 
-    def fit(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether they can stand for these parameters, as they are now."""
-        if len(parameters) != len(self._parameters):
-            return False
-        known = zip(parameters, self._parameters, self.own, strict=True)
-        return all(
-            [x is y and x.data_ptr() == own.data_ptr() for x, y, own in known]
-            + [place.get(name) is x for place, name, x, _ in self._places]
-        )
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within it, the module has them in place of its parameters."""
-        try:
-            for place, name, _, shadow in self._places:
-                place[name] = shadow
-            for each in self._recurrent:
-                _renew_list(each)
-            yield
-        finally:
-            for place, name, parameter, _ in self._places:
-                place[name] = parameter
-            for each in self._recurrent:
-                _renew_list(each)
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self._wide.clear()
-        for each in self.own:
-            each.grad = None
-
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients that have been added up; None where nothing came."""
-        return [
-            self._wide[id(each)].to(each.dtype) if id(each) in self._wide else each.grad
-            for each in self.own
-        ]
-
-    def _widen(self, shadow: Tensor) -> None:
-        """Add up half precision in float32: in bfloat16 a chunk's share may be too
-        small to move the sum."""
-        assert shadow.grad is not None
-        total, gradient = self._wide.get(id(shadow)), shadow.grad
-        shadow.grad = None
-        self._wide[id(shadow)] = (
-            gradient.float() if total is None else total.add_(gradient)
-        )
-
-
-def _renew_list(layer: Any) -> None:
-    """Recurrent layers hold their weights in a list as well."""
-    layer._flat_weights = [layer._parameters[n] for n in layer._flat_weights_names]
-
-
-def _shadow_of(parameter: Tensor, widen: Callable[[Tensor], None]) -> nn.Parameter:
-    shadow = nn.Parameter(parameter.detach())
-    vars(shadow).update(vars(parameter))
-    if parameter.dtype in HALF:
-        shadow.register_post_accumulate_grad_hook(widen)
-    return shadow
-
-
-def nodes_of(outputs: Sequence[Any]) -> list[Any]:
-    """The nodes of the graph of some outputs."""
-    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
-    seen: dict[Any, None] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            for following, _ in node.next_functions:
-                waiting.append(following)
-    return list(seen)
-
-
-def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> Any:
-    """The tensors that get a gradient from some outputs, and are not known; parameters
-    among them are refused.
-
-    Args:
-        outputs: tensors and other values.
-        known: what may get a gradient.
-        name: of the module, for messages.
-    """
-    found = {id(x): x for x in outputs if isinstance(x, Tensor) and x.requires_grad}
-    found = {at: each for at, each in found.items() if each.grad_fn is None}
-    for node in nodes_of(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-    for each in known:
-        found.pop(id(each), None)
-    foreign = [each for each in found.values() if isinstance(each, nn.Parameter)]
-    if foreign:
-        shapes = ", ".join(str(list(each.shape)) for each in foreign)
-        raise TrainkitError(
-            f"{name}: what trains must be a parameter of it or an argument, and its "
-            f"output depends on a tensor of shape {shapes} that is neither, and would "
-            f"get no gradient. Pass it as an argument, or make it a parameter of this "
-            f"module."
-        )
-    return list(found.values())
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore
+        if torch.is_grad_enabled():
+            raise TrainkitError(
+                f"{ctx.call.name}: it runs in chunks, so that its gradient has no "
+                f"gradient of its own, which create_graph=True asks for. Name another "
+                f"module to cut, or leave out the gradient penalty."
+            )
+        return (None, None, *ctx.call.backward(ctx.saved_tensors, gradients))

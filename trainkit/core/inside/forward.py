@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import is_transformed, uncompiled
-from trainkit.core.inside.call import Call, leaves_in_chunks
+from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Cut, nothing_around
@@ -27,10 +27,7 @@ MOST_KINDS = 99
 
 
 class ChunkedForward(Cut):
-    """A module's forward, in chunks of rows; it stands on the instance.
-
-    It is an object, not a function: a copy of the module then has a copy of it, which
-    runs the copy, and both can be pickled.
+    """A module's forward, in chunks of rows, each of which runs by itself.
 
     Args:
         module: whose forward is replaced.
@@ -41,9 +38,6 @@ class ChunkedForward(Cut):
         by_tokens: cuts by the lengths of rows.
 
     Attributes:
-        was_called: whether it was called to train.
-        was_cut: whether a call ran in chunks.
-        most_rows: that a call had.
         is_copy: whether it came with a copy of its module, which may be cut anew.
     """
 
@@ -60,8 +54,7 @@ class ChunkedForward(Cut):
         if isinstance(copied, ChunkedForward) and copied.is_copy:
             copied.remove()
         super().__init__(module, name, sizes, keep)
-        self.was_called = self.was_cut = self.is_copy = False
-        self.most_rows = 0
+        self.is_copy = False
         self.by_tokens = by_tokens
         paths = [str(path) for path in shared]
         self._signature = Signature(self.original, paths, name)
@@ -75,29 +68,24 @@ class ChunkedForward(Cut):
                 f"{self.name}: it runs in chunks already. Name it once, and remove() "
                 f"the first."
             )
-        vars(self.module)["forward"] = self
+        super().install()
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
-        if vars(self.module).get("forward") is self:
-            del vars(self.module)["forward"]
-            if self._before is not None:
-                vars(self.module)["forward"] = self._before
+        super().remove()
         if self.by_tokens is not None and sys.exc_info()[0] is None:
             self.by_tokens.read()
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.module.training and not torch.is_grad_enabled():
+        if not self.trains:
             return self.original(*args, **kwargs)
         if is_transformed():
             raise TrainkitError(
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
-        self.was_called = True
         arguments, sizes = self._signature.read(args, kwargs), self.sizes
-        self.most_rows = max(self.most_rows, arguments.rows)
+        self.note_call(arguments.rows)
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
@@ -108,7 +96,7 @@ class ChunkedForward(Cut):
         moment = Moment(self.module, self.name, arguments.devices)
         plan, is_checked = self._find(arguments, sizes, moment)
         call = Call(self, arguments, moment, plan, is_checked=is_checked, watch=watch)
-        leaves = leaves_in_chunks(call)
+        leaves = call.leaves()
         if self.by_tokens is not None:
             leaves = self.by_tokens.restored(leaves, arguments, plan)
         assert call.build is not None

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.cut import Cut, nodes_of, strangers_of
+from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.moment import Moment, States, versions_of
 from trainkit.core.inside.outputs import Joint, Plan, Unfit
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import nodes_of, strangers_of
 from trainkit.core.nested import Field
 
 FEW = 4
@@ -40,7 +42,6 @@ class Trial:
     Attributes:
         begun: the random states that each run begins with.
         has_graph: whether graphs are looked at too.
-        evaluates: whether it runs in evaluation mode.
         has_drawn: whether the last run drew random numbers.
         eps: the coarsest rounding of what graphs have saved.
     """
@@ -50,7 +51,7 @@ class Trial:
         self.begun = States(arguments.devices)
         self._shadows = cut.shadows(moment.parameters)
         self.has_graph = torch.is_grad_enabled()
-        self.evaluates = self.has_drawn = False
+        self.has_drawn = False
         self.eps = 0.0
 
     def run(self, rows: Sequence[int] | Chunk) -> list[Any]:
@@ -73,17 +74,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        """Random states as they were, and evaluation mode if that is compared."""
+        """Random states as they were, and whether they have moved."""
         self.begun.put_back()
-        modules = list(self.cut.module.modules()) if self.evaluates else []
-        modes = [(each, each.training) for each in modules]
-        for each, _ in modes:
-            each.training = False
-        try:
-            yield
-        finally:
-            for each, mode in modes:
-                each.training = mode
+        yield
         self.has_drawn = not self.begun.are(States(self.arguments.devices))
 
     def _given(self, rows: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
@@ -179,12 +172,14 @@ class Trial:
         for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
             with torch.enable_grad(), shadows.in_place(), self._again():
                 part = arguments.of(Chunk(start, stop), given)
-                with saved_tensors_hooks(_itself, _itself):  # not those around
+                with without_hooks():
                     fields = self.cut.run(arguments, part)[0]
                 pulled = [
                     (x.value, sign * _direction(x.value, joint, start))
                     for x, joint in zip(fields, plan, strict=True)
-                    if joint.dim is not None and x.value.requires_grad
+                    if isinstance(x.value, Tensor) and x.value.requires_grad
+                    # What has no rows has one gradient, of any of them.
+                    if joint.dim is not None or not start
                 ]
                 if not pulled:
                     return False
@@ -216,13 +211,10 @@ def _are_alive(held: Sequence[weakref.ref[Any]]) -> bool:
     return any(each() is not None for each in held)
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _direction(value: Tensor, joint: Joint, start: int) -> Tensor:
     """A gradient that gives each row its own, whichever rows are beside it."""
-    assert joint.dim is not None
+    if joint.dim is None:
+        return torch.ones_like(value)
     inner = value.detach().movedim(joint.dim, 0)
     places = torch.arange(value.numel(), device=value.device).view(inner.shape)
     wide = (places + start * joint.multiple * inner[0].numel()).double()

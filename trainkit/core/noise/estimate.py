@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 COLUMNS = (
     "squared_sum",  # |S|^2
@@ -25,8 +26,9 @@ COLUMNS = (
     "windows",
 )
 """What is added up over windows."""
-LEAST_BLOCKS = 5
-"""From fewer blocks there is no interval, and so no estimate."""
+BLOCKS, LEAST_BLOCKS = 20, 5
+"""The most blocks of windows; from fewer than the least there is no interval, and so no
+estimate."""
 
 # Student's t at 95 %, by degrees of freedom.
 _T = {4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812, 11: 1.796}
@@ -55,8 +57,8 @@ class NoiseEstimate:
     num_windows: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Sequence[float]]) -> NoiseEstimate | None:
-        """The estimate of measured windows, whose sums are kept in several blocks.
+    def of(cls, windows: Sequence[Sequence[float]]) -> NoiseEstimate | None:
+        """The estimate of measured windows, in their order.
 
         The averages come first and their ratio last: the ratio of one window is far off
         (its |G|^2 may be negative). Leaving out a block at a time shows how sure it is
@@ -64,12 +66,12 @@ class NoiseEstimate:
         is always between 0 and about 1, and the ends are then converted.
 
         Args:
-            blocks: `COLUMNS` of each.
+            windows: `COLUMNS` of each; zeros for one of which some was not seen.
 
         Returns:
             None, if too few windows were measured, or each had one micro-batch alone.
         """
-        filled = [each for each in blocks if each[-1] > 0]
+        filled = _in_blocks(_in_units([each for each in windows if each[-1] > 0]))
         if len(filled) < LEAST_BLOCKS:
             return None
         total = [math.fsum(column) for column in zip(*filled, strict=True)]
@@ -115,6 +117,37 @@ class NoiseEstimate:
     def is_bounded(self) -> bool:
         """Whether the interval has an upper end."""
         return self.high < math.inf
+
+
+def _in_units(windows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Windows whose gradients are measured in units of those before them.
+
+    Otherwise the long ones at the beginning of a training would outweigh all later
+    ones. What came before does not depend on the window's own noise, so this adds no
+    bias.
+    """
+    found, unit = [], 0.0  # |S|^2 / W^2 of the windows before
+    for squared_sum, sum_of_squares, *rest in windows:
+        own = squared_sum / rest[0]
+        unit = unit if unit > 0 else own
+        squares = (x / unit if x > 0 else 0.0 for x in (squared_sum, sum_of_squares))
+        found.append([*squares, *rest])
+        unit += (own - unit) / 4
+    return found
+
+
+def _in_blocks(windows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The sums of windows that follow each other, in at most so many blocks.
+
+    >>> _in_blocks([[1.0]] * 30)[:3]
+    [[1.0], [2.0], [1.0]]
+    """
+    number = min(BLOCKS, len(windows))
+    ends = [at * len(windows) // number for at in range(number + 1)] if windows else []
+    return [
+        [math.fsum(column) for column in zip(*windows[start:stop], strict=True)]
+        for start, stop in pairwise(ends)
+    ]
 
 
 def _share_of_noise(sums: Sequence[float]) -> float | None:

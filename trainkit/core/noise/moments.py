@@ -10,11 +10,9 @@ from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import gradients_of, parameters_of
-from trainkit.core.noise.blocks import Blocks
-from trainkit.core.noise.estimate import NoiseEstimate
+from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate
 from trainkit.core.noise.norms import PassNorms, refuse_shards
 from trainkit.core.plan.options import check_whole_number
-from trainkit.core.ranks import Ranks
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 
@@ -43,8 +41,8 @@ class NoiseMoments:
 
     Attributes:
         why_not: why nothing can be measured, once that is known.
-        newest: the sums of the window that was added last, as `COLUMNS` names them;
-            zeros if some of it was not seen.
+        table: the sums of each window that was added, as `COLUMNS` names them, on its
+            device; zeros if some of it was not seen.
 
     Raises:
         TrainkitError: the loss has several terms, or a rank has parts of parameters.
@@ -70,18 +68,12 @@ class NoiseMoments:
         refuse_shards(found, accumulator.module)
         # Finetuning may add some to an optimizer; a generator is used up now.
         self._source = optimizer_or_parameters if is_optimizer else found
-        self._norms = PassNorms()
-        self._blocks = Blocks(last)
-        self.newest: Tensor | None = None
+        self._norms, self._last = PassNorms(), last
+        self.table: Tensor = torch.zeros(0, len(COLUMNS))
 
     @property
     def why_not(self) -> str | None:
         return self._norms.why_not
-
-    @property
-    def num_windows(self) -> int:
-        """How many windows were added."""
-        return self._blocks.num_windows
 
     # ---- a window --------------------------------------------------------------------
 
@@ -137,8 +129,7 @@ class NoiseMoments:
         if samples is not None:
             row[5] = torch.where(row[6] > 0, samples, 0.0)
         self.stop()
-        self.newest = row
-        self._blocks.add(row)
+        self.table = torch.cat([self.table.to(row), row[None]])[-self._last :]
 
     # ---- the estimate ----------------------------------------------------------------
 
@@ -148,37 +139,13 @@ class NoiseMoments:
         None before five windows were measured, if each was one micro-batch on one
         rank, or if nobody has counted samples.
         """
-        table = self._blocks.table
-        return None if table is None else NoiseEstimate.of(table.tolist())
+        return NoiseEstimate.of(self.table.tolist())
 
-    @property
-    def table(self) -> Tensor:
-        """The sums, on the device, for `NoiseEstimate.of`."""
-        assert self._blocks.table is not None
-        return self._blocks.table
-
-    def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
-        """The sums, and what was seen of an open window.
-
-        Args:
-            over_ranks: False saves this rank's part of an open window, which this rank
-                must load; True that of all ranks, which must all call it.
-        """
-        ranks = self._accumulator.ranks if over_ranks else Ranks()
-        rank = None if over_ranks else self._accumulator.ranks.index
-        state = {"sums": self._blocks.state_dict(), "rank": rank, "open": None}
-        if self.is_watching and self._accumulator.is_open:
-            state["open"] = self._norms.saved(ranks, self._accumulator.device)
-        return state
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, for a checkpoint; waits for the device. A window that is open is
+        not measured."""
+        return {"table": self.table.cpu()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume what `state_dict` has saved, after the accumulator has resumed."""
-        accumulator = self._accumulator
-        self._blocks.load_state_dict(state["sums"], accumulator.device)
-        rank, device = state["rank"], accumulator.device
-        if state["open"] is None or accumulator.window.carried is None:
-            return
-        if rank in (None, accumulator.ranks.index):  # else another rank has saved it
-            self.watch()
-            ranks = Ranks() if rank is not None else accumulator.ranks
-            self._norms.restore(state["open"], ranks, device)
+        """Resume what `state_dict` has saved."""
+        self.table = state["table"].to(self._accumulator.device)

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.core.gradients import HALF, values_of
 from trainkit.core.ranks import Ranks
-from trainkit.core.state import load_weights, save_weights
 from trainkit.core.strategies import Weight
 from trainkit.core.window import DIVISOR, Window, WindowStats, totals_dtype, vector
 from trainkit.errors import TrainkitError
@@ -36,7 +35,6 @@ class PassNorms:
 
     Attributes:
         squares: of each pass in the open window: the squared norm over all parameters.
-        is_resumed: whether those of a checkpoint, in which the window began, are here.
         why_not: why nothing is measured, once that is known.
         parts: of the window that closed last: sum |u_j|^2 and sum w_j^2 on this rank,
             and whether all of it was seen.
@@ -44,7 +42,6 @@ class PassNorms:
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         self.squares: list[Weight] = []
-        self.is_resumed = False
         self.why_not: str | None = None
         self.parts: Tensor | None = None
         self._is_open = False
@@ -79,16 +76,15 @@ class PassNorms:
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window."""
         self._is_open = False
-        self.is_resumed = self.is_resumed and num_passes > 0
         del self.squares[num_passes:]
 
     def close(self, window: Window, unit: Tensor) -> None:
         """The window ends; `unit` turns its gradients into sums of w_i g_i."""
         weights = vector(window.applied, unit.device)
         squares = vector(self.squares, unit.device)
-        num_passes = len(window.carried_weights) + window.num_weighted
-        is_whole = len(squares) == num_passes and not self.why_not
-        is_whole = is_whole and (window.carried is None or self.is_resumed)
+        # The beginning of a window that a checkpoint carries was not seen here.
+        is_whole = len(squares) == window.num_weighted and window.carried is None
+        is_whole = is_whole and not self.why_not
         parts = [squares.sum() * unit**2, weights.square().sum()]
         self.parts = torch.stack([*parts, torch.full_like(unit, is_whole)])
 
@@ -124,15 +120,6 @@ class PassNorms:
         sums = torch.stack(row)
         is_good = (whole == ranks.size) & sums.isfinite().all()
         return torch.where(is_good, sums, 0.0)
-
-    def saved(self, ranks: Ranks, device: torch.device) -> Tensor:
-        """The open window, for a checkpoint; each of these ranks must call this."""
-        return save_weights(vector(self.squares, device), ranks)
-
-    def restore(self, saved: Tensor, ranks: Ranks, device: torch.device) -> None:
-        """Resume in the window that `saved` has saved, on as many ranks."""
-        self.squares = load_weights(saved, ranks)
-        self.is_resumed = len(saved) == ranks.size
 
     def see(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a parameter in the pass; it stays as it is."""

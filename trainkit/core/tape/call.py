@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from trainkit.core._compat import keeps_graph
+from trainkit.core.inside.cut import Node
+from trainkit.core.nested import Build
 from trainkit.core.tape.operations import (
     Chunk,
     Operation,
     Segment,
     Surroundings,
 )
-from trainkit.core.tape.rows import Layout
+from trainkit.core.tape.rows import Layout, NumberOfRows
 from trainkit.core.tape.statistics import Meeting
 from trainkit.core.tape.store import Store
-from trainkit.errors import TrainkitError
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class Tape:
     """What a forward has done, for each chunk to do again.
 
     Attributes:
+        name: of the module, for messages.
         layout: the chunks.
         store: the values that cross meetings.
         surroundings: of the operations.
@@ -36,8 +38,10 @@ class Tape:
         trains: the slots of values to which gradients go.
         num_arguments: how many were cut; theirs are the first slots.
         outputs: slots and row dimensions of what the call returns.
+        saved: the tensors that autograd holds.
     """
 
+    name: str
     layout: Layout
     store: Store
     surroundings: Surroundings
@@ -47,6 +51,12 @@ class Tape:
     trains: set[int] = field(default_factory=set)
     num_arguments: int = 0
     outputs: dict[int, int] = field(default_factory=dict)
+    saved: Sequence[Tensor] = ()
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Which outputs have a gradient."""
+        return [slot in self.trains for slot in self.outputs]
 
     def tidy(self) -> None:
         """Keep no more than the backward pass needs."""
@@ -66,7 +76,7 @@ class Tape:
         )
 
     def eps(self) -> float:
-        """How exact the least exact type is in which operations compute."""
+        """How exact the least exact type is in which it computes."""
         operations = [each for segment in self.segments for each in segment.operations]
         types = {like[0][1] for each in operations for like in each.likes}
         has_eps = (each for each in types if each.is_floating_point or each.is_complex)
@@ -75,9 +85,14 @@ class Tape:
     # ---- backward --------------------------------------------------------------------
 
     def backward(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of the arguments, and of the tensors that chunks share."""
+        self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of the arguments, and of the tensors that chunks share.
+
+        Args:
+            saved: what autograd has held.
+            gradients: of the outputs.
+        """
         numbers = range(len(self.layout.sizes))
         chunks = Store(len(numbers), self.store.transport)
         pairs = zip(self.outputs.items(), gradients, strict=True)
@@ -103,7 +118,7 @@ class Tape:
             found.append(torch.cat(pieces) if pieces else None)
         if not keeps_graph():
             self.store.drop(self.store.slots())
-        return found, [each.grad for each in shadows]
+        return [*found, *[each.grad for each in shadows]]
 
     def _backward(
         self, segment: Segment, gradients: Store, shadows: list[Tensor]
@@ -164,28 +179,37 @@ class Tape:
             gradients.put(number, meeting.x, lacking)
 
 
-class Taped(torch.autograd.Function):
-    """Stands in the graph for a call that ran in chunks."""
+@dataclass
+class Recorded:
+    """A forward that has run for all rows.
 
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, outputs: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.tape = tape
-        # torch refuses tensors that have been changed since.
-        ctx.save_for_backward(*inputs[: tape.num_arguments], *tape.fixed)
-        pairs = zip(outputs, tape.outputs, strict=True)
-        fixed = [each for each, slot in pairs if slot not in tape.trains]
-        ctx.mark_non_differentiable(*fixed)
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
+    Attributes:
+        tape: on which it was written.
+        inputs: the arguments that were cut.
+        outputs: the tensors that it has made of them, whole.
+        leaves: of what it returns, in the first chunk.
+        slots: of these; None for what does not depend on the batch.
+        build: makes what it returns of its leaves.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore
-        if torch.is_grad_enabled():
-            raise TrainkitError(
-                "exact BatchNorm: the module runs in chunks, so that its gradient has "
-                "no gradient of its own, which create_graph=True asks for. Leave out "
-                "the gradient penalty, or take exact BatchNorm off the module."
-            )
-        _ = ctx.saved_tensors
-        arguments, shared = ctx.tape.backward(gradients)
-        return None, None, *arguments, *shared
+    tape: Tape
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    leaves: list[Any]
+    slots: list[int | None]
+    build: Build
+
+    def result(self) -> Any:
+        """What the call returns, as autograd sees it."""
+        tape, outputs = self.tape, self.outputs
+        if any(tape.differentiable):
+            # torch refuses what was changed since.
+            tape.saved = [*self.inputs, *tape.fixed]
+            with torch.enable_grad():  # the forward may have set it
+                found: Any = Node.apply(tape, outputs, *self.inputs, *tape.shared)
+                outputs = list(found)
+        whole = dict(enumerate(self.inputs))
+        whole |= dict(zip(tape.outputs, outputs, strict=True))
+        pairs = zip(self.slots, self.leaves, strict=True)
+        leaves = [each if slot is None else whole[slot] for slot, each in pairs]
+        return self.build(x.whole if type(x) is NumberOfRows else x for x in leaves)

@@ -22,22 +22,6 @@ class ExactBatchNorm(InPlaceOf):
     and can be called in its place.
     """
 
-    def __init__(self, module: nn.Module, size: int, process_group: Any) -> None:
-        super().__init__(module)
-        ranks = find_ranks(None, "none", process_group)
-        self._forward = TapedForward(module, Sizes(size), ranks)
-        self._forward.install()
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        self._forward.remove()
-
-    def __enter__(self) -> nn.Module:
-        return self._stands_for
-
-    def __exit__(self, *error: Any) -> None:
-        self.remove()
-
 
 def exact_batch_norm(
     module: nn.Module, *, size: int, process_group: Any = None, memory: Any = None
@@ -76,4 +60,5 @@ def exact_batch_norm(
             "release. A call takes the memory of one chunk; leave memory= out.",
             stacklevel=2,
         )
-    return ExactBatchNorm(module, size, process_group)
+    ranks = find_ranks(None, "none", process_group)
+    return ExactBatchNorm(module, TapedForward(module, Sizes(size), ranks))

@@ -3,68 +3,49 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Around, nothing_around
+from trainkit.core.inside.cut import Replaced
 from trainkit.core.inside.moment import States
 from trainkit.core.nested import take_apart, tensors, with_tensors
-from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks
-from trainkit.core.tape.call import Tape, Taped
+from trainkit.core.tape.call import Recorded, Tape
+from trainkit.core.tape.check import check, few_rows
 from trainkit.core.tape.functions import is_recording, recording
 from trainkit.core.tape.operations import Surroundings
 from trainkit.core.tape.recorder import Recorder
-from trainkit.core.tape.rows import Layout, NumberOfRows
+from trainkit.core.tape.rows import Layout
 from trainkit.core.tape.store import Store, transport_to
 from trainkit.errors import TrainkitError
 
 
-class TapedForward:
-    """A module's forward, in chunks of rows; it stands on the instance.
+class TapedForward(Replaced):
+    """A module's forward, in chunks of rows that meet at its BatchNorm layers.
 
-    It is an object, not a function: a copy of the module then has a copy of it, which
-    runs the copy, and both can be pickled.
+    The context that `around` makes is that of the first chunk, of nothing here.
 
     Args:
         module: whose forward is replaced.
         sizes: how many rows a chunk may have.
         ranks: that share the statistics.
         name: of the module, for messages; default: its type's.
-
-    Attributes:
-        around: makes the context in which the first chunk runs, of nothing here.
-        was_called: whether the module was called in training.
-        was_cut: whether rows of such a call were run in chunks.
-        most_rows: of a call.
     """
 
     def __init__(
         self, module: nn.Module, sizes: Sizes, ranks: Ranks, name: str = ""
     ) -> None:
-        self.module, self.name = module, name or type(module).__name__
-        self.sizes, self.ranks, self._num_calls = sizes, ranks, 0
-        self.around: Around = nothing_around
-        self.was_called = self.was_cut = False
-        self.most_rows = 0
-        self._before = vars(module).get("forward")
-
-    def install(self) -> None:
-        """Take the place of the module's forward."""
-        vars(self.module)["forward"] = self
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        if vars(self.module).get("forward") is self:
-            del vars(self.module)["forward"]
-            if self._before is not None:
-                vars(self.module)["forward"] = self._before
+        super().__init__(module, name or type(module).__name__, sizes)
+        self.ranks, self._num_calls = ranks, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy shares statistics with no other rank."""
@@ -72,39 +53,41 @@ class TapedForward:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original = self._before or type(self.module).forward.__get__(self.module)
-        trains = self.module.training or torch.is_grad_enabled()
-        if is_recording() or not trains:
-            return original(*args, **kwargs)
+        if is_recording() or not self.trains:
+            return self.original(*args, **kwargs)
         rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), 0)
-        self.was_called, self.most_rows = True, max(self.most_rows, rows)
+        self.note_call(rows)
         if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
-            return original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         self.was_cut = True
         _refuse_module(self.module, self.name)
-        self._num_calls += 1
         begun = States({x.device for x in tensors((args, kwargs))})
-        while True:
-            try:
-                return self._run(original, (args, kwargs), rows)
-            except Exception as error:
-                is_alone = self.ranks.size == 1 and is_out_of_memory(error)
-                if not (is_alone and self.sizes.halve(rows)):
-                    raise
-                release(error)
-                begun.put_back()
+        return in_smaller_parts(
+            lambda: self._run((args, kwargs), rows),
+            lambda: self.ranks.size == 1 and self.sizes.halve(rows),
+            begun.put_back,
+        )
 
-    def _run(self, original: Any, arguments: Any, rows: int) -> Any:
-        layout = Layout(rows, self.sizes.limit or rows)
-        device = next(x for x in tensors(arguments) if x.ndim).device
+    def _run(self, given: Any, rows: int) -> Any:
+        size, module = self.sizes.limit or rows, self.module
+        if rows > size and few_rows(rows, size) > 1:
+            is_lazy_ = any(map(is_lazy, [*module.parameters(), *module.buffers()]))
+            self._num_calls += not is_lazy_
+            if not is_lazy_ and not self._num_calls & (self._num_calls - 1):
+                alone = partial(self._record, ranks=Ranks())  # on this rank
+                check(module, self.name, alone, given, size)
+        return self._record(given, rows, size, self.ranks).result()
+
+    def _record(self, given: Any, rows: int, size: int, ranks: Ranks) -> Recorded:
+        """Run the forward for all rows, in chunks of at most so many."""
+        layout = Layout(rows, size)
+        device = next(x for x in tensors(given) if x.ndim).device
         store = Store(len(layout.sizes), transport_to(device))
-        tape = Tape(layout, store, Surroundings(device))
-        is_checked = not self._num_calls & (self._num_calls - 1)
-        recorder = Recorder(self.name, tape, self.ranks, is_checked=is_checked)
-        args, kwargs = with_tensors(arguments, recorder.given)
-        cut = recorder.cut
-        with self.around(None, None), recording(recorder, is_checked=is_checked):
-            found = original(*args, **kwargs)
+        tape = Tape(self.name, layout, store, Surroundings(device))
+        recorder = Recorder(self.name, tape, ranks)
+        args, kwargs = with_tensors(given, recorder.given)
+        with self.around(None, None), recording(recorder):
+            found = self.original(*args, **kwargs)
         layout.is_over = True
         del args, kwargs
         fields, build = take_apart(found)
@@ -115,18 +98,11 @@ class TapedForward:
         tape.outputs = {
             slot: self._row_dim(recorder, slot)
             for slot in slots
-            if slot is not None and slot >= len(cut)
+            if slot is not None and slot >= len(recorder.cut)
         }
         outputs = recorder.outputs()
-        del recorder
         tape.tidy()
-        if not tape.trains.isdisjoint(tape.outputs):
-            with torch.enable_grad():  # the forward may have set it
-                outputs = list(Taped.apply(tape, outputs, *cut, *tape.shared))  # type: ignore[call-overload]
-        results = dict(enumerate(cut)) | dict(zip(tape.outputs, outputs, strict=True))
-        pairs = zip(slots, leaves, strict=True)
-        whole = [each if slot is None else results[slot] for slot, each in pairs]
-        return build(x.whole if type(x) is NumberOfRows else x for x in whole)
+        return Recorded(tape, recorder.cut, outputs, leaves, slots, build)
 
     def _row_dim(self, recorder: Recorder, slot: int) -> int:
         dim = recorder.values.dims[slot]

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainkit.core._compat import Looking
-
 ASKED = frozenset(
     """
     shape size dim ndim ndimension dtype device layout numel nelement stride itemsize
@@ -116,22 +114,20 @@ def is_recording() -> bool:
 
 
 @contextlib.contextmanager
-def recording(recorder: Any, *, is_checked: bool) -> Iterator[None]:
+def recording(recorder: Any) -> Iterator[None]:
     """Within it, a recorder sees the functions of torch, and `apply` of a
     `torch.autograd.Function`, which torch does not show it.
 
     Args:
         recorder: which writes them down.
-        is_checked: whether operators that it does not see are refused.
     """
     global _num_open
-    look = Looking(recorder.refuse_unseen) if is_checked else contextlib.nullcontext()
     with _LOCK:
         _num_open += 1
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
     _THREAD.recorder = recorder
     try:
-        with look, recorder:
+        with recorder:
             yield
     finally:
         _THREAD.recorder = None

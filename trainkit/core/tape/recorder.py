@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainkit.core._compat import version_of
 from trainkit.core.batch_norm.statistics import statistics_of
@@ -23,11 +24,48 @@ from trainkit.core.tape.operations import (
     take_apart,
     tensors_in,
 )
-from trainkit.core.tape.rows import NumberOfRows
+from trainkit.core.tape.rows import Layout, NumberOfRows
 from trainkit.core.tape.statistics import Meeting, statistics_over
 from trainkit.core.tape.store import is_in_memory_of
-from trainkit.core.tape.values import Values
 from trainkit.errors import TrainkitError
+
+
+class Values:
+    """The values of the first chunk, and of the last one, which runs beside it.
+
+    Args:
+        layout: the chunks.
+        shared: the tensors that all chunks share.
+
+    Attributes:
+        dims: for each slot the dimension that has the rows, or the name of a function
+            that made one value of all rows.
+        last: the last chunk; None if there is but one.
+    """
+
+    def __init__(self, layout: Layout, shared: list[Tensor]) -> None:
+        self._slots: Any = WeakIdKeyDictionary()
+        self.dims: dict[int, int | str] = {}
+        self.last = Chunk({}, shared, is_small=True) if layout.last else None
+
+    def add(self, first: Tensor, last: Tensor, dim: int | str) -> int:
+        """A new slot, for which a tensor stands while Python holds it."""
+        slot = len(self.dims)
+        self._slots[first], self.dims[slot] = slot, dim
+        if self.last is not None:
+            values = self.last.values
+            for each in values.keys() - {*self._slots.values()}:
+                del values[each]
+            values[slot] = last
+        return slot
+
+    def slot_of(self, value: Any) -> int | None:
+        """The slot that a tensor stands for, if it is one of the batch's."""
+        return self._slots.get(value) if isinstance(value, Tensor) else None
+
+    def held(self) -> dict[int, Tensor]:
+        """The values of the first chunk, by their slots."""
+        return {slot: tensor for tensor, slot in self._slots.items()}
 
 
 class Recorder(TorchFunctionMode):
@@ -41,7 +79,6 @@ class Recorder(TorchFunctionMode):
         name: of the module that runs.
         tape: on which it is written.
         ranks: that share the statistics.
-        is_checked: whether rows must be seen not to see each other.
 
     Attributes:
         values: that Python holds.
@@ -49,15 +86,12 @@ class Recorder(TorchFunctionMode):
         is_within: whether a function runs whose own calls are no part of the forward.
     """
 
-    def __init__(
-        self, name: str, tape: Tape, ranks: Ranks, *, is_checked: bool
-    ) -> None:
+    def __init__(self, name: str, tape: Tape, ranks: Ranks) -> None:
         super().__init__()
         self.name, self._tape, self._ranks = name, tape, ranks
         self._layout, self._surroundings = tape.layout, tape.surroundings
-        self.values = Values(tape.layout, tape.fixed, is_checked=is_checked)
+        self.values = Values(tape.layout, tape.fixed)
         self.cut: list[Tensor] = []
-        self._versions: list[int] = []
         self._places: dict[int, int] = {}
         self.is_within = False
 
@@ -74,25 +108,21 @@ class Recorder(TorchFunctionMode):
 
     def given(self, whole: Tensor) -> Tensor:
         """What the forward gets for an argument: the first chunk, if it has rows."""
-        layout, values = self._layout, self.values
+        layout = self._layout
         if not whole.ndim or len(whole) != layout.rows:
             return whole
         self.cut.append(whole)
-        first, *others = (x.detach() for x in whole.detach().split(layout.sizes))
-        beside = others[-1:]
-        if values.is_checked:
-            beside.append(values.turned(first, 0))
-        slot = self._add(first, beside, 0, whole.requires_grad)
-        for number, each in enumerate([first, *others]):
+        chunks = [x.detach() for x in whole.detach().split(layout.sizes)]
+        first = chunks[0]
+        slot = self._add(first, chunks[-1], 0, whole.requires_grad)
+        for number, each in enumerate(chunks):
             self._tape.store.put(number, slot, each)
         self._tape.num_arguments = slot + 1
         return first
 
-    def _add(
-        self, first: Tensor, beside: list[Tensor], dim: int | str, trains: bool
-    ) -> int:
+    def _add(self, first: Tensor, last: Tensor, dim: int | str, trains: bool) -> int:
         """A new slot for a value."""
-        slot = self.values.add(first, beside, dim)
+        slot = self.values.add(first, last, dim)
         if trains and (first.is_floating_point() or first.is_complex()):
             self._tape.trains.add(slot)
         return slot
@@ -106,7 +136,6 @@ class Recorder(TorchFunctionMode):
             place = self._places[id(tensor)] = len(tape.shared)
             tape.shared.append(tensor)  # and so it keeps its id
             tape.fixed.append(tensor.detach())
-            self._versions.append(_version(tensor))
         return Gap(place, is_shared=True)
 
     # ---- functions -------------------------------------------------------------------
@@ -125,8 +154,6 @@ class Recorder(TorchFunctionMode):
         depends = any(self.values.slot_of(each) is not None for each in parts)
         has_rows = any(isinstance(each, NumberOfRows) for each in parts)
         if not depends and not has_rows:
-            for each in tensors_in(written_by(name, args, kwargs)):
-                self._refuse_writing(each)
             return func(*args, **kwargs)
         self.is_within = True
         try:
@@ -148,32 +175,12 @@ class Recorder(TorchFunctionMode):
         finally:
             self.is_within = False
 
-    def _refuse_writing(self, tensor: Tensor) -> None:
-        """Refuse to write into what was written down to be used as it is."""
-        if any(is_in_memory_of(each, tensor) for each in self._tape.fixed):
-            shape = list(tensor.shape)
-            why = f"it changes a tensor of shape {shape} that was used before"
-            self.refuse("an in-place operation", why)
-
-    def refuse_unseen(self, name: str, args: Any) -> None:
-        """Refuse an operator that reads a value, and that is no call of a function."""
-        if self.is_within:
-            return
-        self.is_within = True
-        try:
-            held = self.values.held().values()
-            for each in tensors_in(args):
-                if any(is_in_memory_of(each, value) for value in held):
-                    self.refuse(name, "a script, a transform or an extension calls it")
-        finally:
-            self.is_within = False
-
     def _asked(self, asked: Operation, args: Any, kwargs: Any) -> Any:
         """What Python may know of a value."""
         first = asked.function(*args, **kwargs)
-        if not self._layout.last:
+        if self.values.last is None:
             return first
-        last = asked.call(self.values.beside[0])
+        last = asked.call(self.values.last)
         found = self._layout.both(first, last)
         if found is None and first != last:
             now = f"it is {first} for one chunk and {last} for another"
@@ -189,7 +196,7 @@ class Recorder(TorchFunctionMode):
         for each in written:
             self._keep_apart(each, name)
         before = [*map(_version, given)]
-        found, beside = self._run_at_once(operation, args, kwargs)
+        found, lasts = self._run_at_once(operation, args, kwargs)
         after = zip(given, before, strict=True)
         changed = [each for each, version in after if _version(each) != version]
         results: list[Any] = []
@@ -197,22 +204,19 @@ class Recorder(TorchFunctionMode):
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors and not changed:
             self.refuse(name, functions.NO_TENSOR)
-        if any(len(each) != len(tensors) for each in beside):
+        lasts = tensors if lasts is None else lasts
+        if len(lasts) != len(tensors):
             self.refuse(name, "it returns more tensors for some chunks than for others")
         trains, likes = self._tape.trains_through(operation), operation.likes
         for place, first in enumerate(results):
             if isinstance(first, Tensor):
-                others = [each[len(likes)] for each in beside]
-                last = others[0] if others else first
-                dim, slot = self._row_dim(first, others, operation), None
+                last = lasts[len(likes)]
+                dim, slot = self._row_dim(first, last, operation), None
                 likes.append(((first.shape, first.dtype), (last.shape, last.dtype)))
                 if not any(first is each for each in given):
                     # Without the graph of views, which would keep others.
                     results[place] = first = first.detach()
-                    others = [each.detach() for each in others]
-                    if len(others) < len(self.values.beside):  # it draws
-                        others.append(self.values.turned(first, dim))
-                    slot = self._add(first, others, dim, trains)
+                    slot = self._add(first, last.detach(), dim, trains)
                 operation.outs.append(slot)
         for each in changed:
             if not any(is_in_memory_of(each, x) for x in written):
@@ -222,33 +226,28 @@ class Recorder(TorchFunctionMode):
         return build(iter(results))
 
     def _run_at_once(self, operation: Operation, args: Any, kwargs: Any) -> Any:
-        """What it returns for the first chunk, and the tensors that it returns for
-        those beside it. If it draws, the random states before are kept, and no rows
-        that are checked draw."""
-        surroundings, beside = self._surroundings, self.values.beside
+        """What it returns for the first chunk, and the tensors that it returns for the
+        last, if that is another. If it draws, the random states before are kept."""
+        surroundings, last = self._surroundings, self.values.last
         with torch.no_grad(), surroundings.kept():
             before = surroundings.random()
             found = operation.function(*args, **kwargs)
             after = surroundings.random()
             if not before.are(after):
                 operation.states = {0: before, self._layout.last: after}
-                beside = beside[:1]
-            return found, [tensors_in(operation.call(each)) for each in beside]
+            return found, None if last is None else tensors_in(operation.call(last))
 
-    def _row_dim(
-        self, first: Tensor, beside: list[Tensor], operation: Operation
-    ) -> int | str:
+    def _row_dim(self, first: Tensor, last: Tensor, operation: Operation) -> int | str:
         """The dimension of a result that has the rows; the function's name if none
         has."""
-        if not beside:
+        if self.values.last is None:
             return 0
-        shapes = [each.shape for each in beside]
-        dims = self._layout.row_dims(first.shape, shapes[0])
-        if dims is None or len(dims) > 1 or shapes[0] != shapes[-1]:
+        dims = self._layout.row_dims(first.shape, last.shape)
+        if dims is None or len(dims) > 1:
             few, many = self._layout.sizes[-1], self._layout.sizes[0]
             self.refuse(
                 operation.name,
-                f"it returns {list(first.shape)} for {many} rows, {list(shapes[-1])} "
+                f"it returns {list(first.shape)} for {many} rows, {list(last.shape)} "
                 f"for {few} rows, so rows see each other, or their places count",
             )
         of, own = self.values.dims, operation.name
@@ -284,11 +283,10 @@ class Recorder(TorchFunctionMode):
             if is_view and (store.has(0, old) or store.has(0, slot)):
                 why = "what it writes into has a view from before a BatchNorm"
                 self.refuse(operation.name, f"{why}. Use clone()")
-        beside = [each.values.pop(old) for each in self.values.beside]
-        dim = self._row_dim(tensor, beside, operation)
-        if operation.states is not None and self.values.is_checked:
-            beside[1].copy_(self.values.turned(tensor, dim))
-        new = self._add(tensor, beside, dim, trains or old in tape.trains)
+        beside = self.values.last
+        last = tensor if beside is None else beside.values.pop(old)
+        dim = self._row_dim(tensor, last, operation)
+        new = self._add(tensor, last, dim, trains or old in tape.trains)
         operation.written.append((old, new))
 
     # ---- meetings --------------------------------------------------------------------
@@ -306,8 +304,6 @@ class Recorder(TorchFunctionMode):
             self.refuse("batch_norm", "what it normalises has no rows, or channels")
         if any(self.values.slot_of(each) is not None for each in (*weights, *running)):
             self.refuse("batch_norm", "its weights depend on the batch")
-        if norm.input.shape[self.values.dims[slot]] == self._layout.sizes[0]:
-            self._check_rows(slot)
         places = [None if x is None else self._gap(x).number for x in weights]
         trains = torch.is_grad_enabled() and (
             slot in tape.trains
@@ -321,14 +317,12 @@ class Recorder(TorchFunctionMode):
             found = statistics_over(*self._close_at(slot), ranks)
             meeting = Meeting(slot, places, settings, trains, *found, norm.eps, ranks)
             meeting.take(*weights)
-            for each in running:
-                self._refuse_writing(each)
             if running:
                 meeting.move(running, norm.momentum)
-            first = meeting.normalised(norm.input)
-            others = (each.values[slot] for each in self.values.beside)
-            beside = [meeting.normalised(each) for each in others]
-        meeting.y = self._add(first, beside, self.values.dims[slot], trains)
+            first = last = meeting.normalised(norm.input)
+            if self.values.last is not None:
+                last = meeting.normalised(self.values.last.values[slot])
+        meeting.y = self._add(first, last, self.values.dims[slot], trains)
         tape.segments.append(Segment(meeting))
         return first
 
@@ -357,8 +351,8 @@ class Recorder(TorchFunctionMode):
         for number in range(len(sizes)):
             if number == 0:
                 values = self.values.held()
-            elif number == self._layout.last:
-                values = self.values.beside[0].values
+            elif number == self._layout.last and self.values.last is not None:
+                values = self.values.last.values
             else:
                 values = {s: tape.store.get(number, s) for s in segment.needed}
                 is_small = self._layout.is_small(number)
@@ -372,10 +366,6 @@ class Recorder(TorchFunctionMode):
     def outputs(self) -> list[Tensor]:
         """What the call returns, of all chunks."""
         tape, layout, whole = self._tape, self._layout, {}
-        for each, version in zip(tape.fixed, self._versions, strict=True):
-            if _version(each) != version:  # unseen, or it was refused before
-                self._refuse_writing(each)
-        self._check_rows(*tape.outputs)
         for number, values in self._close({*tape.outputs}):
             for slot, dim in tape.outputs.items():
                 each = values[slot] if slot in values else tape.store.get(number, slot)
@@ -388,11 +378,6 @@ class Recorder(TorchFunctionMode):
                     whole[slot] = each.new_empty(shape)
                 layout.piece(whole[slot], number, dim).copy_(each)
         return [whole[slot] for slot in tape.outputs]
-
-    def _check_rows(self, *slots: int) -> None:
-        """Refuse values of rows that have seen each other, if the call is checked."""
-        for slot in slots if self.values.is_checked else ():
-            self.values.refuse_mixing(slot, self._tape.eps(), self.name)
 
 
 def _version(tensor: Tensor) -> int:

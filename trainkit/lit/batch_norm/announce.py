@@ -5,15 +5,23 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
-from trainkit.core.batch_norm.layers import BatchNorm, listed, num_sharing_ranks
+from trainkit.core.batch_norm.layers import (
+    BatchNorm,
+    listed,
+    normalising_by_batch,
+    num_sharing_ranks,
+)
 from trainkit.core.batches import num_samples
 from trainkit.core.plan.options import brief
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.batch_size.effective import (
     find_effective_batch,
     longest_window,
+    may_be_several,
 )
+from trainkit.lit.callback.base import WindowOwner, has_callback
+from trainkit.lit.callback.table import say
 
 REMEDIES = (
     "For the running statistics: BatchNormGuard('momentum') makes them forget as "
@@ -33,7 +41,9 @@ class Announce(Policy):
     the loader may say nothing, and a module the size of its windows later.
     """
 
-    def __init__(self, how: Literal["warn", "error"], *, min_samples: int) -> None:
+    def __init__(
+        self, how: Literal["warn", "error"] = "warn", *, min_samples: int
+    ) -> None:
         self._how = how
         self._min_samples = min_samples
         self._outcome = ""
@@ -93,3 +103,23 @@ class Announce(Policy):
 
     def summary(self, num_layers: int) -> str:
         return self._outcome
+
+
+def say_unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> None:
+    """Name layers that normalise by micro-batches, where no `BatchNormGuard` is.
+
+    By the first batch, the module's own hooks have decided which layers train. Nothing
+    is said if each window is one micro-batch.
+    """
+    names = normalising_by_batch(pl_module)
+    is_guarded = has_callback(trainer.callbacks, "BatchNormGuard")
+    if not names or is_guarded or not may_be_several(trainer, pl_module, windows):
+        return
+    text = (
+        f"{len(names)} layer{'s' * (len(names) != 1)} in training mode "
+        f"({listed(names, at_most=2)}) normalise{'s' * (len(names) == 1)} by the "
+        f"statistics of each micro-batch, so the step is not the big batch's; "
+        f"BatchNormGuard has remedies"
+    )
+    if trainer.is_global_zero:
+        say(trainer, ("BatchNorm", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_ba
 from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
-from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.batch_size.effective import (
     micro_batch_of,
     num_replicas,
@@ -26,8 +27,15 @@ from trainkit.lit.callback.base import WindowOwner, windows_of
 class ExactStatistics(Policy):
     """Normalises by the statistics of the whole window, on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory: Any) -> None:
         self._trainer: Any = None
+        if memory is not None:
+            warnings.warn(
+                "BatchNormGuard('exact'): memory= has no effect any more, and goes "
+                "with the next release. A window takes the memory of one chunk; leave "
+                "memory= out.",
+                stacklevel=4,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None}

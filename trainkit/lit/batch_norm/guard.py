@@ -2,24 +2,94 @@
 
 from __future__ import annotations
 
-import warnings
+import numbers
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
 from trainkit.lit.batch_norm.exact import ExactStatistics
-from trainkit.lit.batch_norm.freeze import Freeze
-from trainkit.lit.batch_norm.momentum import Momentum
-from trainkit.lit.batch_norm.options import PolicyName, check_options
-from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.batch_norm.policies import (
+    Freeze,
+    GroupNormInstead,
+    Momentum,
+    Policy,
+)
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
-from trainkit.lit.batch_norm.structure import GroupNormInstead
 from trainkit.lit.batch_size.effective import window_size
 from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
+
+PolicyName = Literal[
+    "warn",
+    "error",
+    "ignore",
+    "exact",
+    "freeze",
+    "momentum",
+    "recalibrate",
+    "group_norm",
+]
+
+ELSEWHERE = {
+    "sync": "Lightning does it: Trainer(sync_batchnorm=True)",
+    "renorm": "Batch Renormalization is no longer part of trainkit; take 'group_norm', "
+    "or 'exact', which needs no correction",
+}
+"""Where to go for what was a policy, or might be taken for one."""
+
+# What makes a policy, and the options that belong to it, with their defaults.
+POLICIES: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
+    "warn": (Announce, {}),
+    "error": (partial(Announce, "error"), {}),
+    "ignore": (Policy, {}),
+    "exact": (ExactStatistics, {"memory": None}),
+    "freeze": (Freeze, {"freeze_affine": False}),
+    "momentum": (Momentum, {}),
+    "recalibrate": (
+        Recalibrate,
+        {"num_batches": 200, "exact": True, "forward": None},
+    ),
+    "group_norm": (GroupNormInstead, {"groups": 32}),
+}
+
+
+def make_policy(policy: str, min_samples: int, **options: Any) -> Policy:
+    """A policy of this name.
+
+    Raises:
+        TrainkitError: there is no such policy, an option is not a number as it should
+            be, or it belongs to another policy.
+    """
+    if policy in ELSEWHERE:
+        raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
+    if policy not in POLICIES:
+        raise TrainkitError(
+            f"BatchNormGuard policy: must be one of {list(POLICIES)}, received "
+            f"{policy!r}."
+        )
+    numbers_ = {"min_samples": min_samples, **options}
+    for name in ("min_samples", "num_batches", "groups"):
+        value = numbers_[name]
+        if not isinstance(value, numbers.Integral) or value < 1:
+            raise TrainkitError(
+                f"BatchNormGuard {name}: must be a whole number of at least 1, "
+                f"received {value!r}."
+            )
+    for owner, (_, defaults) in POLICIES.items():
+        for name, default in defaults.items():
+            if owner != policy and options[name] != default:
+                raise TrainkitError(
+                    f"BatchNormGuard {name}: it belongs to the policy {owner!r}, and "
+                    f"the policy is {policy!r}. Leave it out, or take that policy."
+                )
+    make, own = POLICIES[policy]
+    if policy in ("warn", "error"):
+        return make(min_samples=min_samples)
+    return make(**{name: options[name] for name in own})
 
 
 class BatchNormGuard(OrderedCallback):
@@ -76,9 +146,10 @@ class BatchNormGuard(OrderedCallback):
         memory: Any = None,
     ) -> None:
         super().__init__()
-        check_options(
+        self.policy = policy
+        self._policy = make_policy(
             policy,
-            min_samples=min_samples,
+            min_samples,
             freeze_affine=freeze_affine,
             num_batches=num_batches,
             exact=exact,
@@ -86,27 +157,6 @@ class BatchNormGuard(OrderedCallback):
             groups=groups,
             memory=memory,
         )
-        if memory is not None:
-            warnings.warn(
-                "BatchNormGuard('exact'): memory= has no effect any more, and goes "
-                "with the next release. A window takes the memory of one chunk; leave "
-                "memory= out.",
-                stacklevel=2,
-            )
-        made: dict[str, Callable[[], Policy]] = {
-            "warn": lambda: Announce("warn", min_samples=min_samples),
-            "error": lambda: Announce("error", min_samples=min_samples),
-            "ignore": Policy,
-            "exact": ExactStatistics,
-            "freeze": lambda: Freeze(affine=freeze_affine),
-            "momentum": Momentum,
-            "recalibrate": lambda: Recalibrate(
-                num_batches=num_batches, exact=exact, forward=forward
-            ),
-            "group_norm": lambda: GroupNormInstead(groups=groups),
-        }
-        self.policy = policy
-        self._policy = made[policy]()
         self._layers: dict[str, BatchNorm] = {}
         self._num_layers = 0
         self._window: int | None = None  # loader batches in a full window

@@ -51,10 +51,10 @@ class NoiseScale(OrderedCallback):
 
     It is good to about a factor of 2 (McCandlish et al. 2018, arXiv 1812.06162; Merrill
     et al. 2025, arXiv 2505.23971). Rows that are sorted by length before they are cut
-    raise it by 5 to 10 %. With the inner cut each chunk of rows is a micro-batch, and
-    only the submodule's parameters are looked at.
+    raise it by 5 to 10 %. With the inner cut nothing can be measured.
 
-    A training with it is the same to the bit, and a resumed run continues the estimate.
+    A training with it is the same to the bit, and a resumed run continues the estimate;
+    the window in which it was saved is left out.
 
     Args:
         every_n_steps: one window of so many is measured, which costs one norm of each
@@ -238,8 +238,7 @@ class NoiseScale(OrderedCallback):
         self._rows.place(trainer)
         self._rows.log_arrived(trainer, wait=True)  # a resumed run has none of these
         if self._moments is not None:
-            can_ask = not trainer.interrupted
-            checkpoint[KEY] = self._moments.state_dict(over_ranks=can_ask)
+            checkpoint[KEY] = self._moments.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
@@ -298,8 +297,8 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
 
 def _numbers(table: list[list[float]]) -> dict[str, float]:
     """The row of a measured window, which stands last in the table."""
-    *blocks, this = table
-    found = NoiseEstimate.of(blocks)
+    *windows, this = table
+    found = NoiseEstimate.of(windows)
     if found is None:
         return {}
     samples = this[-2]

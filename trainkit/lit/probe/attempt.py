@@ -17,7 +17,7 @@ from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, step_arguments
 from trainkit.lit.aside import Kept, muted
-from trainkit.lit.batch_norm.samples import on_device
+from trainkit.lit.batch_norm.recalibrate import on_device
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
 from trainkit.lit.probe.setting import BY_HAND

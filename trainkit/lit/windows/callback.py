@@ -21,8 +21,8 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, 
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
-from trainkit.lit.batch_norm.unguarded import say_unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
