@@ -238,7 +238,7 @@ def test_a_foreign_module_and_a_strategy_of_ones_own(tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith("model.")]
     asked = [
         *words, "model=mine", "accumulation=mine", "metric=null",
-        "trainer.limit_val_batches=0", f"--config-dir={conf}",
+        "trainer.limit_val_batches=0", f"--config-dir={conf}", "proof=off",
     ]  # fmt: skip
     assert train(*asked, "optimizer=none", "scheduler=none", small=[]) == 0
     seed_everything(0, verbose=False)
@@ -247,7 +247,7 @@ def test_a_foreign_module_and_a_strategy_of_ones_own(tmp_path: Path) -> None:
         max_steps=2,
         accumulate_grad_batches=4,
         gradient_clip_val=1.0,
-        callbacks=[AccumulationCallback(PerSample())],
+        callbacks=[AccumulationCallback(PerSample(), proof="off")],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -330,12 +330,13 @@ class Odd(CodeLM):
 
 
 def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
-    odd, one = "model._target_=tests.cli.train.test_main.Odd", "trainer.max_steps=1"
+    odd = "model._target_=tests.cli.train.test_main.Odd"
+    one = ["trainer.max_steps=1", "proof=off"]
     with pytest.warns(
         UserWarning, match="=per_sample is replaced by .* accumulation=per_token"
     ):
-        assert train(odd, one, "name=replaced") == 0
-    assert train(odd, one, "name=kept", "accumulation=none") == 0
+        assert train(odd, *one, "name=replaced") == 0
+    assert train(odd, *one, "name=kept", "accumulation=none") == 0
     replaced, kept = (
         summary_of(the_run(tmp_path / "outputs" / name))
         for name in ("replaced", "kept")
