@@ -136,7 +136,10 @@ def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
             "trainer: {max_epochs: '${data.n}'}",
             r"config\.yaml: trainer\.max_epochs: .*entry of that file",
         ),
-        ("accumulation: {_target_: trainkit.PerToken, _args_: [1]}", "by name only"),
+        (
+            "accumulation: {_target_: trainkit.PerToken, _args_: [1]}",
+            "given by name, since",
+        ),
     ],
 )
 def test_a_mistake_in_a_file_is_named(

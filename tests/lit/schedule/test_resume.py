@@ -213,19 +213,6 @@ def test_a_plan_by_tokens_resumes_a_plan_by_steps_exactly(path: Path) -> None:
     assert off(module, [[*two, range(8, 10)], *ones]) > NAIVE
 
 
-@pytest.mark.parametrize("at", [5, 7, 12])
-def test_an_older_checkpoint_of_a_plan_by_tokens_resumes(path: Path, at: int) -> None:
-    """The schedule's own state held the count."""
-
-    def aged(checkpoint: Any) -> None:
-        (account,) = checkpoint["trainkit"].pop("ledger").values()
-        checkpoint["callbacks"]["AccumulationSchedule"]["tokens"] = account["sums"][0]
-
-    changed(saved(path, schedule("by tokens"), at), aged)
-    again, _ = fitted("mixin", schedule("by tokens"), loader=Resumable(), resume=path)
-    assert off(again, windows_of_plan(*PLANS["by tokens"])) <= EXACT
-
-
 def test_tokens_that_nobody_counted_are_announced(path: Path) -> None:
     """A checkpoint of plain Lightning holds no count; the plan starts at 0."""
     plain = trainer(2, callbacks=[Saving(path, 9)], max_epochs=1)
