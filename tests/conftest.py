@@ -7,11 +7,14 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
 import pytest
+from hypothesis import settings
 
 from tests.startup import forget_forking, forking, share
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("busy", deadline=None)  # no test asserts a time
+    settings.load_profile("busy")
     if hasattr(config, "workerinput"):
         forget_forking()
     else:

@@ -41,7 +41,7 @@ def test_a_key_that_another_value_uses_is_not(words: list[str]) -> None:
     ("word", "said"),
     [
         ("max_epochs=3", "Did you mean trainer.max_epochs?"),
-        ("trainer.max_epoch=3", "Did you mean max_epochs?"),
+        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("trainr.max_steps=3", "Did you mean trainer?"),
     ],
 )

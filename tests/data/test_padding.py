@@ -37,7 +37,7 @@ def test_fields_of_every_kind() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_right_equals_torchs_pad_sequence(lengths: list[int]) -> None:
     rows = [torch.arange(length) for length in lengths]
     reference = pad_sequence(rows, batch_first=True, padding_value=7)

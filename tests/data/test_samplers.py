@@ -88,7 +88,7 @@ def lacking(kind: str, num_rows: int, size: int, num_ranks: int, batches: int) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(shuffle=st.booleans(), **CASES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_each_row_is_read_once_and_ranks_have_as_many_batches(
     kind: str,
     lengths: list[int],
@@ -119,7 +119,7 @@ def test_each_row_is_read_once_and_ranks_have_as_many_batches(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**CASES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_drop_last_leaves_out_less_than_a_round(
     kind: str, lengths: list[int], size: int, num_ranks: int, seed: int, epoch: int
 ) -> None:
@@ -144,7 +144,7 @@ def test_drop_last_leaves_out_less_than_a_round(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(given_out=st.integers(0, 9), **CASES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_resumed_epoch_is_the_rest(
     kind: str,
     lengths: list[int],

@@ -86,6 +86,7 @@ def readable(error: BaseException) -> str:
         return str(error)  # complete as it is
     lines = _lines(error)
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
+    path = getattr(error, "full_key", None)
     cause = error.__cause__
     while cause is not None:
         if isinstance(cause, TrainkitError):
@@ -97,6 +98,7 @@ def readable(error: BaseException) -> str:
             lines += [line for line in more if line not in lines]
             key = getattr(cause, "key", None) or key
             node = getattr(cause, "parent_node", None) or node
+            path = getattr(cause, "full_key", None) or path
         cause = cause.__cause__
     if "Missing mandatory value" in lines[0]:
         lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
@@ -104,7 +106,8 @@ def readable(error: BaseException) -> str:
         names = [name for name in map(str, node) if not name.startswith("_")]
         from trainkit.config.unread_keys import meant_by  # OmegaConf is loaded by now
 
-        meant = meant_by(str(key), node).strip()
+        group = str(path or "").rpartition(".")[0]
+        meant = meant_by(str(key), node, group=group).strip()
         if meant or "trainer" in names:  # nothing would read such a key
             lines = [line for line in lines if not line.startswith("To append")]
         lines += [meant] if meant else []

@@ -32,20 +32,29 @@ def refuse_unread(config: DictConfig) -> None:
             )
 
 
-def meant_by(name: str, config: MutableMapping[Any, Any]) -> str:
+def meant_by(name: str, config: MutableMapping[Any, Any], *, group: str = "") -> str:
     """A sentence with the keys of groups that have a name, or else with a close one.
 
     >>> meant_by("lr", {"optimizer": {"lr": 1}, "seed": 0})
     ' Did you mean optimizer.lr?'
+    >>> meant_by("max_epoch", {"max_epochs": 3}, group="trainer")
+    ' Did you mean trainer.max_epochs?'
+
+    Args:
+        name: that is not there.
+        config: where it was looked for.
+        group: the path of that in the whole configuration.
     """
+    before = f"{group}." if group else ""
     places = []
-    for group in config:
+    for key in config:
         try:
-            inner = config[group]
+            inner = config[key]
         except Exception:  # it is to be given, or uses what does not exist
             continue
         if isinstance(inner, MutableMapping) and name in inner:
-            places.append(f"{group}.{name}")
+            places.append(f"{before}{key}.{name}")
     if places:
         return f" Did you mean {' or '.join(places[:3])}?"
-    return did_you_mean(name, [str(key) for key in config if key != name])
+    keys = [f"{before}{key}" for key in config if key != name]
+    return did_you_mean(f"{before}{name}", keys)

@@ -170,7 +170,7 @@ def test_any_name_stands_in_the_picture_as_it_is() -> None:
 VALUES = st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(VALUES, st.booleans(), st.booleans())
 def test_whatever_was_logged_is_drawn(
     values: list[float], from_zero: bool, may_be_log: bool

@@ -22,7 +22,7 @@ def line(numbers: list[float]) -> Line:
     return Line("loss", tuple(map(float, range(len(numbers)))), tuple(numbers))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(NUMBERS)
 def test_what_is_drawn_keeps_the_extremes_and_the_last_step(
     numbers: list[float],

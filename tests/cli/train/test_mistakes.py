@@ -66,7 +66,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
         (["accumulation=x"], "\tper_token\n"),
-        (["trainer.max_epoch=1"], "Did you mean max_epochs?"),
+        (["trainer.max_epoch=1"], "Did you mean trainer.max_epochs?"),
         (["trainer.max_steps=many"], "trainer.max_steps: must be int, received 'many'"),
         (["--config-dir=nowhere"], "nowhere' not found"),
         # trainkit of a configuration, and of a run that cannot begin;

@@ -52,7 +52,7 @@ def least_cost(ordered: Sequence[int], limits: dict[str, Any]) -> float:
 
 
 @given(LENGTHS, SIZE, TOKENS, OVERHEAD, ATTENTION)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_cost_of_the_cut_equals_the_least_of_all_cuts(
     lengths: list[int], size: Any, tokens: Any, overhead: float, attention: float
 ) -> None:
@@ -66,7 +66,7 @@ def test_cost_of_the_cut_equals_the_least_of_all_cuts(
 
 
 @given(LENGTHS, st.integers(1, 9), ATTENTION)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_size_alone_gives_the_fewest_micro_batches_then_the_least_padding(
     lengths: list[int], size: int, attention: float
 ) -> None:

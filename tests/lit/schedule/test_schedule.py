@@ -144,7 +144,7 @@ def test_naive_switching_does_not_equal_the_big_batch(plan: str) -> None:
     assert off(plain, windows) > NAIVE
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     plan=st.dictionaries(st.integers(1, 12), st.integers(1, 7), max_size=5),
     first=st.integers(1, 7),
