@@ -192,3 +192,10 @@ def test_a_second_optimizer_is_refused() -> None:
 def test_an_unknown_interval_is_refused() -> None:
     with pytest.raises(TrainkitError, match="interval: must be 'step' or 'epoch'"):
         attach_optimizer(Bare(), make_sgd, interval="batch")  # type: ignore[arg-type]
+
+
+def test_a_proof_needs_a_strategy_and_no_proof_needs_none() -> None:
+    """Of plain accumulation there is nothing to prove."""
+    assert attach_accumulation(Bare(), None, proof="off") == []
+    with pytest.raises(TrainkitError, match="no accumulation was chosen, .*'require'"):
+        attach_accumulation(Bare(), None, proof="require")

@@ -95,6 +95,18 @@ def test_rows_without_lengths_have_no_padding_to_show() -> None:
     assert all("padding" not in row for row in rows)
 
 
+@pytest.mark.parametrize(("tokens", "times"), [(9, 1), (90, 0)])
+def test_a_row_above_the_budget_is_said_once_and_trains(
+    tokens: int, times: int
+) -> None:
+    fit(whole := Split(cut=None), max_epochs=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("always", ".*exceeds the budget")
+        fit(module := Split(cut=MicroBatching(tokens=tokens)), max_epochs=1)
+    assert len(said) == times
+    assert deviation(module, whole, weights(Split())) <= 1e-9
+
+
 @pytest.mark.parametrize(("window", "said"), [(1, "is one step, cut"), (2, "is cut")])
 def test_the_table_says_what_a_step_is(
     window: int, said: str, capsys: pytest.CaptureFixture[str]
