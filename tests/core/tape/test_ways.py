@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.core.tape import ways
 from tests.core.tape.cases import images
@@ -127,3 +128,43 @@ def test_rows_that_see_each_other_later_are_found() -> None:
         net(X)
     with pytest.raises(TrainkitError, match="see each other"):
         net(X)
+
+
+class Casting(nn.Module):
+    """In float32, to which its forward casts; in float64 that would fail."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.last, self.act = nn.Linear(5, 3), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).relu().float()
+        return self.last(ways.Told.apply([self.act], hidden))
+
+
+@pytest.mark.parametrize(
+    ("act", "is_right"), [(lambda g: 2 * g, True), (lambda g: g - g.mean(0), False)]
+)
+def test_a_forward_that_casts_is_compared_in_float64(act: Any, is_right: bool) -> None:
+    """Its gradients would not be compared else."""
+    torch.manual_seed(0)
+    module, rows = Casting(act), torch.randn(24, 6)
+    whole = copy.deepcopy(module)
+    net = exact_batch_norm(module, size=8)
+    if not is_right:
+        with pytest.raises(TrainkitError, match="see each other"):
+            net(rows)
+        return
+    for each in (net, whole):
+        each(rows).exp().mean().backward()
+    assert off_by(gradients(module), gradients(whole)) < 1e-5
+
+
+def test_a_forward_that_asks_for_its_own_type_is_compared_in_it() -> None:
+    class Asking(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            assert input.dtype is torch.float32
+            return super().forward(input)
+
+    assert exact_batch_norm(Asking(4), size=4)(torch.randn(10, 4)).isfinite().all()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainkit.core._compat import Operators, without_hooks
 from trainkit.core.generators import generator_keeper
+from trainkit.core.gradients import HALF
 from trainkit.core.inside.closeness import apart
 from trainkit.core.inside.moment import States
 from trainkit.core.inside.outputs import Joint, rows_of
@@ -64,7 +65,9 @@ def check(
         part = with_tensors(given, partial(_part, rows=rows, places=ends))
         try:
             found = [_results(module, record, part, *way) for way in ways]
-        except (RuntimeError, TypeError):  # it mixes float64 with a type of its own
+        except TrainkitError:
+            raise
+        except Exception:  # it mixes float64 with a type of its own, or asks for one
             found = [_results(module, record, part, *w, is_wide=False) for w in ways]
         pairs = zip(found[1][0], found[0][0], strict=True)
         off, eps = max(apart(*each) for each in pairs), found[0][1]
@@ -119,7 +122,7 @@ def _results(
         torch.autocast(device.type, enabled=False)
         if is_wide
         else contextlib.nullcontext(),
-        Operators(partial(_without_draws, device)),
+        Operators(partial(_operator, device, is_wide=is_wide)),
         without_hooks(),
     ):
         given = with_tensors(given, partial(_copied, is_wide=is_wide))
@@ -145,10 +148,18 @@ def _way(value: Tensor) -> Tensor:
     return places.mul(1.7).cos().view(value.shape).to(value.dtype)
 
 
-def _without_draws(
-    device: torch.device, operator: Any, args: Any, kwargs: dict[str, Any]
+def _operator(
+    device: torch.device,
+    operator: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    is_wide: bool,
 ) -> Any:
-    """Run an operator; what it draws is one number everywhere."""
+    """Run an operator; what it draws is one number everywhere, and where all is in
+    float64, so is what a forward makes of another type."""
+    if is_wide and kwargs.get("dtype") in (torch.float32, *HALF):
+        kwargs = {**kwargs, "dtype": torch.float64}
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return operator(*args, **kwargs)
     before = States([device], of_host=False)
