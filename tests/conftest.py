@@ -40,9 +40,6 @@ def _has_workers(config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    from tests.helpers import begin_without_proof
-
-    begin_without_proof()
     gc.set_threshold(50_000, 20, 100)  # Trainers make many objects: a tenth of the time
     _keep()
 

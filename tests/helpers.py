@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.startup import forked
-from trainkit.lit.proof.start import ProofAtStart
 
 VOCABULARY = 13
 
@@ -42,15 +41,6 @@ TOLERANCE = {
 
 NAIVE = 1e-2
 """Least deviation that the naive method must show, or the test proves nothing."""
-
-
-def begin_without_proof() -> None:
-    """Let trainings begin without a proof: many tests train what is not the big batch.
-
-    Those of tests/lit/proof and tests/lit/inside, and commands in processes, begin
-    with it.
-    """
-    ProofAtStart.is_on = False
 
 
 def ragged_sequences(
@@ -268,8 +258,6 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if ".proof." not in function.__module__:
-        begin_without_proof()
     try:
         with quiet_lightning():
             result = function(rank, world_size, *args)

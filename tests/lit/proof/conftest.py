@@ -1,12 +1,20 @@
-"""Here trainings begin with a proof, as those of users do."""
+"""Here what the proof warns of is an error, where a test does not expect it."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from trainkit.lit.proof.start import ProofAtStart
-
 
 @pytest.fixture(autouse=True)
-def with_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_numbers() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(ProofAtStart, "is_on", True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("error:proof. :UserWarning"))

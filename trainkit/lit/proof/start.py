@@ -84,8 +84,6 @@ class ProofAtStart:
         windows: the callback that divides windows.
     """
 
-    is_on = True
-
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
         self._is_proven = False
@@ -116,7 +114,7 @@ class ProofAtStart:
     def _is_asked(self, batch: Any) -> bool:
         """Whether somebody wants to know, and a step has several micro-batches."""
         windows, trainer = self._windows, self._trainer
-        if not self.is_on or windows.proof == "off":
+        if windows.proof == "off":
             return False
         if windows.inside is not None or not self._has_parts:
             return windows.inside is not None
