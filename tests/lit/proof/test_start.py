@@ -161,23 +161,28 @@ OFF: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_what_is_not_exact_is_said_warned_of_and_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_exact_is_refused_before_anything_moves(name: str) -> None:
     module, data, strategy, cut, cause = OFF[name]
+    made = module()
+    if isinstance(made, AccumulationMixin):
+        made.accumulation_proof = "require"
+    before = [each.detach().clone() for each in made.parameters()]
+    with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}') as caught:
+        fit(made, data(), strategy, cut, proof="require")
+    assert cause in str(caught.value)
+    pairs = zip(before, made.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_what_is_not_exact_is_said_and_warned_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module, data, strategy, cut, cause = OFF["another count"]
     with pytest.warns(UserWarning, match=ALARM) as caught:
         fit(module(), data(), strategy, cut)
     (text,) = (str(w.message) for w in caught if ALARM in str(w.message))
     assert cause in text
     assert f"proof: {said(capsys)}" == text
-    made = module()
-    if isinstance(made, AccumulationMixin):
-        made.accumulation_proof = "require"
-    before = [each.detach().clone() for each in made.parameters()]
-    with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}'):
-        fit(made, data(), strategy, cut, proof="require")
-    pairs = zip(before, made.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_what_a_callback_does_to_gradients_is_measured() -> None:
