@@ -149,9 +149,6 @@ def test_language_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         if kind is None:
             fit(Model(make()), loader(), strategy, proof="require")
             assert said(capsys).startswith("exact on 6 of your rows")
-        else:
-            with pytest.warns(UserWarning, match="not the big batch"):
-                fit(Model(make()), loader(), strategy)
 
 
 def test_negatives_within_the_batch_are_found() -> None:
