@@ -33,7 +33,6 @@ from trainkit.lit.batch_size.effective import (
 from trainkit.lit.callback.base import OrderedCallback, averages_statistics, windows_of
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.rates import checks
-from trainkit.lit.rates.ema import ModelAverages
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
     leave_scaled,
@@ -72,9 +71,6 @@ class LRScaling(OrderedCallback):
         weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
             `"time-scale"` by k / factor, so that weights decay as fast per sample (Wang
             and Aitchison 2024); `"none"` leaves it.
-        ema_decay: True raises the decay of the model's moving averages (Lightning's
-            `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
-            et al. 2023); a string is the path of such a decay in the module.
         noise_scale: the gradient noise scale, for `"gain"` only: a number of samples,
             or the folder of an earlier run that has measured it (`NoiseScale`).
         scheduler_rates: names of attributes in which schedulers that are not torch's
@@ -99,7 +95,6 @@ class LRScaling(OrderedCallback):
         micro_batch: float | None = None,
         warmup_steps: int = 0,
         weight_decay: WeightDecayName | Callable[[float], float] = "none",
-        ema_decay: bool | str = False,
         noise_scale: float | str | Path | None = None,
         scheduler_rates: Sequence[str] | None = None,
     ) -> None:
@@ -119,7 +114,6 @@ class LRScaling(OrderedCallback):
         self.micro_batch = None if micro_batch is None else float(micro_batch)
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
-        self.ema_decay = ema_decay
         is_read = isinstance(noise_scale, str | Path)
         self._noise_from = f" from {noise_scale}" if is_read else ""
         self.scheduler_rates = scheduler_rates
@@ -128,7 +122,6 @@ class LRScaling(OrderedCallback):
     def _forget(self) -> None:
         self.effective_batch: EffectiveBatch | None = None
         self.scaled: list[ScaledOptimizer] = []
-        self._averages: ModelAverages | None = None
         self._restored: dict[str, Any] | None = None
         self._fixed_size = self.micro_batch  # the micro-batch's size, once it is final
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
@@ -136,8 +129,8 @@ class LRScaling(OrderedCallback):
         self._loader_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the optimizers and averages of a running `fit`."""
-        return {**super().__getstate__(), "scaled": [], "_averages": None}
+        """The attributes without the optimizers of a running `fit`."""
+        return {**super().__getstate__(), "scaled": []}
 
     @property
     def k(self) -> float:
@@ -169,10 +162,6 @@ class LRScaling(OrderedCallback):
         self._loader_size = loader_size(trainer)
         self._fixed_size = self.micro_batch or self._measured_before(trainer, saved)
         self._take_over_optimizers(trainer, saved.get("optimizers", {}))
-        if self.ema_decay:
-            self._averages = ModelAverages(
-                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
-            )
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
         checks.refuse_stages_out_of_reach(trainer, self)
@@ -229,8 +218,6 @@ class LRScaling(OrderedCallback):
             if self.warmup_steps and scaled.target > 1:
                 text += f", over {self.warmup_steps} steps"
             rows.append((label, text))
-        if self._averages is not None:
-            rows.append(("model average", self._averages.summary()))
         return rows
 
     # ---- while training --------------------------------------------------------------
@@ -305,8 +292,6 @@ class LRScaling(OrderedCallback):
         self.effective_batch = batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
-        if self._averages is not None:
-            self._averages.follow(self.k)
         return True
 
     def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
@@ -348,9 +333,6 @@ class LRScaling(OrderedCallback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for scaled in self.scaled:
             leave_scaled(scaled)
-        if self._averages is not None:
-            self._averages.follow(1.0)
-            self._averages = None
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -363,9 +345,7 @@ class LRScaling(OrderedCallback):
         if not self.scaled:
             return {}
         states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
-        state: dict[str, Any] = {"optimizers": states, "average_k": 1.0}
-        if self._averages is not None:
-            state["average_k"] = self._averages.k
+        state: dict[str, Any] = {"optimizers": states}
         if self.effective_batch is not None:
             state["k"] = self.k
         if self.micro_batch is None and self._fixed_size is not None:
