@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
@@ -13,8 +16,8 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner.tuning import Tuner
+from torch import Tensor, nn
 
-from tests.core.plan.schedulers import deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,
@@ -26,8 +29,12 @@ from tests.lit.rates.scaled import (
     data,
     fit,
     linear,
+    plain,
+    times,
 )
-from trainkit import AccumulationCallback, Uniform
+from tests.lit.rates.schedulers import deviation
+from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.errors import TrainkitError
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
@@ -64,7 +71,29 @@ def test_impossible_option_is_refused(options: Any, match: str) -> None:
         LRScaling(**{"reference_batch": 8, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [numpy.int64, numpy.float32, numpy.float64, int])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, "noise_scale: must be a positive number .* received None"),
+        *(
+            ({"noise_scale": each}, "noise_scale: must be a positive number of samples")
+            for each in (0, -1, math.inf, math.nan, True, [40], 1j)
+        ),
+        ({"noise_scale": "no/where"}, "received 'no/where', and there is no such fold"),
+        ({"noise_scale": "40"}, "must be a positive number or the folder of a run, re"),
+        ({"noise_scale": 4, "unit": "tokens"}, "unit: must be 'samples' for rule='gai"),
+        *(
+            ({"noise_scale": 4, "rule": rule}, "noise_scale: belongs to rule='gain', r")
+            for rule in ("auto", "linear", "adam-sde", "none", math.sqrt)
+        ),
+    ],
+)
+def test_a_wrong_noise_scale_is_refused(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainkitError, match=said):
+        LRScaling(**{"rule": "gain", "reference_batch": 16, **how})
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.float32, int])
 def test_number_of_numpy_is_a_number(kind: Any) -> None:
     scaling = LRScaling(lambda k: kind(k), reference_batch=kind(3), micro_batch=kind(6))
     module = fit(Scheduled(None), scaling)
@@ -72,13 +101,10 @@ def test_number_of_numpy_is_a_number(kind: Any) -> None:
     assert deviation([row[:2] for row in module.curve], [[0.2, 0.8]] * 10) <= EXACT
 
 
-def test_reference_batch_must_be_given() -> None:
+def test_reference_batch_must_be_given_and_k_is_not_known_at_once() -> None:
     """mmpretrain#1763: what batch a rate is meant for is the first thing people ask."""
     with pytest.raises(TypeError, match="reference_batch"):
         LRScaling("linear")  # type: ignore[call-arg]
-
-
-def test_k_before_the_batch_is_known_is_refused() -> None:
     with pytest.raises(TrainkitError, match="LRScaling k: the effective batch is not"):
         _ = linear().k
 
@@ -94,7 +120,63 @@ def test_second_one_is_refused() -> None:
         fit(Scheduled(None), linear(), second)
 
 
-# ---- the plan ------------------------------------------------------------------------
+@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
+def test_later_stage_out_of_reach_is_refused_before_training(rule: Any) -> None:
+    module = Scheduled(None, optimizer=torch.optim.Adam)
+    size = 6 if rule == "adam-sde" else 16384
+    schedule = AccumulationSchedule({0: 1, 100: size}, unit="step")
+    scaling = LRScaling(rule, reference_batch=REFERENCE)
+    with pytest.raises(TrainkitError, match="must stay above 0, and with k = "):
+        fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
+    assert module.curve == []
+
+
+# ---- the noise scale of a run --------------------------------------------------------
+
+
+def a_run(folder: Path, **facts: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    measured = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50)
+    summary = {"noise_scale": {**measured.facts(), **facts}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_folder_is_read_once_and_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in the home of the user."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = a_run(tmp_path / "earlier")
+    for kind in (lambda _: "~/earlier", str, Path):
+        how = {"reference_batch": REFERENCE, "noise_scale": kind(folder)}
+        found = LRScaling("gain", **how)
+        a_run(folder, samples=50.0)
+        assert found.noise_scale == 43.25
+        a_run(folder)
+    curve = fit(Scheduled(None, (1.0,)), found).curve
+    gain = (1 + 43.25 / REFERENCE) / (1 + 43.25 / 6)
+    assert deviation(curve, [[gain, gain]] * 10) <= EXACT
+    said = f"(gain: linear, noise scale 43.25 from {folder}, reference 1.5)"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"samples": None, "high": None}, "it knows at least 33 samples"),
+        ({"samples": 0.0, "low": 0.0}, "knows that of 0"),
+    ],
+)
+def test_a_run_that_knows_no_noise_scale_is_refused(
+    tmp_path: Path, facts: dict[str, Any], said: str
+) -> None:
+    folder = a_run(tmp_path, **facts)
+    with pytest.raises(TrainkitError, match=said):
+        LRScaling("gain", reference_batch=16, noise_scale=folder)
+
+
+# ---- the table -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,99 +245,147 @@ def test_values_before_and_after_are_logged(tmp_path: Path) -> None:
         assert values[f"{key}/after"] == pytest.approx(after)
 
 
+class Logger(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: list[dict[str, Any]] = []
+        self.changes: list[tuple[float, float, int | None]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters.append(params["lr_scaling"])
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "lr_scaling/k" in metrics:
+            size = metrics["lr_scaling/effective_batch"]
+            self.changes.append((metrics["lr_scaling/k"], size, step))
+
+
+def run(scaling: Any, *more: Any, path: Path | None = None, **how: Any) -> Logger:
+    logger = Logger()
+    how |= {"logger": logger, "log_every_n_steps": 1}
+    fit(Scheduled("CosineAnnealingLR"), scaling, *more, ckpt_path=path, **how)
+    return logger
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_resumed_run_with_the_same_k_logs_the_same_hyperparameters(
+    tmp_path: Path, warmup_steps: int
+) -> None:
+    """As every run does that goes on in the logger of the first: no other value."""
+    path = tmp_path / "one.ckpt"
+    first = run(linear(warmup_steps=warmup_steps), Saves(path, 4))
+    second = run(linear(warmup_steps=warmup_steps), path=path)
+    (expected,), (found,) = first.parameters, second.parameters
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        is_text = isinstance(value, str)
+        assert found[name] == (value if is_text else pytest.approx(value, rel=1e-12))
+    assert first.changes == second.changes == []
+
+
+def test_resumed_run_with_another_k_logs_a_metric_only(tmp_path: Path) -> None:
+    """Under Lightning's own step, which it counts after the hook that saved."""
+    path = tmp_path / "one.ckpt"
+    run(linear(), Saves(path, 4))
+    second = run(linear(reference_batch=12), path=path)
+    assert second.parameters == []
+    assert second.changes == [(0.5, 6.0, 1)]
+
+
+def test_resumed_run_of_an_unscaled_one_logs_its_hyperparameters(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "one.ckpt"
+    fit(Scheduled("CosineAnnealingLR"), Saves(path, 4))
+    second = run(linear(), path=path)
+    assert [each["k"] for each in second.parameters] == [4.0]
+    assert second.changes == []
+
+
 def test_hyperparameters_are_logged_once_and_later_changes_as_metrics() -> None:
     """MLflow, for one, refuses another value of a parameter."""
-    parameters: list[float] = []
-    seen: list[tuple[float, float, int | None]] = []
-
-    class Logger(DummyLogger):
-        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            parameters.append(params["lr_scaling"]["k"])
-
-        def log_metrics(
-            self, metrics_: Any = None, step: Any = None, **how: Any
-        ) -> None:  # type: ignore[override]
-            found = metrics_ or how["metrics"]
-            if "lr_scaling/k" in found:
-                size = found["lr_scaling/effective_batch"]
-                seen.append((found["lr_scaling/k"], size, step))
-
     schedule = AccumulationSchedule({0: 1, 4: 2, 7: 5}, unit="step")
-    callbacks = [AccumulationCallback(Uniform()), schedule, linear()]
-    fit(Scheduled(None), *callbacks, window=1, logger=Logger(), log_every_n_steps=1)
-    assert parameters == [2.0]
-    assert seen == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
+    logger = run(linear(), AccumulationCallback(Uniform()), schedule, window=1)
+    assert [each["k"] for each in logger.parameters] == [2.0]
+    assert logger.changes == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
 
 
-# ---- schedulers by frequency ---------------------------------------------------------
+# ---- windows of one's own size -------------------------------------------------------
 
 
-def steps_of_scheduler(frequency: int, window: int, *callbacks: Any) -> list[float]:
-    """A rate that halves whenever its scheduler steps."""
-    module = Scheduled("MultiplicativeLR", (1.0,), frequency=frequency)
-    fit(module, *callbacks, window=window, loader=data(batches=16), max_epochs=1)
-    return [round(row[0], 9) for row in module.curve]
+class OwnSizes(AccumulationMixin, pl.LightningModule):
+    """Two optimizers by hand, whose windows have sizes of their own."""
 
+    accumulation = PerSample()
 
-def geometric(*exponents: int) -> list[float]:
-    return [round(0.9**e, 9) for e in exponents]
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.sizes = sizes
+        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in sizes)
+        self.curve: list[list[float]] = []
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        made = zip(self.nets, optimizers, self.sizes, strict=True)
+        for net, optimizer, size in made:
+            loss = net(batch.float()).square().mean()
+            self.accumulate(loss, batch, optimizer=optimizer)
+            if self.window_ends(batch_idx, every=size):
+                self.curve.append([optimizer.param_groups[0]["lr"]])
+                self.finish_window(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
 
-def test_frequency_of_lightning_counts_batches() -> None:
-    """With N = 4 every step, and with N = 1 every other."""
-    assert steps_of_scheduler(2, 4) == geometric(0, 1, 2, 3)
-    assert steps_of_scheduler(2, 1)[:6] == geometric(0, 0, 1, 1, 2, 2)
-
-
-def test_frequency_over_windows_is_said_with_a_fix_that_fixes() -> None:
-    none = LRScaling("none", reference_batch=1)
-    with pytest.warns(UserWarning, match=r"MultiplicativeLR.* Set frequency=8 \(2 "):
-        steps_of_scheduler(2, 4, none)
-    assert steps_of_scheduler(8, 4) == geometric(0, 0, 1, 1)
-
-
-def test_frequency_under_a_schedule_is_said_with_another_fix() -> None:
-    schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
-    none = LRScaling("none", reference_batch=1)
-    callbacks = [AccumulationCallback(Uniform()), schedule, none]
-    with pytest.warns(UserWarning, match="Set frequency=1 and make the scheduler's ow"):
-        steps_of_scheduler(2, 1, *callbacks)
-
-
-@pytest.mark.parametrize(("frequency", "window"), [(1, 4), (2, 1), (1, 1), (8, 4)])
-def test_frequency_that_is_right_is_not_spoken_of(frequency: int, window: int) -> None:
-    assert steps_of_scheduler(frequency, window, linear())
-
-
-# ---- schedulers of others ------------------------------------------------------------
-
-
-class Warm(torch.optim.lr_scheduler.LRScheduler):
-    def __init__(self, optimizer: Any) -> None:
-        self.warmup_lr = 0.01
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        rates: list[Any] = list(self.base_lrs)
-        return [self.warmup_lr for _ in rates] if self.last_epoch < 3 else rates
-
-
-class Foreign(Scheduled):
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": Warm(optimizer), "interval": "step"}]
+        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in self.nets], []
 
 
-def test_foreign_scheduler_is_spoken_of() -> None:
-    with pytest.warns(UserWarning, match="Warm: it is not one of torch's schedulers"):
-        module = fit(Foreign(None), linear())
-    assert [row[0] for row in module.curve][:4] == [0.04, 0.01, 0.01, 0.4]
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
+def test_windows_of_several_sizes_are_refused() -> None:
+    """By Lightning's count a step; k would be that of one of them."""
+    with pytest.raises(TrainkitError, match=r"windows have \[2, 6\] micro-batches"):
+        fit(OwnSizes(2, 6), linear(), window=1)
+    module = fit(OwnSizes(2, 6), window=1)
+    assert len(module.curve) == 2 * (5 + 2)
 
 
-def test_named_rates_of_a_foreign_scheduler_are_scaled() -> None:
-    fit(Foreign(None), linear(scheduler_rates=[]))
-    module = fit(Foreign(None), linear(scheduler_rates=["warmup_lr"]))
-    assert [row[0] for row in module.curve] == pytest.approx([0.04] * 3 + [0.4] * 7)
+@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
+def test_table_of_windows_of_their_own_size_is_shown_again_once(
+    sizes: tuple[int, ...], capsys: Any
+) -> None:
+    module = fit(OwnSizes(*sizes), linear(reference_batch=3), window=1)
+    first, again = _after(capsys.readouterr().out, "step: ")
+    assert first.startswith("per-device batch 3 x accumulation 1 x ranks 1 = 3 ")
+    assert again == "per-device batch 3 x accumulation 6 x ranks 1 = 18 samples a step"
+    expected = plain(None, 4 * len(sizes), (0.05,))
+    expected = [row[:1] for row in times(expected, [6.0] * len(expected))]
+    assert deviation(module.curve, expected) <= EXACT
+
+
+def test_table_of_its_own_size_says_the_new_rates(capsys: Any) -> None:
+    fit(OwnSizes(6), linear(reference_batch=3), window=1)
+    rates = _after(capsys.readouterr().out, "learning rate: ")
+    assert rates[1] == "lr 0.05 -> 0.3 (linear, reference 3)"
+    assert len(rates) == 2
+
+
+def test_table_of_the_trainers_size_is_shown_once(capsys: Any) -> None:
+    fit(OwnSizes(2, 2), linear(), window=2)
+    assert len(_after(capsys.readouterr().out, "step: ")) == 1
+
+
+def test_table_of_a_schedule_is_shown_once(capsys: Any) -> None:
+    """It says the sizes beforehand."""
+    schedule = AccumulationSchedule({0: 1, 1: 5})
+    fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)
+    assert len(_after(capsys.readouterr().out, "learning rate: ")) == 1
+
+
+def _after(text: str, label: str) -> list[str]:
+    lines = text.splitlines()
+    return [line.split(label, 1)[1] for line in lines if f"| {label}" in line]
 
 
 # ---- Lightning's finders -------------------------------------------------------------

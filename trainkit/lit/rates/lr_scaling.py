@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from trainkit.lit.rates import checks
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
     leave_scaled,
-    unscale_leftovers,
+    release_left,
 )
 
 
@@ -46,8 +46,9 @@ class LRScaling(OrderedCallback):
         LRScaling("linear", reference_batch=256)  # lr=0.1 is meant for 256 samples
 
     k is the effective batch (micro-batch x accumulation x ranks) divided by the
-    reference batch. Every learning rate curve, from any of torch's schedulers, is
-    multiplied by factor(k), and follows when the window changes.
+    reference batch. Every learning rate curve, from any scheduler, is multiplied by
+    factor(k), and follows when the window changes. Checkpoints hold the rates of the
+    reference batch, so that a run may resume with other scaling, or none.
 
     - `"linear"`: lr * k. Goyal et al. 2017, for SGD.
     - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
@@ -73,9 +74,6 @@ class LRScaling(OrderedCallback):
             and Aitchison 2024); `"none"` leaves it.
         noise_scale: the gradient noise scale, for `"gain"` only: a number of samples,
             or the folder of an earlier run that has measured it (`NoiseScale`).
-        scheduler_rates: names of attributes in which schedulers that are not torch's
-            keep more learning rates. With None there is a warning about each such
-            scheduler.
 
     Attributes:
         effective_batch: how much one optimizer step sees; None before it is known.
@@ -96,7 +94,6 @@ class LRScaling(OrderedCallback):
         warmup_steps: int = 0,
         weight_decay: WeightDecayName | Callable[[float], float] = "none",
         noise_scale: float | str | Path | None = None,
-        scheduler_rates: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         check_rules(rule, weight_decay)
@@ -116,7 +113,6 @@ class LRScaling(OrderedCallback):
         self.weight_decay = weight_decay
         is_read = isinstance(noise_scale, str | Path)
         self._noise_from = f" from {noise_scale}" if is_read else ""
-        self.scheduler_rates = scheduler_rates
         self._forget()
 
     def _forget(self) -> None:
@@ -149,7 +145,7 @@ class LRScaling(OrderedCallback):
         if stage == "fit":
             self._forget()
             self.move_to_front(trainer)
-            unscale_leftovers(pl_module)
+            release_left()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         checks.announce_rate_finder(trainer, self)
@@ -157,11 +153,19 @@ class LRScaling(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved = self._restored or {}
         self._restored = None
-        checks.announce_frequency(trainer)
-        checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
         self._loader_size = loader_size(trainer)
         self._fixed_size = self.micro_batch or self._measured_before(trainer, saved)
-        self._take_over_optimizers(trainer, saved.get("optimizers", {}))
+        self.scaled = [
+            ScaledOptimizer(
+                optimizer,
+                rule=self.rule,
+                weight_decay=self.weight_decay,
+                noise_scale=self.noise_scale,
+                reference_batch=self.reference_batch,
+            )
+            for optimizer in trainer.optimizers
+        ]
+        self._adopt(trainer)
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
         checks.refuse_stages_out_of_reach(trainer, self)
@@ -179,20 +183,9 @@ class LRScaling(OrderedCallback):
             return None
         return measured.get(self.unit)
 
-    def _take_over_optimizers(self, trainer: Any, states: dict[int, Any]) -> None:
-        for index, optimizer in enumerate(trainer.optimizers):
-            scaled = ScaledOptimizer(
-                optimizer,
-                trainer.lr_scheduler_configs,
-                rule=self.rule,
-                weight_decay=self.weight_decay,
-                scheduler_rates=self.scheduler_rates or (),
-                noise_scale=self.noise_scale,
-                reference_batch=self.reference_batch,
-            )
-            if index in states:
-                scaled.load_state_dict(states[index])
-            self.scaled.append(scaled)
+    def _adopt(self, trainer: Any) -> None:
+        for scaled in self.scaled:
+            scaled.adopt(trainer.lr_scheduler_configs)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -230,8 +223,7 @@ class LRScaling(OrderedCallback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            for scaled in self.scaled:
-                scaled.adopt(trainer.lr_scheduler_configs)
+            self._adopt(trainer)
             self._follow_and_log(trainer)
 
     def on_before_optimizer_step(
@@ -331,8 +323,7 @@ class LRScaling(OrderedCallback):
     # ---- afterwards ------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for scaled in self.scaled:
-            leave_scaled(scaled)
+        leave_scaled(self.scaled)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -342,10 +333,7 @@ class LRScaling(OrderedCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored  # lr_find saves and loads it before training
-        if not self.scaled:
-            return {}
-        states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
-        state: dict[str, Any] = {"optimizers": states}
+        state: dict[str, Any] = {}
         if self.effective_batch is not None:
             state["k"] = self.k
         if self.micro_batch is None and self._fixed_size is not None:

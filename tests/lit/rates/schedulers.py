@@ -107,13 +107,15 @@ def rates(optimizer: Any) -> list[float]:
 class Curve:
     """An optimizer, with a rate for each group, and its scheduler, stepped by hand."""
 
-    def __init__(self, name: str, first: Sequence[Any] = (0.05, 0.2)) -> None:
-        self.made_of = name, copy.deepcopy(first)
+    def __init__(
+        self, name: str, first: Sequence[Any] = (0.05, 0.2), make: Any = SGD
+    ) -> None:
+        self.made_of = name, copy.deepcopy(first), make
         groups = [
             {"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))], "lr": lr}
             for lr in first
         ]
-        self.optimizer = SGD(groups, lr=1.0)
+        self.optimizer = make(groups, lr=1.0)
         self.scheduler = MAKERS[name](self.optimizer)
         self.step = 0
 
