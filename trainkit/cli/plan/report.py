@@ -1,4 +1,4 @@
-"""The data of `trainkit plan --json`, whose keys its `--help` lists."""
+"""The data of `trainkit plan --json`."""
 
 from __future__ import annotations
 
@@ -110,14 +110,7 @@ def _scaled(
 def windows(
     noise_scale: float, effective: int, world_size: int, reference: Reference | None
 ) -> list[dict[str, Any]]:
-    """Powers of two around a window, and itself, with what each of them gives.
-
-    Args:
-        noise_scale: in samples.
-        effective: the window of the plan.
-        world_size: the number of devices.
-        reference: a rate and its window.
-    """
+    """Powers of two around the plan's window, and itself, with what each gives."""
     middle = math.floor(math.log2(effective))
     sizes = {2**n for n in range(max(middle - _DOUBLED, 0), middle + _DOUBLED + 1)}
     found = []
