@@ -7,16 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner.tuning import Tuner
-from torch import Tensor, nn
+from torch.optim import SGD
 
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
@@ -29,11 +26,9 @@ from tests.lit.rates.scaled import (
     data,
     fit,
     linear,
-    plain,
-    times,
 )
 from tests.lit.rates.schedulers import deviation
-from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from trainkit import AccumulationCallback, PerSample, Uniform
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.errors import TrainkitError
 from trainkit.lit.rates.lr_scaling import LRScaling
@@ -178,71 +173,40 @@ def test_a_run_that_knows_no_noise_scale_is_refused(
 
 # ---- the table -----------------------------------------------------------------------
 
+SDE: dict[str, Any] = {"weight_decay": "linear", "warmup_steps": 9}
+
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "rule", "how", "expected"),
     [
-        (torch.optim.SGD, "lr 0.1 -> 0.4 (auto: linear, reference 1.5)"),
-        (adamw, "lr 0.1 -> 0.2 (auto: sqrt, reference 1.5)"),
+        (SGD, "auto", {}, "lr 0.1 -> 0.4 (auto: linear, reference 1.5)"),
+        (adamw, "auto", {}, "lr 0.1 -> 0.2 (auto: sqrt, reference 1.5)"),
+        (
+            *(adamw, "gain", {"noise_scale": 40, "reference_batch": 1}),
+            "lr 0.1 -> 0.2313 (gain: sqrt, noise scale 40, reference 1)",
+        ),
+        (
+            *(adamw, "adam-sde", SDE),
+            "lr 0.1 -> 0.2, beta1 0.99 -> 0.96, beta2 0.999 -> 0.996, weight_decay "
+            "0.01 -> 0.04, eps 0.0001 -> 5e-05 (adam-sde, reference 1.5), over 9 steps",
+        ),
     ],
 )
-def test_plan_says_which_rule_auto_has_chosen(
-    make: Any, expected: str, capsys: Any
+@pytest.mark.parametrize("with_windows", [True, False])
+def test_table_says_every_value_and_the_step_once(
+    make: Any, rule: Any, how: Any, expected: str, with_windows: bool, capsys: Any
 ) -> None:
-    scaling = LRScaling(reference_batch=REFERENCE)
-    fit(Scheduled(None, (0.1,), optimizer=make), scaling)
-    assert f"learning rate: {expected}" in capsys.readouterr().out
-
-
-def test_plan_says_every_value(capsys: Any) -> None:
-    scaling = LRScaling(
-        "adam-sde", reference_batch=REFERENCE, weight_decay="linear", warmup_steps=9
-    )
-    fit(Scheduled(None, (0.1,), optimizer=adamw), scaling)
-    expected = (
-        "lr 0.1 -> 0.2, beta1 0.99 -> 0.96, beta2 0.999 -> 0.996, weight_decay 0.01 -> "
-        "0.04, eps 0.0001 -> 5e-05 (adam-sde, reference 1.5), over 9 steps"
-    )
-    assert expected in capsys.readouterr().out
-
-
-def test_plan_is_shown_once(capsys: Any) -> None:
-    fit(Scheduled(None), AccumulationCallback(Uniform()), linear())
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("learning rate" in line for line in lines) == 1
+    """Also where nobody of trainkit divides windows."""
+    scaling = LRScaling(rule, **{"reference_batch": REFERENCE, **how})
+    ours = [AccumulationCallback(PerSample())] * with_windows
+    fit(Scheduled(None, (0.1,), optimizer=make), scaling, *ours)
+    said = capsys.readouterr().out
+    assert said.count(f"learning rate: {expected}\n") == 1
+    step = "per-device batch 3 x accumulation 2 x ranks 1 = 6 samples a step"
+    assert said.count(step) == 1
 
 
 # ---- hyperparameters -----------------------------------------------------------------
-
-
-def test_values_before_and_after_are_logged(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    scaling = LRScaling("adam-sde", reference_batch=REFERENCE, weight_decay="sqrt")
-    fit(
-        Scheduled("OneCycleLR-cos", optimizer=adamw),
-        scaling,
-        logger=logger,
-        log_every_n_steps=1,
-    )
-    text = Path(logger.log_dir, "hparams.yaml").read_text()
-    values = yaml.safe_load(text)["lr_scaling"]
-    assert values["reference_batch"] == REFERENCE
-    assert values["effective_batch"] == 6
-    assert values["unit"] == "samples"
-    assert values["k"] == 4.0
-    assert values["optimizer_0/rule"] == "adam-sde"
-    expected = {
-        "group_0/max_lr": (0.15, 0.3),
-        "group_1/max_lr": (0.6, 1.2),
-        "group_0/beta1": (0.99, 0.96),
-        "group_1/beta2": (0.999, 0.996),
-        "group_0/eps": (1e-4, 5e-5),
-        "group_0/weight_decay": (0.01, 0.02),
-    }
-    for name, (before, after) in expected.items():
-        key = f"optimizer_0/{name}"
-        assert values[f"{key}/before"] == pytest.approx(before)
-        assert values[f"{key}/after"] == pytest.approx(after)
 
 
 class Logger(DummyLogger):
@@ -260,137 +224,70 @@ class Logger(DummyLogger):
             self.changes.append((metrics["lr_scaling/k"], size, step))
 
 
-def run(scaling: Any, *more: Any, path: Path | None = None, **how: Any) -> Logger:
+def run(
+    scaling: Any, *more: Any, path: Path | None = None, module: Any = None, **how: Any
+) -> tuple[list[dict[str, Any]], list[tuple[float, float, int | None]]]:
+    """The hyperparameters, and the changes, that are logged."""
     logger = Logger()
     how |= {"logger": logger, "log_every_n_steps": 1}
-    fit(Scheduled("CosineAnnealingLR"), scaling, *more, ckpt_path=path, **how)
-    return logger
+    module = module or Scheduled("CosineAnnealingLR")
+    fit(module, scaling, *more, ckpt_path=path, **how)
+    return logger.parameters, logger.changes
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_resumed_run_with_the_same_k_logs_the_same_hyperparameters(
-    tmp_path: Path, warmup_steps: int
-) -> None:
-    """As every run does that goes on in the logger of the first: no other value."""
-    path = tmp_path / "one.ckpt"
-    first = run(linear(warmup_steps=warmup_steps), Saves(path, 4))
-    second = run(linear(warmup_steps=warmup_steps), path=path)
-    (expected,), (found,) = first.parameters, second.parameters
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        is_text = isinstance(value, str)
-        assert found[name] == (value if is_text else pytest.approx(value, rel=1e-12))
-    assert first.changes == second.changes == []
-
-
-def test_resumed_run_with_another_k_logs_a_metric_only(tmp_path: Path) -> None:
-    """Under Lightning's own step, which it counts after the hook that saved."""
-    path = tmp_path / "one.ckpt"
-    run(linear(), Saves(path, 4))
-    second = run(linear(reference_batch=12), path=path)
-    assert second.parameters == []
-    assert second.changes == [(0.5, 6.0, 1)]
-
-
-def test_resumed_run_of_an_unscaled_one_logs_its_hyperparameters(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "one.ckpt"
-    fit(Scheduled("CosineAnnealingLR"), Saves(path, 4))
-    second = run(linear(), path=path)
-    assert [each["k"] for each in second.parameters] == [4.0]
-    assert second.changes == []
+def test_values_before_and_after_are_logged() -> None:
+    scaling = LRScaling("adam-sde", reference_batch=REFERENCE, weight_decay="sqrt")
+    module = Scheduled("OneCycleLR-cos", optimizer=adamw)
+    ((values,), changes) = run(scaling, module=module)
+    assert changes == []
+    expected = {
+        "group_0/max_lr": (0.15, 0.3),
+        "group_1/max_lr": (0.6, 1.2),
+        "group_0/beta1": (0.99, 0.96),
+        "group_1/beta2": (0.999, 0.996),
+        "group_0/eps": (1e-4, 5e-5),
+        "group_0/weight_decay": (0.01, 0.02),
+    }
+    for name, (before, after) in expected.items():
+        key = f"optimizer_0/{name}"
+        assert values[f"{key}/before"] == pytest.approx(before)
+        assert values[f"{key}/after"] == pytest.approx(after)
+    batch = {"reference_batch": 1.5, "effective_batch": 6, "unit": "samples", "k": 4.0}
+    assert values.items() >= {**batch, "optimizer_0/rule": "adam-sde"}.items()
+    assert "noise_scale" not in values
+    how: dict[str, Any] = {"reference_batch": 1.5, "noise_scale": 40}
+    ((values,), _) = run(LRScaling("gain", **how))
+    assert (values["noise_scale"], values["optimizer_0/rule"]) == (40, "gain: linear")
 
 
 def test_hyperparameters_are_logged_once_and_later_changes_as_metrics() -> None:
     """MLflow, for one, refuses another value of a parameter."""
     schedule = AccumulationSchedule({0: 1, 4: 2, 7: 5}, unit="step")
-    logger = run(linear(), AccumulationCallback(Uniform()), schedule, window=1)
-    assert [each["k"] for each in logger.parameters] == [2.0]
-    assert logger.changes == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
+    ours = [AccumulationCallback(Uniform()), schedule]
+    ((values,), changes) = run(linear(), *ours, window=1)
+    assert values["k"] == 2.0
+    assert changes == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
 
 
-# ---- windows of one's own size -------------------------------------------------------
-
-
-class OwnSizes(AccumulationMixin, pl.LightningModule):
-    """Two optimizers by hand, whose windows have sizes of their own."""
-
-    accumulation = PerSample()
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.sizes = sizes
-        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in sizes)
-        self.curve: list[list[float]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        made = zip(self.nets, optimizers, self.sizes, strict=True)
-        for net, optimizer, size in made:
-            loss = net(batch.float()).square().mean()
-            self.accumulate(loss, batch, optimizer=optimizer)
-            if self.window_ends(batch_idx, every=size):
-                self.curve.append([optimizer.param_groups[0]["lr"]])
-                self.finish_window(optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in self.nets], []
-
-
-@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
-def test_windows_of_several_sizes_are_refused() -> None:
-    """By Lightning's count a step; k would be that of one of them."""
-    with pytest.raises(TrainkitError, match=r"windows have \[2, 6\] micro-batches"):
-        fit(OwnSizes(2, 6), linear(), window=1)
-    module = fit(OwnSizes(2, 6), window=1)
-    assert len(module.curve) == 2 * (5 + 2)
-
-
-@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
-def test_table_of_windows_of_their_own_size_is_shown_again_once(
-    sizes: tuple[int, ...], capsys: Any
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_resumed_run_logs_the_same_hyperparameters_or_another_k_as_a_metric(
+    tmp_path: Path, warmup_steps: int
 ) -> None:
-    module = fit(OwnSizes(*sizes), linear(reference_batch=3), window=1)
-    first, again = _after(capsys.readouterr().out, "step: ")
-    assert first.startswith("per-device batch 3 x accumulation 1 x ranks 1 = 3 ")
-    assert again == "per-device batch 3 x accumulation 6 x ranks 1 = 18 samples a step"
-    expected = plain(None, 4 * len(sizes), (0.05,))
-    expected = [row[:1] for row in times(expected, [6.0] * len(expected))]
-    assert deviation(module.curve, expected) <= EXACT
-
-
-def test_table_of_its_own_size_says_the_new_rates(capsys: Any) -> None:
-    fit(OwnSizes(6), linear(reference_batch=3), window=1)
-    rates = _after(capsys.readouterr().out, "learning rate: ")
-    assert rates[1] == "lr 0.05 -> 0.3 (linear, reference 3)"
-    assert len(rates) == 2
-
-
-def test_table_of_the_trainers_size_is_shown_once(capsys: Any) -> None:
-    fit(OwnSizes(2, 2), linear(), window=2)
-    assert len(_after(capsys.readouterr().out, "step: ")) == 1
-
-
-def test_table_of_a_schedule_is_shown_once(capsys: Any) -> None:
-    """It says the sizes beforehand."""
-    schedule = AccumulationSchedule({0: 1, 1: 5})
-    fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)
-    assert len(_after(capsys.readouterr().out, "learning rate: ")) == 1
-
-
-def _after(text: str, label: str) -> list[str]:
-    lines = text.splitlines()
-    return [line.split(label, 1)[1] for line in lines if f"| {label}" in line]
+    """As every run does that goes on in the logger of the first: no other value. The
+    metric comes under Lightning's step, which it counts after the hook that saved."""
+    path, unscaled = tmp_path / "one.ckpt", tmp_path / "unscaled.ckpt"
+    how: dict[str, Any] = {"warmup_steps": warmup_steps}
+    first = run(linear(**how), Saves(path, 4))
+    assert run(linear(**how), path=path) == first
+    assert first[1] == []
+    assert run(linear(**how, reference_batch=12), path=path) == ([], [(0.5, 6.0, 1)])
+    fit(Scheduled("CosineAnnealingLR"), Saves(unscaled, 4))
+    assert run(linear(**how), path=unscaled) == first
 
 
 # ---- Lightning's finders -------------------------------------------------------------
 
-FOUND = "searches with the present batch, 6 samples. .*Set reference_batch=6 to train"
+FOUND = "searches with the present batch, 6 samples, .* the present batch as ref"
 
 
 class Finds(Scheduled):
@@ -404,81 +301,61 @@ class Finds(Scheduled):
         return data(self.batch_size, 60 // self.batch_size)
 
 
-def finder(tmp_path: Path) -> tuple[Any, Any]:
-    scaling = linear()
-    made = trainer(
-        WINDOW, callbacks=[scaling], max_epochs=3, default_root_dir=str(tmp_path)
-    )
-    return made, scaling
+def finder(tmp_path: Path, *callbacks: Any) -> Any:
+    how: dict[str, Any] = {"max_epochs": 3, "default_root_dir": str(tmp_path)}
+    return trainer(WINDOW, callbacks=list(callbacks), **how)
 
 
 QUIET = pytest.mark.filterwarnings(
     "ignore:.*accumulate_grad_batches:UserWarning",
     "ignore:.*weights_only:UserWarning",
     "ignore:.*srun:UserWarning",
+    "ignore:BatchSizeFinder:UserWarning",
 )
 
 
 @QUIET
-def test_rate_that_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
-    """EDGE_CASES 67. What is found holds for the present batch, which is said."""
-    made, scaling = finder(tmp_path)
-    module = Finds(None)
+def test_what_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
+    """What is found holds for the present batch, which is said."""
+    scaling, module = linear(), Finds(None)
+    made = finder(tmp_path, scaling)
     with pytest.warns(UserWarning, match=FOUND):
         found: Any = Tuner(made).lr_find(
             module, num_training=20, early_stop_threshold=None, update_attr=True
         )
     assert module.curve[0][0] == pytest.approx(1e-8)  # the search is not scaled
     assert found.suggestion() == module.lr != 0.1
-    module.curve.clear()
-    made.fit(module)
-    assert deviation([row[:1] for row in module.curve], [[4 * module.lr]] * 30) <= EXACT
-    assert [scaled.factor for scaled in scaling.scaled] == [4.0]
-
-
-@QUIET
-def test_rate_that_the_callback_finds_is_scaled_once(tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
-    search = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
-    module = Finds(None)
-    how: dict[str, Any] = {"max_epochs": 3, "default_root_dir": str(tmp_path)}
-    made = trainer(WINDOW, callbacks=[linear(), search, Saves(path, 4)], **how)
-    with pytest.warns(UserWarning, match="reference_batch=6 to train with the rate"):
-        made.fit(module)
-    trained = [row[:1] for row in module.curve[20:]]
-    assert deviation(trained, [[4 * module.lr]] * 30) <= EXACT
-    rest = Finds(None)
-    trainer(WINDOW, callbacks=[linear()], **how).fit(
-        rest, ckpt_path=path, weights_only=True
-    )
-    assert deviation([row[:1] for row in rest.curve], trained[2:]) <= EXACT
-
-
-@QUIET
-def test_finder_at_the_reference_is_not_spoken_of(tmp_path: Path) -> None:
-    made = trainer(
-        WINDOW, callbacks=[linear(reference_batch=6)], default_root_dir=str(tmp_path)
-    )
-    Tuner(made).lr_find(Finds(None), num_training=5, early_stop_threshold=None)
-
-
-@QUIET
-@pytest.mark.filterwarnings("ignore:BatchSizeFinder:UserWarning")
-def test_fit_after_the_batch_size_finder_is_scaled_to_its_size(tmp_path: Path) -> None:
-    made, scaling = finder(tmp_path)
-    module = Finds(None)
     Tuner(made).scale_batch_size(module, max_trials=1, steps_per_trial=1)
     assert module.batch_size == 2
     module.curve.clear()
     made.fit(module)
-    expected = 0.1 * module.batch_size * WINDOW / REFERENCE
-    assert {round(row[0], 12) for row in module.curve} == {round(expected, 12)}
+    k = 2 * WINDOW / REFERENCE
+    assert deviation([row[:1] for row in module.curve], [[k * module.lr]] * 45) <= EXACT
+    assert [scaled.factor for scaled in scaling.scaled] == [k]
 
 
 @QUIET
-def test_finder_with_a_batch_of_unknown_size_names_no_number(tmp_path: Path) -> None:
-    scaling = LRScaling("linear", reference_batch=6, unit="tokens")
-    made = trainer(WINDOW, callbacks=[scaling], default_root_dir=str(tmp_path))
-    match = "whose size in tokens is not known yet.*Set reference_batch to that size"
-    with pytest.warns(UserWarning, match=match):
-        Tuner(made).lr_find(Finds(None), num_training=5, early_stop_threshold=None)
+def test_rate_that_the_callback_finds_is_scaled_once(tmp_path: Path) -> None:
+    path, module, rest = tmp_path / "one.ckpt", Finds(None), Finds(None)
+    search = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    with pytest.warns(UserWarning, match=FOUND):
+        finder(tmp_path, linear(), search, Saves(path, 4)).fit(module)
+    trained = [row[:1] for row in module.curve[20:]]
+    assert deviation(trained, [[4 * module.lr]] * 30) <= EXACT
+    finder(tmp_path, linear()).fit(rest, ckpt_path=path, weights_only=True)
+    assert deviation([row[:1] for row in rest.curve], trained[2:]) <= EXACT
+
+
+@QUIET
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_finder_is_spoken_of_unless_it_searches_at_the_reference(
+    tmp_path: Path, unit: Any
+) -> None:
+    """Filters turn any other warning into an error."""
+    made = finder(tmp_path, linear(reference_batch=6, unit=unit))
+    how: dict[str, Any] = {"num_training": 5, "early_stop_threshold": None}
+    if unit == "samples":
+        Tuner(made).lr_find(Finds(None), **how)
+        return
+    with pytest.warns(UserWarning, match="searches with the present batch, and LRSc"):
+        Tuner(made).lr_find(Finds(None), **how)

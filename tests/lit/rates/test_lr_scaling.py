@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     GradientAccumulationScheduler,
     LearningRateMonitor,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
@@ -278,31 +275,6 @@ def test_k_is_batch_times_accumulation_over_the_reference(
     assert scaling.effective_batch.size == size
 
 
-SIZES = [3, 6, 1, 2]
-
-
-class Reloads(Scheduled):
-    """Its loader has another batch size in each epoch."""
-
-    def train_dataloader(self) -> Any:
-        return data(SIZES[self.trainer.current_epoch])
-
-
-@pytest.mark.parametrize(
-    ("name", "with_windows"), [("CosineAnnealingLR", False), ("OneCycleLR-cos", True)]
-)
-def test_curve_over_loaders_of_other_sizes_equals_each_factor(
-    name: str | None, with_windows: bool
-) -> None:
-    module, scaling = Reloads(name), linear()
-    callbacks: list[Any] = [AccumulationCallback(Uniform())] * with_windows
-    how: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
-    trainer(2, callbacks=[scaling, *callbacks], **how).fit(module)
-    factors = [2 * size / REFERENCE for size in SIZES for _ in range(STEPS)]
-    assert deviation(module.curve, times(plain(name, 20), factors)) <= EXACT
-    assert scaling.k == 2 * SIZES[-1] / REFERENCE
-
-
 # ---- the same again ------------------------------------------------------------------
 
 
@@ -349,118 +321,3 @@ def test_development_run_is_scaled_and_validation_alone_is_not() -> None:
     trainer(callbacks=[scaling]).validate(Validates(None), data())
     assert scaling.effective_batch is None
     assert scaling.state_dict() == {}
-
-
-# ---- StochasticWeightAveraging -------------------------------------------------------
-
-
-class Averaged(Scheduled):
-    """With a BatchNorm, for whose statistics an extra epoch is run."""
-
-    def __init__(self, optimizer: Any = SGD) -> None:
-        super().__init__(None, (0.1, 0.1), optimizer=optimizer)
-        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        self.seen.append(optimizer.param_groups[0]["lr"])
-        return super().training_step(self.norm(batch), batch_idx)
-
-    def on_train_end(self) -> None:
-        optimizer: Any = self.optimizers()
-        self.end = optimizer.param_groups[0]
-
-
-def averaged(*callbacks: Any, window: int = 2, **how: Any) -> Any:
-    swa = StochasticWeightAveraging(
-        swa_lrs=[0.03, 0.05], swa_epoch_start=2, annealing_epochs=2
-    )
-    ours = [AccumulationCallback(Uniform(), proof="off"), *callbacks, swa]
-    return fit(Averaged(**how), *ours, window=window, max_epochs=5)
-
-
-@cache
-def unscaled_average() -> Any:
-    return averaged()
-
-
-@pytest.mark.parametrize("rule", ["linear", "adam-sde"])
-def test_averaging_phase_equals_factor_times_the_plain_one(rule: Any) -> None:
-    """It anneals from the rates it finds to rates of its own. The window of its epoch
-    for statistics is the entire epoch: k would be 20, and 20 x 0.1 out of reach."""
-
-    def small_beta(parameters: Any, **how: Any) -> Any:
-        return adamw(parameters, **how, betas=(0.9, 0.999))
-
-    optimizer = SGD if rule == "linear" else small_beta
-    scaling = LRScaling(rule, reference_batch=REFERENCE)
-    scaled, unscaled = averaged(scaling, optimizer=optimizer), unscaled_average()
-    assert len(scaled.curve) == len(unscaled.curve) == 5 * STEPS + 1
-    factor = 4.0 if rule == "linear" else 2.0
-    expected = times(unscaled.curve, [factor] * len(unscaled.curve))
-    assert deviation(scaled.curve, expected) <= EXACT
-    assert unscaled.curve[-1][:2] == pytest.approx([0.03, 0.05])
-    assert set(scaled.seen[-BATCHES - 1 :]) == {scaled.curve[-1][0]}
-    assert scaling.k == 4.0
-    for key in ("lr", "betas") if rule == "adam-sde" else ("lr",):
-        assert scaled.end[key] == scaled.groups[-1][key]
-
-
-def test_averaging_phase_over_a_schedule_equals_each_factor() -> None:
-    """The window changes before the phase, within it, and after its annealing."""
-
-    def schedule() -> AccumulationSchedule:
-        return AccumulationSchedule({0: 1, 1: 5, 3: 2, 4: 10})
-
-    scaled = averaged(schedule(), linear(), window=1)
-    unscaled = averaged(schedule(), window=1)
-    sizes = [1] * 10 + [5] * 4 + [2] * 5 + [10] * 2
-    factors = [2.0 * size for size in sizes]
-    assert deviation(scaled.curve, times(unscaled.curve, factors)) <= EXACT
-
-
-# ---- groups that come later ----------------------------------------------------------
-
-
-class Adds(BaseFinetuning):
-    """Adds a group in the second epoch."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            how: dict[str, Any] = {"lr": 0.01, "initial_denom_lr": 1.0}
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, **how)
-
-
-class Finetuned(Scheduled):
-    def __init__(self) -> None:
-        super().__init__(None, (0.1,), optimizer=adamw)
-        self.backbone = nn.Linear(1, 1, dtype=torch.float64)
-        self.all_groups: list[list[dict[str, Any]]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch + self.backbone(batch), batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.all_groups.append([dict(group) for group in optimizer.param_groups])
-
-
-def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window() -> None:
-    scaling = LRScaling("sqrt", reference_batch=REFERENCE, weight_decay="sqrt")
-    schedule = AccumulationSchedule({0: 2, 2: 8})
-    ours = [AccumulationCallback(Uniform()), schedule, scaling, Adds()]
-    with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:
-        module = fit(Finetuned(), *ours, window=1, max_epochs=3)
-    assert sum("group(s)" in str(w.message) for w in said) == 1
-    rates = [[group["lr"] for group in groups] for groups in module.all_groups]
-    expected = [[0.2]] * 5 + [[0.2, 0.01]] * 5 + [[0.4, 0.02]] * 2
-    assert rates == [pytest.approx(row) for row in expected]
-    for groups in module.all_groups:
-        decay = 0.02 if len(groups) == 1 or groups[0]["lr"] < 0.3 else 0.04
-        assert [g["weight_decay"] for g in groups] == [pytest.approx(decay)] * len(
-            groups
-        )

@@ -67,20 +67,14 @@ def announce_rate_finder(trainer: Any, scaling: Any) -> None:
     batch = find_effective_batch(
         trainer, unit=scaling.unit, micro_batch=scaling.micro_batch
     )
-    if batch is None:
-        size = f"whose size in {scaling.unit} is not known yet"
-        fix = "reference_batch to that size"
-    elif batch.size != scaling.reference_batch:
-        size = f"{batch.size:g} {scaling.unit}"
-        fix = f"reference_batch={batch.size:g}"
-    else:
-        return
-    warnings.warn(
-        f"LearningRateFinder: it searches with the present batch, {size}. "
-        f"LRScaling(reference_batch={scaling.reference_batch:g}) then scales the rate "
-        f"that it finds again. Set {fix} to train with the rate that it finds.",
-        stacklevel=2,
-    )
+    if batch is None or batch.size != scaling.reference_batch:
+        size = "" if batch is None else f", {batch.size:g} {scaling.unit}"
+        warnings.warn(
+            f"LearningRateFinder: it searches with the present batch{size}, and "
+            f"LRScaling(reference_batch={scaling.reference_batch:g}) scales the rate "
+            f"that it finds again. Give the present batch as reference_batch.",
+            stacklevel=2,
+        )
 
 
 def refuse_unmeasured(trainer: Any, unit: Unit) -> None:

@@ -1,0 +1,244 @@
+"""What changes while it trains: loader, windows, scheduler, groups of parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.helpers import trainer
+from tests.lit.rates.scaled import (
+    BATCHES,
+    EXACT,
+    REFERENCE,
+    STEPS,
+    Scheduled,
+    adamw,
+    data,
+    fit,
+    linear,
+    plain,
+    times,
+)
+from tests.lit.rates.schedulers import deviation
+from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from trainkit.errors import TrainkitError
+from trainkit.lit.rates.lr_scaling import LRScaling
+from trainkit.lit.schedule.callback import AccumulationSchedule
+
+# ---- another loader ------------------------------------------------------------------
+
+SIZES = [3, 6, 1, 2]
+
+
+class Reloads(Scheduled):
+    """Its loader has another batch size in each epoch."""
+
+    def train_dataloader(self) -> Any:
+        return data(SIZES[self.trainer.current_epoch])
+
+
+@pytest.mark.parametrize(
+    ("name", "with_windows"), [("CosineAnnealingLR", False), ("OneCycleLR-cos", True)]
+)
+def test_curve_over_loaders_of_other_sizes_equals_each_factor(
+    name: str | None, with_windows: bool
+) -> None:
+    module, scaling = Reloads(name), linear()
+    callbacks: list[Any] = [AccumulationCallback(Uniform())] * with_windows
+    how: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
+    trainer(2, callbacks=[scaling, *callbacks], **how).fit(module)
+    factors = [2 * size / REFERENCE for size in SIZES for _ in range(STEPS)]
+    assert deviation(module.curve, times(plain(name, 20), factors)) <= EXACT
+    assert scaling.k == 2 * SIZES[-1] / REFERENCE
+
+
+# ---- windows of one's own size -------------------------------------------------------
+
+
+class OwnSizes(AccumulationMixin, pl.LightningModule):
+    """Two optimizers by hand, whose windows have sizes of their own."""
+
+    accumulation = PerSample()
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.sizes = sizes
+        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in sizes)
+        self.curve: list[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        made = zip(self.nets, optimizers, self.sizes, strict=True)
+        for net, optimizer, size in made:
+            loss = net(batch.float()).square().mean()
+            self.accumulate(loss, batch, optimizer=optimizer)
+            if self.window_ends(batch_idx, every=size):
+                self.curve.append([optimizer.param_groups[0]["lr"]])
+                self.finish_window(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in self.nets], []
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
+def test_windows_of_several_sizes_are_refused() -> None:
+    """By Lightning's count a step; k would be that of one of them."""
+    with pytest.raises(TrainkitError, match=r"windows have \[2, 6\] micro-batches"):
+        fit(OwnSizes(2, 6), linear(), window=1)
+    module = fit(OwnSizes(2, 6), window=1)
+    assert len(module.curve) == 2 * (5 + 2)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
+def test_table_of_windows_of_their_own_size_is_shown_again_once(
+    sizes: tuple[int, ...], capsys: Any
+) -> None:
+    module = fit(OwnSizes(*sizes), linear(reference_batch=3), window=1)
+    said = capsys.readouterr().out
+    first, again = _after(said, "step: ")
+    assert first.startswith("per-device batch 3 x accumulation 1 x ranks 1 = 3 ")
+    assert again == "per-device batch 3 x accumulation 6 x ranks 1 = 18 samples a step"
+    label = "learning rate: " if len(sizes) == 1 else "optimizer 1: "
+    _, rate = _after(said, label)
+    assert rate == "lr 0.05 -> 0.3 (linear, reference 3)"
+    assert [row[0] for row in module.curve] == [0.05 * 6] * 4 * len(sizes)
+
+
+def test_table_of_the_trainers_size_or_a_schedule_is_shown_once(capsys: Any) -> None:
+    """A schedule says the sizes beforehand."""
+    fit(OwnSizes(2, 2), linear(), window=2)
+    assert len(_after(capsys.readouterr().out, "step: ")) == 1
+    schedule = AccumulationSchedule({0: 1, 1: 5})
+    fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)
+    assert len(_after(capsys.readouterr().out, "learning rate: ")) == 1
+
+
+def _after(text: str, label: str) -> list[str]:
+    lines = text.splitlines()
+    return [line.split(label, 1)[1] for line in lines if f"| {label}" in line]
+
+
+# ---- StochasticWeightAveraging -------------------------------------------------------
+
+
+class Averaged(Scheduled):
+    """With a BatchNorm, for whose statistics an extra epoch is run."""
+
+    def __init__(self, optimizer: Any = SGD) -> None:
+        super().__init__(None, (0.1, 0.1), optimizer=optimizer)
+        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.seen.append(optimizer.param_groups[0]["lr"])
+        return super().training_step(self.norm(batch), batch_idx)
+
+    def on_train_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        self.end = optimizer.param_groups[0]
+
+
+def averaged(*callbacks: Any, window: int = 2, **how: Any) -> Any:
+    swa = StochasticWeightAveraging(
+        swa_lrs=[0.03, 0.05], swa_epoch_start=2, annealing_epochs=2
+    )
+    ours = [AccumulationCallback(Uniform(), proof="off"), *callbacks, swa]
+    return fit(Averaged(**how), *ours, window=window, max_epochs=5)
+
+
+@cache
+def unscaled_average() -> Any:
+    return averaged()
+
+
+@pytest.mark.parametrize("rule", ["linear", "adam-sde"])
+def test_averaging_phase_equals_factor_times_the_plain_one(rule: Any) -> None:
+    """It anneals from the rates it finds to rates of its own. The window of its epoch
+    for statistics is the entire epoch: k would be 20, and 20 x 0.1 out of reach."""
+
+    def small_beta(parameters: Any, **how: Any) -> Any:
+        return adamw(parameters, **how, betas=(0.9, 0.999))
+
+    optimizer = SGD if rule == "linear" else small_beta
+    scaling = LRScaling(rule, reference_batch=REFERENCE)
+    scaled, unscaled = averaged(scaling, optimizer=optimizer), unscaled_average()
+    assert len(scaled.curve) == len(unscaled.curve) == 5 * STEPS + 1
+    factor = 4.0 if rule == "linear" else 2.0
+    expected = times(unscaled.curve, [factor] * len(unscaled.curve))
+    assert deviation(scaled.curve, expected) <= EXACT
+    assert unscaled.curve[-1][:2] == pytest.approx([0.03, 0.05])
+    assert set(scaled.seen[-BATCHES - 1 :]) == {scaled.curve[-1][0]}
+    assert scaling.k == 4.0
+    for key in ("lr", "betas") if rule == "adam-sde" else ("lr",):
+        assert scaled.end[key] == scaled.groups[-1][key]
+
+
+def test_averaging_phase_over_a_schedule_equals_each_factor() -> None:
+    """The window changes before the phase, within it, and after its annealing."""
+
+    def schedule() -> AccumulationSchedule:
+        return AccumulationSchedule({0: 1, 1: 5, 3: 2, 4: 10})
+
+    scaled = averaged(schedule(), linear(), window=1)
+    unscaled = averaged(schedule(), window=1)
+    sizes = [1] * 10 + [5] * 4 + [2] * 5 + [10] * 2
+    factors = [2.0 * size for size in sizes]
+    assert deviation(scaled.curve, times(unscaled.curve, factors)) <= EXACT
+
+
+# ---- groups that come later ----------------------------------------------------------
+
+
+class Adds(BaseFinetuning):
+    """Adds a group in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            how: dict[str, Any] = {"lr": 0.01, "initial_denom_lr": 1.0}
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, **how)
+
+
+class Finetuned(Scheduled):
+    def __init__(self) -> None:
+        super().__init__(None, (0.1,), optimizer=adamw)
+        self.backbone = nn.Linear(1, 1, dtype=torch.float64)
+        self.all_groups: list[list[dict[str, Any]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch + self.backbone(batch), batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.all_groups.append([dict(group) for group in optimizer.param_groups])
+
+
+def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window() -> None:
+    scaling = LRScaling("sqrt", reference_batch=REFERENCE, weight_decay="sqrt")
+    schedule = AccumulationSchedule({0: 2, 2: 8})
+    ours = [AccumulationCallback(Uniform()), schedule, scaling, Adds()]
+    with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:
+        module = fit(Finetuned(), *ours, window=1, max_epochs=3)
+    assert sum("group(s)" in str(w.message) for w in said) == 1
+    rates = [[group["lr"] for group in groups] for groups in module.all_groups]
+    expected = [[0.2]] * 5 + [[0.2, 0.01]] * 5 + [[0.4, 0.02]] * 2
+    assert rates == [pytest.approx(row) for row in expected]
+    for groups in module.all_groups:
+        decay = 0.02 if len(groups) == 1 or groups[0]["lr"] < 0.3 else 0.04
+        assert [g["weight_decay"] for g in groups] == [pytest.approx(decay)] * len(
+            groups
+        )
