@@ -165,15 +165,6 @@ def test_random_schedule_equals_the_big_batch(
     assert fit.global_step == number_of(windows)
 
 
-@pytest.mark.parametrize(("start", "end"), [(1, 4), (4, 1), (3, 3)])
-def test_ramp_is_the_schedule_of_its_stages(start: int, end: int) -> None:
-    ours = AccumulationSchedule.ramp(start=start, end=end, over=6)
-    sizes = {i: start + round((end - start) * (i // 2) / 3) for i in range(7)}
-    by_hand = AccumulationSchedule(sizes, unit="step").stages
-    assert [ours.stages.at(i) for i in range(9)] == [by_hand.at(i) for i in range(9)]
-    assert ours.stages.unit == "step"
-
-
 # ---- how many steps ------------------------------------------------------------------
 
 PLAN = {0: 4, 1: 2}  # over epochs of ten batches: 3 + 5 + 5 steps
@@ -269,8 +260,6 @@ ON_RANKS: dict[str, Any] = {
 CASES = [
     ("epoch", "mixin"),
     ("step", "callback"),
-    ("step", "manual"),
-    ("tokens", "mixin"),
     ("tokens", "manual"),
 ]
 OF_RANK = [
