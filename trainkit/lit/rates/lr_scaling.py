@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.core.ledger import NUM_MEASURED
 from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
     Unit,
@@ -25,7 +26,6 @@ from trainkit.lit._compat import logged_step
 from trainkit.lit.batch_size.effective import (
     check_measurable,
     find_effective_batch,
-    loader_size,
     longest_window,
     steps_taken,
     window_size,
@@ -119,10 +119,8 @@ class LRScaling(OrderedCallback):
         self.effective_batch: EffectiveBatch | None = None
         self.scaled: list[ScaledOptimizer] = []
         self._restored: dict[str, Any] | None = None
-        self._fixed_size = self.micro_batch  # the micro-batch's size, once it is final
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
         self._logged_k: float | None = None
-        self._loader_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes without the optimizers of a running `fit`."""
@@ -153,8 +151,6 @@ class LRScaling(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved = self._restored or {}
         self._restored = None
-        self._loader_size = loader_size(trainer)
-        self._fixed_size = self.micro_batch or self._measured_before(trainer, saved)
         self.scaled = [
             ScaledOptimizer(
                 optimizer,
@@ -171,17 +167,6 @@ class LRScaling(OrderedCallback):
         checks.refuse_stages_out_of_reach(trainer, self)
         self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
-
-    def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
-        """The micro-batch that an earlier run measured with a loader like this one.
-
-        None if the loader has a batch size now, which needs no measurement.
-        """
-        known = find_effective_batch(trainer, unit=self.unit)
-        measured = saved.get("measured", {})
-        if known is not None or measured.get("loader") != self._loader_size:
-            return None
-        return measured.get(self.unit)
 
     def _adopt(self, trainer: Any) -> None:
         for scaled in self.scaled:
@@ -241,16 +226,14 @@ class LRScaling(OrderedCallback):
             if first.is_complete or not first.is_empty:
                 checks.refuse_unmeasured(trainer, self.unit)
             return
-        if first.is_complete:
-            assert self.effective_batch is not None
-            self._fixed_size = self.effective_batch.micro_batch
+        if self._is_known():
             self._log(trainer)
             self._show_again(trainer, pl_module)
 
     def _is_known(self) -> bool:
         """Whether the effective batch is final: not a measurement still under way."""
         batch = self.effective_batch
-        return self._fixed_size is not None or (batch is not None and batch.is_exact)
+        return batch is not None and (batch.is_exact or _is_measured(batch))
 
     def _show_again(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -271,17 +254,17 @@ class LRScaling(OrderedCallback):
         if now == self._followed or averages_statistics(trainer):
             return True
         checks.refuse_windows_of_several_sizes(trainer)
-        batch = find_effective_batch(
-            trainer, unit=self.unit, micro_batch=self._fixed_size
-        )
+        batch = self.effective_batch
+        if batch is not None and _is_measured(batch):
+            # Reading the measure again would wait for the device.
+            batch = replace(batch, accumulate=longest_window(trainer))
+        else:
+            batch = find_effective_batch(
+                trainer, unit=self.unit, micro_batch=self.micro_batch
+            )
         if batch is None:
             return False
-        self._followed = now
-        before = self.effective_batch
-        if before is not None and before.micro_batch == batch.micro_batch:
-            measured = max(before.windows_measured, batch.windows_measured)
-            batch = replace(batch, windows_measured=measured)
-        self.effective_batch = batch
+        self._followed, self.effective_batch = now, batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
         return True
@@ -333,15 +316,12 @@ class LRScaling(OrderedCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored  # lr_find saves and loads it before training
-        state: dict[str, Any] = {}
-        if self.effective_batch is not None:
-            state["k"] = self.k
-        if self.micro_batch is None and self._fixed_size is not None:
-            state["measured"] = {
-                self.unit: self._fixed_size,
-                "loader": self._loader_size,
-            }
-        return state
+        return {} if self.effective_batch is None else {"k": self.k}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict or None
+
+
+def _is_measured(batch: EffectiveBatch) -> bool:
+    """Whether all windows that measure a batch have closed: it changes no more."""
+    return batch.windows_measured >= NUM_MEASURED
