@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
@@ -33,7 +32,7 @@ from tests.lit.rates.scaled import (
     times,
 )
 from tests.lit.rates.schedulers import ABSOLUTE, deviation
-from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from trainkit import AccumulationCallback, Uniform
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
 
@@ -197,60 +196,6 @@ def test_warm_up_over_a_schedule_rises_to_the_factor_in_force() -> None:
     curve = fit(Scheduled(None), *callbacks, window=1).curve
     factors = [1, 1.75, 1 + 7 * 2 / 4, 1 + 7 * 3 / 4] + [8.0] * (len(curve) - 4)
     assert deviation(curve, times(plain(None, len(curve)), factors)) <= EXACT
-
-
-# ---- several optimizers, by hand -----------------------------------------------------
-
-
-class ByHand(AccumulationMixin, pl.LightningModule):
-    """Two optimizers and their schedulers, stepped once a window."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
-        self.curve: list[list[float]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        schedulers: Any = self.lr_schedulers()
-        ends = self.window_ends(batch_idx)
-        for net, optimizer in zip(self.nets, optimizers, strict=True):
-            loss = net(batch.float()).square().mean()
-            self.accumulate(loss, batch, optimizer=optimizer)
-        if not ends:
-            return
-        self.curve.append([o.param_groups[0]["lr"] for o in optimizers])
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            self.finish_window(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-
-    def configure_optimizers(self) -> Any:
-        first = SGD(self.nets[0].parameters(), lr=0.1)
-        second = Adam(self.nets[1].parameters(), lr=0.01)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(first, 7, 1e-3)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(second, 0.03, 30)
-        return [first, second], [cosine, cycle]
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_curves_of_two_optimizers_by_hand_equal_the_plain_ones(warmup: int) -> None:
-    """Each by its own rule; Lightning counts the steps of both, a warm-up one's."""
-    scaling = LRScaling("auto", reference_batch=REFERENCE, warmup_steps=warmup)
-    module = fit(ByHand(), scaling)
-    reference = fit(ByHand())
-    assert len(module.curve) == 10
-    for index, factor in enumerate((4.0, 2.0)):
-        shares = [min(step / warmup, 1) if warmup else 1.0 for step in range(10)]
-        rising = [1 + (factor - 1) * share for share in shares]
-        found = [[row[index]] for row in module.curve]
-        expected = [[row[index]] for row in reference.curve]
-        assert deviation(found, times(expected, rising)) <= EXACT
-    assert [scaled.rule.name for scaled in scaling.scaled] == ["linear", "sqrt"]
 
 
 # ---- what the batch is ---------------------------------------------------------------

@@ -27,7 +27,6 @@ from tests.lit.rates.scaled import (
 from tests.lit.rates.schedulers import deviation
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     AccumulationSchedule,
     AccumulationStrategy,
     PerSample,
@@ -129,29 +128,6 @@ def test_what_is_known_now_goes_before_the_saved_measure(
     scaling = linear(**how)
     fit(Scheduled(None), scaling, ckpt_path=path)
     assert scaling.k == (8.0 if how else 4.0)
-
-
-class StepsBySix(AccumulationMixin, Scheduled):
-    """Manual optimization with windows of a size of its own."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx, every=6):
-            self.finish_window()
-            self.optimizers().step()  # type: ignore[union-attr]
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-
-
-def test_window_of_its_own_size_is_followed() -> None:
-    module = fit(StepsBySix(), linear(reference_batch=3), window=1)
-    assert module.effective_batch.accumulate == 6
-    assert deviation(module.curve, times(plain(None, 4), [6.0] * 4)) <= EXACT
 
 
 # ---- tokens --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
-from tests.lit.rates.schedulers import deviation
+from tests.lit.rates.schedulers import MAKERS, deviation
 from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.rates.lr_scaling import LRScaling
@@ -59,44 +59,71 @@ def test_curve_over_loaders_of_other_sizes_equals_each_factor(
     assert scaling.k == 2 * SIZES[-1] / REFERENCE
 
 
-# ---- windows of one's own size -------------------------------------------------------
+# ---- several optimizers, and windows of one's own size, by hand ----------------------
 
 
-class OwnSizes(AccumulationMixin, pl.LightningModule):
-    """Two optimizers by hand, whose windows have sizes of their own."""
+class ByHand(AccumulationMixin, pl.LightningModule):
+    """An optimizer for each size of its windows, and its scheduler."""
 
     accumulation = PerSample()
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes: int, schedule: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.sizes = sizes
+        self.sizes, self.schedule = sizes, schedule
         self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in sizes)
         self.curve: list[list[float]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        made = zip(self.nets, optimizers, self.sizes, strict=True)
-        for net, optimizer, size in made:
+        schedulers: Any = self.lr_schedulers() or [None] * len(self.sizes)
+        made = zip(self.nets, optimizers, schedulers, self.sizes, strict=True)
+        for index, (net, optimizer, scheduler, size) in enumerate(made):
             loss = net(batch.float()).square().mean()
             self.accumulate(loss, batch, optimizer=optimizer)
             if self.window_ends(batch_idx, every=size):
-                self.curve.append([optimizer.param_groups[0]["lr"]])
+                self.curve.append([index, optimizer.param_groups[0]["lr"]])
                 self.finish_window(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in self.nets], []
+        makers = [SGD, torch.optim.Adam] if self.schedule else [SGD] * len(self.sizes)
+        pairs = zip(makers, self.nets, strict=True)
+        optimizers = [make(net.parameters(), lr=0.05) for make, net in pairs]
+        if not self.schedule:
+            return optimizers, []
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 7, 1e-3)
+        return optimizers, [cosine, MAKERS["OneCycleLR-cos"](optimizers[1])]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_curves_of_two_optimizers_by_hand_equal_the_plain_ones(warmup: int) -> None:
+    """Each by its own rule; Lightning counts the steps of both, a warm-up one's."""
+    scaling = LRScaling("auto", reference_batch=REFERENCE, warmup_steps=warmup)
+    module = fit(ByHand(2, 2, schedule=True), scaling, window=1)
+    reference = fit(ByHand(2, 2, schedule=True), window=1)
+    assert len(module.curve) == 20
+    for index, factor in enumerate((4.0, 2.0)):
+        shares = [min(step / warmup, 1) if warmup else 1.0 for step in range(10)]
+        rising = [1 + (factor - 1) * share for share in shares]
+        found, expected = (
+            [[rate] for which, rate in each.curve if which == index]
+            for each in (module, reference)
+        )
+        assert deviation(found, times(expected, rising)) <= EXACT
+    assert [scaled.rule.name for scaled in scaling.scaled] == ["linear", "sqrt"]
 
 
 @pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
 def test_windows_of_several_sizes_are_refused() -> None:
     """By Lightning's count a step; k would be that of one of them."""
     with pytest.raises(TrainkitError, match=r"windows have \[2, 6\] micro-batches"):
-        fit(OwnSizes(2, 6), linear(), window=1)
-    module = fit(OwnSizes(2, 6), window=1)
+        fit(ByHand(2, 6), linear(), window=1)
+    module = fit(ByHand(2, 6), window=1)
     assert len(module.curve) == 2 * (5 + 2)
 
 
@@ -104,7 +131,7 @@ def test_windows_of_several_sizes_are_refused() -> None:
 def test_table_of_windows_of_their_own_size_is_shown_again_once(
     sizes: tuple[int, ...], capsys: Any
 ) -> None:
-    module = fit(OwnSizes(*sizes), linear(reference_batch=3), window=1)
+    module = fit(ByHand(*sizes), linear(reference_batch=3), window=1)
     said = capsys.readouterr().out
     first, again = _after(said, "step: ")
     assert first.startswith("per-device batch 3 x accumulation 1 x ranks 1 = 3 ")
@@ -112,12 +139,13 @@ def test_table_of_windows_of_their_own_size_is_shown_again_once(
     label = "learning rate: " if len(sizes) == 1 else "optimizer 1: "
     _, rate = _after(said, label)
     assert rate == "lr 0.05 -> 0.3 (linear, reference 3)"
-    assert [row[0] for row in module.curve] == [0.05 * 6] * 4 * len(sizes)
+    assert module.effective_batch.accumulate == 6
+    assert [rate for _, rate in module.curve] == [0.05 * 6] * 4 * len(sizes)
 
 
 def test_table_of_the_trainers_size_or_a_schedule_is_shown_once(capsys: Any) -> None:
     """A schedule says the sizes beforehand."""
-    fit(OwnSizes(2, 2), linear(), window=2)
+    fit(ByHand(2, 2), linear(), window=2)
     assert len(_after(capsys.readouterr().out, "step: ")) == 1
     schedule = AccumulationSchedule({0: 1, 1: 5})
     fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)
