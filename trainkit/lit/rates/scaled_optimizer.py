@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import ismethod
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainkit.core.plan.options import brief
 from trainkit.core.plan.scaling import (
@@ -60,6 +63,24 @@ class ScaledOptimizer:
         self._own: Sequence[Numbers] = self._numbers()
         self._written = self._own
         self._hook = optimizer.register_state_dict_post_hook(self._save_own)
+        self._refuse_state_without_hooks()
+
+    def _refuse_state_without_hooks(self) -> None:
+        """Refuse a state that would hold scaled rates, and be scaled once more."""
+        kind = type(self.optimizer)
+        if kind.state_dict is Optimizer.state_dict or kind.__module__.startswith(
+            "torch."
+        ):
+            return
+        self._is_asked = False
+        self.optimizer.state_dict()
+        if not self._is_asked:
+            raise TrainkitError(
+                f"LRScaling: {kind.__name__} has a state_dict() of its own, which does "
+                f"not run the hooks of torch's Optimizer.state_dict(), so that a "
+                f"checkpoint would hold scaled rates. Let it call "
+                f"super().state_dict(), or scale the rates yourself."
+            )
 
     def adopt(self, configs: Sequence[Any]) -> None:
         """Scale what is there by now: groups that were added, and schedulers.
@@ -155,6 +176,7 @@ class ScaledOptimizer:
         return found
 
     def _save_own(self, optimizer: Any, state: dict[str, Any]) -> None:
+        self._is_asked = True
         for group, own in zip(state["param_groups"], self._own_now(), strict=True):
             _write(group, own, in_place=False)
 
@@ -191,6 +213,12 @@ class ScaledOptimizer:
 
     def _refuse_unsuitable(self) -> None:
         name, groups = type(self.optimizer).__name__, self._numbers()
+        if not all("lr" in group for group in groups):
+            raise TrainkitError(
+                f"LRScaling: each group of {name} must have a number as its lr, "
+                f"received {[g.get('lr') for g in self.optimizer.param_groups]}. Give "
+                f"it one, or leave LRScaling out."
+            )
         has_moments = all("beta1" in group or "alpha" in group for group in groups)
         if self.rule.beta2 is not None and (not has_moments or "SGD" in name):
             raise TrainkitError(  # ASGD's alpha is not a moment
@@ -211,17 +239,13 @@ class ScaledOptimizer:
 
 
 class UnscaledScheduler:
-    """Stands for a scheduler of a scaled optimizer, and steps it by the user's rates.
+    """Stands for a scheduler of a scaled optimizer, whose methods see the user's rates.
 
     In all else it is that scheduler, also to `isinstance`.
     """
 
     def __init__(self, scheduler: Any, scaled: ScaledOptimizer) -> None:
         vars(self).update(_scheduler=scheduler, _scaled=scaled)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        with self._scaled.unscaled():
-            self._scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
         return [self._scaled.factor * rate for rate in self._scheduler.get_last_lr()]
@@ -233,7 +257,12 @@ class UnscaledScheduler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)  # a copy has no scheduler yet
-        return getattr(self._scheduler, name)
+        found = getattr(self._scheduler, name)
+        return partial(self._call, found) if ismethod(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._scaled.unscaled():
+            return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._scheduler, name, value)
@@ -260,7 +289,7 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
     betas = zip(BETAS, group.get("betas", ()), strict=False)
     names = ("weight_decay", "eps", *(() if "betas" in group else ("alpha",)))
     others = {name: group[name] for name in names if name in group}
-    found = {"lr": group["lr"], **dict(betas), **others}
+    found = {"lr": group.get("lr"), **dict(betas), **others}
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in found.items()
