@@ -105,14 +105,9 @@ def test_reference_batch_must_be_given_and_k_is_not_known_at_once() -> None:
 
 
 def test_second_one_is_refused() -> None:
-    class Other(LRScaling):
-        @property
-        def state_key(self) -> str:
-            return "other"
-
-    second = Other("none", reference_batch=1)
-    with pytest.raises(TrainkitError, match="scaled once, and 2 of them are among"):
-        fit(Scheduled(None), linear(), second)
+    """By Lightning: rates would be scaled twice."""
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):
+        fit(Scheduled(None), linear(), LRScaling("none", reference_batch=1))
 
 
 @pytest.mark.parametrize("rule", ["adam-sde", "half-life"])

@@ -51,15 +51,6 @@ def checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float 
     return float(noise_scale)  # type: ignore[arg-type]
 
 
-def refuse_second(trainer: Any, scaling: Any) -> None:
-    count = sum(isinstance(c, type(scaling)) for c in trainer.callbacks)
-    if count > 1:
-        raise TrainkitError(
-            f"LRScaling: rates are scaled once, and {count} of them are among the "
-            f"Trainer's callbacks. Keep one."
-        )
-
-
 def announce_rate_finder(trainer: Any, scaling: Any) -> None:
     """Warn that `lr_find` returns a rate for the present batch, not the reference."""
     if not has_callback(trainer.callbacks, "LearningRateFinder"):

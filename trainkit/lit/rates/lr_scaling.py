@@ -139,7 +139,6 @@ class LRScaling(OrderedCallback):
     # ---- before training -------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        checks.refuse_second(trainer, self)
         if stage == "fit":
             self._forget()
             self.move_to_front(trainer)
