@@ -149,18 +149,23 @@ def test_curve_of_a_foreign_scheduler_equals_factor_times_the_plain_one(
     assert walked(K) == [K * rate for rate in walked(None)]
 
 
-def test_rate_that_somebody_sets_holds_until_it_is_changed() -> None:
+@pytest.mark.parametrize("make", [float, tensor_rate])
+def test_rate_that_somebody_sets_holds_until_it_is_changed(make: Any) -> None:
     """It counts as scaled; a scheduler that goes on from it does so."""
-    optimizer = SGD([parameter()], lr=0.1)
+    optimizer = AdamW([parameter()], lr=make(0.1))
     made = scaled(optimizer)
     scheduler = stand_in(made, lrs.ExponentialLR(optimizer, 0.5))
     (group,) = optimizer.param_groups
-    group["lr"] = 0.3
+    if make is float:
+        group["lr"] = 0.3
+    else:
+        group["lr"].fill_(0.3)
     made.follow(2 * K)
-    assert group["lr"] == pytest.approx(0.6)
-    assert optimizer.state_dict()["param_groups"][0]["lr"] == pytest.approx(0.075)
+    assert float(group["lr"]) == pytest.approx(0.6)
+    saved = optimizer.state_dict()["param_groups"][0]["lr"]
+    assert float(saved) == pytest.approx(0.075)
     scheduler.step()
-    assert group["lr"] == pytest.approx(0.3)
+    assert float(group["lr"]) == pytest.approx(0.3)
 
 
 def test_the_stand_in_is_the_scheduler_in_all_else() -> None:
