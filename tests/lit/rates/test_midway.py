@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from tests.lit.rates.scaled import (
     EXACT,
     REFERENCE,
     STEPS,
+    Saves,
     Scheduled,
     adamw,
     data,
@@ -255,18 +257,31 @@ class Finetuned(Scheduled):
         self.all_groups.append([dict(group) for group in optimizer.param_groups])
 
 
-def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window() -> None:
+def finetuned(*callbacks: Any, **how: Any) -> Any:
     scaling = LRScaling("sqrt", reference_batch=REFERENCE, weight_decay="sqrt")
     schedule = AccumulationSchedule({0: 2, 2: 8})
-    ours = [AccumulationCallback(Uniform()), schedule, scaling, Adds()]
+    ours = [AccumulationCallback(Uniform()), schedule, scaling, Adds(), *callbacks]
+    return fit(Finetuned(), *ours, window=1, max_epochs=3, **how)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window(
+    tmp_path: Path,
+) -> None:
+    """And is there again, unchanged, in a run that is resumed."""
+    path = tmp_path / "one.ckpt"
     with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:
-        module = fit(Finetuned(), *ours, window=1, max_epochs=3)
+        module = finetuned(Saves(path, 14))
     assert sum("group(s)" in str(w.message) for w in said) == 1
     rates = [[group["lr"] for group in groups] for groups in module.all_groups]
     expected = [[0.2]] * 5 + [[0.2, 0.01]] * 5 + [[0.4, 0.02]] * 2
     assert rates == [pytest.approx(row) for row in expected]
     for groups in module.all_groups:
         decay = 0.02 if len(groups) == 1 or groups[0]["lr"] < 0.3 else 0.04
-        assert [g["weight_decay"] for g in groups] == [pytest.approx(decay)] * len(
-            groups
-        )
+        found = [group["weight_decay"] for group in groups]
+        assert found == pytest.approx([decay] * len(groups))
+    rest = finetuned(ckpt_path=path)
+    for found, wanted in zip(rest.all_groups, module.all_groups[7:], strict=True):
+        for group, other in zip(found, wanted, strict=True):
+            for key in ("lr", "betas", "eps", "weight_decay"):
+                assert group[key] == other[key]

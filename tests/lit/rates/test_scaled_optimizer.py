@@ -249,13 +249,16 @@ def test_rules_of_the_rate_leave_the_rest(rule: Any) -> None:
         ("none", "time-scale", 4.0),
         ("linear", "time-scale", 1.0),
         ("adam-sde", lambda k: 3 * k, 12.0),
+        ("gain", "linear", 4.0),  # only time-scale takes the gain
+        ("gain", "time-scale", 4 / math.sqrt((1 + 5 / 2) / (1 + 5 / 8))),
         # A callable need not be 1 at 1: what it returns is the factor.
         ("none", lambda k: 0.5, 0.5),
     ],
 )
 def test_weight_decay_equals_its_factor(rule: Any, decay: Any, factor: float) -> None:
     make = partial(AdamW, betas=(0.9, 0.99))
-    before, after = numbers(make, rule, weight_decay=decay)
+    of_gain = {"noise_scale": 5.0, "reference_batch": 2.0} if rule == "gain" else {}
+    before, after = numbers(make, rule, weight_decay=decay, **of_gain)
     expected = factor * before["weight_decay"]
     assert after["weight_decay"] == pytest.approx(expected, rel=EXACT)
 
