@@ -54,29 +54,21 @@ def make_report(
     Raises:
         TrainkitError: the only rule of interest cannot be applied.
     """
-    near = plan.nearby()
     samples = None if noise_scale is None else noise_scale["samples"]
     return {
         "target": plan.target,
         "world_size": plan.world_size,
         "max_micro_batch": plan.max_micro_batch,
-        **_sizes(plan),
+        "micro_batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+        "effective": plan.effective,
         "exact": plan.exact,
-        "nearby": near and _sizes(near),
         "epoch": epoch and asdict(epoch),
         "scaling": reference and _scaled(plan, reference, rule),
         "noise_scale": noise_scale,
         "windows": samples
         and windows(samples, plan.effective, plan.world_size, reference),
         "overrides": overrides(plan, reference, rule, samples, words),
-    }
-
-
-def _sizes(plan: BatchPlan) -> dict[str, int]:
-    return {
-        "micro_batch": plan.micro_batch,
-        "accumulate": plan.accumulate,
-        "effective": plan.effective,
     }
 
 
