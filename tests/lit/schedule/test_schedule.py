@@ -272,7 +272,7 @@ def train_all(rank: int, world: int) -> Any:
     return {(unit, front): train(rank, world, unit, front) for unit, front in CASES}
 
 
-def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, int]:
+def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, int, int]:
     watch, ours = Watch(), AccumulationSchedule(ON_RANKS[unit], unit=unit)
     module, fit = fitted(
         front,
@@ -283,7 +283,15 @@ def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, in
         devices=world,
         use_distributed_sampler=False,
     )
-    return weights(module), watch.stepped, fit.global_step
+    planned = ours.total_steps(fit, tokens_per_micro_batch=30.0)
+    return weights(module), watch.stepped, fit.global_step, planned
+
+
+def planned_steps(unit: Any, tokens: float) -> int:
+    """The number of steps by the mean tokens of a micro-batch of both ranks."""
+    length: dict[str, Any] = {"batches_per_epoch": 5, "epochs": EPOCHS}
+    ours = AccumulationSchedule(ON_RANKS[unit], unit=unit)
+    return ours.total_steps(**length, tokens_per_micro_batch=tokens)
 
 
 @pytest.fixture(scope="module")
@@ -299,11 +307,13 @@ def test_schedule_on_two_ranks_equals_one_process(
     control: the windows of ranks that count their own."""
     windows = windows_of_plan(ON_RANKS[unit], unit, OF_BOTH)
     for each in trained:
-        end, stepped, number = each[unit, front]
+        end, stepped, number, planned = each[unit, front]
         assert number == number_of(windows)
         if front != "manual" or stepped:
             assert stepped == ends_of(windows, 5)
         assert off(end, windows, OF_BOTH) <= EXACT
+        assert planned == planned_steps(unit, 60.0)
+        assert (planned == planned_steps(unit, 30.0)) == (unit != "tokens")
         own = [windows_of_plan(ON_RANKS[unit], unit, rows) for rows in OF_RANK]
         assert (windows in own) == (unit != "tokens")
         assert (off(end, own[0], OF_BOTH) > NAIVE) == (unit == "tokens")
