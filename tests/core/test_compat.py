@@ -7,40 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler as lrs
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.plan.schedulers import MAKERS, Curve
 from trainkit.core import _compat
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The epoch parameter in `scheduler.step:UserWarning",
-    "ignore:Detected call of `lr_scheduler.step:UserWarning",
-)
-
-
-def make(name: str) -> Any:
-    curve = Curve(name)
-    curve.go(5)
-    return curve.scheduler
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_last_rates_are_what_get_last_lr_returns(name: str) -> None:
-    scheduler = make(name)
-    setattr(scheduler, _compat.LAST_RATES, [7.0, 8.0])
-    assert scheduler.get_last_lr() == [7.0, 8.0]
-
-
-def test_nested_schedulers_equal_those_that_were_given() -> None:
-    optimizer = Curve("StepLR").optimizer
-    inner: Any = [lrs.StepLR(optimizer, 2), lrs.ExponentialLR(optimizer, 0.9)]
-    chained = lrs.ChainedScheduler(inner)
-    assert _compat.nested_schedulers(chained) == inner
-    sequence: Any = lrs.SequentialLR(optimizer, inner, [3])
-    assert _compat.nested_schedulers(sequence) == inner
-    assert _compat.nested_schedulers(inner[0]) == []
 
 
 @pytest.mark.parametrize(

@@ -137,15 +137,6 @@ def _groups(state: Any) -> list[Any]:
     return [group] if (group := state._fsdp_param_group) is not None else []
 
 
-LAST_RATES = "_last_lr"
-"""Where torch's schedulers keep what `get_last_lr()` returns."""
-
-
-def nested_schedulers(scheduler: Any) -> list[Any]:
-    """The schedulers inside a `SequentialLR` or a `ChainedScheduler`."""
-    return list(getattr(scheduler, "_schedulers", ()))
-
-
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor has been changed in place, as autograd counts it."""
 

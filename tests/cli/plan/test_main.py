@@ -57,10 +57,8 @@ def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     main(argv)
     out = capsys.readouterr().out
     assert "999 samples a step, not the 1,000 asked for: 3 equal ranks cannot" in out
-    assert "cheaper: 24 samples x accumulation 14 = 1,008 samples a step" in out
     found = report(capsys, *argv)
     assert (found["effective"], found["exact"]) == (999, False)
-    assert found["nearby"] == {"micro_batch": 24, "accumulate": 14, "effective": 1008}
 
 
 def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +67,6 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("target", "world_size", "max_micro_batch", "micro_batch", "accumulate")
     for name in (*names, "effective", "exact"):
         assert found[name] == getattr(plan, name)
-    assert found["nearby"] is None
     assert found["epoch"] == vars(plan.epoch(50_001))
     assert {each["rule"]: each["lr"] for each in found["scaling"]} == {
         rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
@@ -93,23 +90,15 @@ def test_fit_gets_the_ranks_that_were_probed() -> None:
     assert found == [*(f"--trainer.{word}" for word in fit), *sizes]
 
 
-def test_json_has_the_keys_that_the_help_lists(
+def test_no_key_of_the_data_is_ever_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     everything = report(capsys, *PLAN, *EPOCH, *RATE, "--noise-scale", "210")
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)
     nothing = [key for key in bare if bare[key] is None]
-    missing = ["nearby", "epoch", "scaling", "noise_scale", "windows", "trials"]
+    missing = ["epoch", "scaling", "noise_scale", "windows", "trials"]
     assert nothing == missing
-    with pytest.raises(SystemExit) as done:
-        main(["--help"])
-    assert done.value.code == 0
-    listed = capsys.readouterr().out.partition("keys of --json")[2]
-    words = set(listed.replace(";", " ").replace(":", " ").split())
-    keys = {*everything, *everything["epoch"], *everything["scaling"][0]}
-    keys |= {*everything["noise_scale"], *everything["windows"][0]}
-    assert keys <= words
 
 
 @pytest.mark.parametrize(
@@ -166,7 +155,7 @@ FAR = [*PLAN, "--lr", "0.1", "--reference", "4", "--betas", "0.9", "0.5", "--rul
         ([*PLAN, *RATE, "--lr", "-1"], "--lr: must be a number above 0, received -1"),
         ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be a number above 0, received nan"),
         ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a number above 0"),
-        ([*PLAN, *RATE, "--reference", "8.5"], "--reference: invalid number value"),
+        ([*PLAN, *RATE, "--reference", "8.5"], "--reference: invalid samples value"),
         ([*PLAN, *RATE, "--eps", "0"], "--eps: must be a number above 0"),
         ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: .* above 0 and below 1, rec"),
         ([*FAR, "adam-sde"], "k = 128 beta = 0.9 becomes -11.8:"),

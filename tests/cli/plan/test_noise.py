@@ -83,15 +83,6 @@ def test_each_window_is_what_its_definition_says(
         assert each["lr_adam"] == pytest.approx(0.1 * math.sqrt(ratio))
 
 
-@pytest.mark.parametrize(("window", "least", "most"), [(16, 14, 16), (10**6, 209, 210)])
-def test_more_devices_gain_up_to_the_noise_scale_only(
-    window: int, least: float, most: float
-) -> None:
-    found = windows(210, window, window, None)
-    (speed,) = [each["speed"] for each in found if each["plan"]]
-    assert least < speed < most
-
-
 def test_a_run_says_its_own_with_the_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

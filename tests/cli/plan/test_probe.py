@@ -80,11 +80,6 @@ def test_lines_show_sizes_and_plan(
     )
 
 
-def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["data.batch_size=1", *PROBE[3:], "--probe", "seed=3", "--target", "4"]
-    assert report(capsys, *argv)["effective"] == 4
-
-
 def test_a_configuration_of_ones_own_is_found(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -93,8 +88,9 @@ def test_a_configuration_of_ones_own_is_found(
     folder.joinpath("mine.yaml").write_text(
         "# @package _global_\ndefaults: [demo]\ndata:\n  batch_size: 8\n"
     )
-    words = [word for word in PROBE if not word.startswith("data.batch_size")]
-    argv = [*words, "-cd", "my conf", "experiment=mine", "--max-micro-batch", "8"]
+    words = [word for word in PROBE[3:] if not word.startswith("data.batch_size")]
+    more = ["experiment=mine", "--target", "16", "--max-micro-batch", "8"]
+    argv = [*words, "--probe", "-cd", "my conf", *more]  # anywhere in the line
     assert [trial["size"] for trial in report(capsys, *argv)["trials"]] == [8]
 
 

@@ -82,12 +82,6 @@ def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
 
 
-def test_the_plan_is_what_the_optimizer_then_used(run: Path) -> None:
-    rates = lines(run, "Learning rate")
-    assert rates["lr-AdamW, planned"] == rates["lr-AdamW"]
-    assert len({value for _, value in rates["lr-AdamW"]}) == 4  # the control: a curve
-
-
 def test_it_can_be_made_again_to_the_letter(run: Path) -> None:
     path = run / "report.html"
     before = path.read_bytes()
@@ -96,17 +90,18 @@ def test_it_can_be_made_again_to_the_letter(run: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_what_goes_on_keeps_the_plan_with_which_it_began(
+def test_what_goes_on_is_drawn_with_what_came_before(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
-    before = lines(run, "Learning rate")["lr-AdamW, planned"]
+    before = lines(run, "Learning rate")["lr-AdamW"]
     where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
     assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes
     after = lines(run, "Learning rate")
-    assert after["lr-AdamW, planned"] == before
+    assert after["lr-AdamW"][:4] == before
+    assert len({value for _, value in before}) == 4  # the control: a curve
     assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
 
 

@@ -35,10 +35,8 @@ def ranked(one: BatchPlan) -> tuple[int, int, int]:
 @settings(deadline=None)
 @example(14, 4, 2)  # 12 = 1 x 3 and 16 = 2 x 2 are as near: the cheaper
 @example(10, 4, 8)  # 8 and 12 are as near: the smaller
-@example(127, 1, 24)  # prime: exact in 127 micro-batches, or 126 in 6
-@example(62, 1, 19)  # 62 = 4 x 15 + 2 is near; 7 x 9 - 1 is nearer, in small ones
 @given(target=st.integers(1, 150), ranks=numbers, largest=numbers)
-def test_plan_and_the_one_nearby_equal_the_best_by_brute_force(
+def test_plan_equals_the_best_by_brute_force(
     target: int, ranks: int, largest: int
 ) -> None:
     every = [  # distance, micro-batches, and their size
@@ -51,24 +49,11 @@ def test_plan_and_the_one_nearby_equal_the_best_by_brute_force(
     batch = made.effective_batch
     assert (batch.size, type(batch.size)) == (made.effective, int)
     assert made.exact == (target % ranks == 0)
-    fits = min(largest, math.ceil(target / ranks))
-    cheaper = [
-        (distance, accumulate, micro)
-        for distance, accumulate, micro in every
-        if distance <= 0.05 * target
-        and 2 * accumulate <= made.accumulate
-        and fits // 2 < micro <= fits
-    ]
-    near = made.nearby()
-    assert (near and ranked(near)) == min(cheaper, default=None)
 
 
 @pytest.mark.parametrize("target", [10**12, 999_999_999_989])
 def test_a_trillion_and_the_largest_prime_below_it_take_no_time(target: int) -> None:
-    made = plan(target, 1, 10**11)
-    near = made.nearby()
-    assert made.effective == target
-    assert near is None or abs(near.effective - target) <= 0.05 * target
+    assert plan(target, 1, 10**11).effective == target
 
 
 @pytest.mark.parametrize(
@@ -91,14 +76,14 @@ def test_rate_equals_the_rules_for_the_batch_that_is_made(
         assert scaled == pytest.approx(0.1 * factor, rel=1e-15)
 
 
-@pytest.mark.parametrize(("windows", "ending"), [(1, "window"), (8, "windows")])
-def test_a_measured_batch_says_so(windows: int, ending: str) -> None:
+def test_a_measured_batch_says_so() -> None:
     batch = EffectiveBatch(micro_batch=7.6, accumulate=2, unit="tokens")
-    measured = replace(batch, windows_measured=windows)
     text = "per-device batch 7.6 x accumulation 2 x ranks 1 = 15.2 tokens a step"
     assert (str(batch), batch.is_exact, batch.over(4)) == (text, True, 3.8)
-    assert str(measured) == f"{text} (measured over {windows} {ending})"
-    assert not measured.is_exact
+    for windows, ending in ((1, "window"), (8, "windows")):
+        measured = replace(batch, windows_measured=windows)
+        assert str(measured) == f"{text} (measured over {windows} {ending})"
+        assert not measured.is_exact
 
 
 def test_brief_writes_as_a_person_would() -> None:

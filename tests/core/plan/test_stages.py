@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 from typing import Any
@@ -40,23 +39,21 @@ def test_ramp_goes_evenly_and_arrives(start: int, end: int, over: int) -> None:
         assert abs(sizes[i] - start) == math.floor(i * abs(end - start) / over)
 
 
-def by_hand(stages: Stages, batches: int, epochs: int, tokens: float) -> list[Any]:
-    """Windows, micro-batch by micro-batch."""
-    found: list[Any] = []
-    seen, late = 0.0, 0.0
+def by_hand(stages: Stages, batches: int, epochs: int, tokens: float) -> int:
+    """Windows, micro-batch by micro-batch; tokens are read one window late."""
+    step, seen, late = 0, 0.0, 0.0
     for epoch in range(epochs):
-        left = taken = size = 0
+        left = taken = 0
         for index in range(batches):
             if left == 0:
-                at = {"epoch": epoch, "step": len(found), "tokens": late}[stages.unit]
+                at = {"epoch": epoch, "step": step, "tokens": late}[stages.unit]
                 left, taken = stages.at(at), 0
-                size = left
             left -= 1
             taken += 1
             if left == 0 or index == batches - 1:
-                found.append((size, index == batches - 1))
+                step += 1
                 late, seen = seen, seen + taken * tokens
-    return found
+    return step
 
 
 @settings(deadline=None)
@@ -67,15 +64,13 @@ def by_hand(stages: Stages, batches: int, epochs: int, tokens: float) -> list[An
     epochs=st.integers(1, 6),
     limit=st.one_of(st.just(math.inf), st.integers(0, 30)),
 )
-def test_windows_and_their_number_equal_counting(
+def test_number_of_windows_equals_counting(
     sizes: dict[int, int], unit: StageUnit, batches: int, epochs: int, limit: float
 ) -> None:
     stages = Stages.make({0: 3, **sizes}, unit)
     counted = by_hand(stages, batches, epochs, 1.5)
-    windows = stages.windows(batches, tokens=1.5)
-    assert [*itertools.islice(windows, len(counted))] == counted
     found = stages.num_steps(batches, epochs, max_steps=limit, tokens=1.5)
-    assert found == min(len(counted), limit)
+    assert found == min(counted, limit)
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3, 4, 5, 8])

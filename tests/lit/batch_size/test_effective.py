@@ -148,16 +148,13 @@ def test_manual_number_of_the_trainer_is_known_everywhere() -> None:
     assert fit.accumulate_grad_batches == 3
 
 
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=25. the epoch has only 10")
-def test_window_longer_than_the_epoch_counts_the_epoch() -> None:
-    (found,) = set(asked(batches(4), accumulate=25).found)
-    assert found == EffectiveBatch(micro_batch=4, accumulate=10)
-
-
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=4. the epoch has only 1")
-def test_batch_larger_than_the_data_counts_the_data() -> None:
-    (found,) = set(asked(batches(100)).found)
-    assert found == EffectiveBatch(micro_batch=38, accumulate=1)
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=\\d+. the epoch has only")
+@pytest.mark.parametrize(("batch", "window", "counted"), [(4, 25, 10), (100, 4, 1)])
+def test_window_or_batch_beyond_the_epoch_counts_the_epoch(
+    batch: int, window: int, counted: int
+) -> None:
+    (found,) = set(asked(batches(batch), accumulate=window).found)
+    assert found == EffectiveBatch(micro_batch=min(batch, 38), accumulate=counted)
 
 
 class Several(Mixed):
@@ -174,28 +171,21 @@ class First(AccumulationStrategy):
         return len(part["ids"])
 
 
+@pytest.mark.parametrize("second", [4, 2])
 @pytest.mark.parametrize("kind", ["dict", "list"])
-def test_several_loaders_that_agree_are_known(kind: str) -> None:
-    pair = [batches(4), batches(4)]
-    loader = dict(zip("ab", pair, strict=True)) if kind == "dict" else pair
+def test_several_loaders_are_known_if_they_agree(kind: str, second: int) -> None:
+    pair = [batches(4), batches(second)]
     module = Several()
     module.accumulation = First()
-    (found,) = set(asked(loader, module=module).found)
-    assert found == EffectiveBatch(micro_batch=4, accumulate=WINDOW)
-
-
-@pytest.mark.parametrize("kind", ["dict", "list"])
-def test_several_loaders_that_disagree_are_not_known(kind: str) -> None:
-    pair = [batches(4), batches(2)]
     loader = dict(zip("ab", pair, strict=True)) if kind == "dict" else pair
-    module = Several()
-    module.accumulation = First()
     asks = asked(loader, module=module)
-    assert set(asks.found) == {None}
-    assert (
-        "the loader does not say it, and the tensors of a batch have no leading"
-        in (asks.errors[-1])
-    )
+    (found,) = set(asks.found)
+    if second == 4:
+        assert found == EffectiveBatch(micro_batch=4, accumulate=WINDOW)
+    else:
+        assert found is None
+        said = "the loader does not say it, and the tensors of a batch have no leading"
+        assert said in asks.errors[-1]
 
 
 # ---- measured ------------------------------------------------------------------------
@@ -227,52 +217,44 @@ def test_unknown_batch_equals_the_mean_over_the_windows_so_far(name: str) -> Non
         closed = at // WINDOW
         mean = sum(sizes[: closed * WINDOW]) / (closed * WINDOW)
         assert found.micro_batch == pytest.approx(mean)
-        assert found.windows_measured == closed
-        assert found.accumulate == WINDOW
+        assert (found.windows_measured, found.accumulate) == (closed, WINDOW)
         assert f"(measured over {closed} window" in str(found)
 
 
-def test_measuring_stops_after_the_first_windows() -> None:
-    asks = asked(micro_batches(SEQUENCES), accumulate=1)
-    found = asks.found[-1]
-    assert found is not None
-    assert found.windows_measured == NUM_MEASURED == 8
-    assert found.micro_batch == pytest.approx(sum(RAGGED[:8]) / 8)
-
-
-@pytest.mark.parametrize("loader", ["known", "ragged"])
-def test_tokens_equal_the_mean_over_the_windows_so_far(loader: str) -> None:
-    sizes = (4,) * 9 + (2,) if loader == "known" else RAGGED
-    data = batches(4) if loader == "known" else micro_batches(SEQUENCES)
-    asks = asked(data, "tokens")
+@pytest.mark.parametrize(
+    ("is_known", "unit", "window", "measured"),
+    [(False, "samples", 1, 8), (True, "tokens", 4, 2), (False, "tokens", 4, 2)],
+)
+def test_tokens_and_samples_equal_the_mean_over_the_first_windows(
+    is_known: bool, unit: str, window: int, measured: int
+) -> None:
+    sizes = (4,) * 9 + (2,) if is_known else RAGGED
+    data = batches(4) if is_known else micro_batches(SEQUENCES)
+    asks = asked(data, unit, accumulate=window)
     assert asks.found[0] is None
     found = asks.found[-1]
     assert found is not None
-    assert found.unit == "tokens"
-    assert found.micro_batch == pytest.approx(sum(token_counts(rows_of(sizes))[:8]) / 8)
-    assert found.windows_measured == 2
+    counted = sizes if unit == "samples" else token_counts(rows_of(sizes))
+    assert found.micro_batch == pytest.approx(sum(counted[:8]) / 8)
+    assert (found.unit, found.windows_measured) == (unit, measured)
+    assert NUM_MEASURED == 8
 
 
-@pytest.mark.parametrize("strategy", [PerSample(), Uniform()])
-def test_tokens_without_a_strategy_that_weighs_them_are_refused(strategy: Any) -> None:
-    asks = Asks("tokens")
-    ours = AccumulationCallback(strategy)
-    fitted("mixin", ours, asks, module=Plain(), max_epochs=1)
+@pytest.mark.parametrize(
+    ("strategy", "unit", "said"),
+    [
+        (PerSample(), "tokens", "in tokens: PerSample does not weigh tokens. Use PerT"),
+        (Uniform(), "tokens", "in tokens: Uniform does not weigh tokens. Use PerToken"),
+        (None, "samples", "nothing measures windows. Add AccumulationCallback"),
+        (None, "pixels", "read_effective_batch unit: must be one of"),
+    ],
+)
+def test_what_nobody_measures_is_refused(strategy: Any, unit: str, said: str) -> None:
+    asks = Asks(unit)
+    ours = [] if strategy is None else [AccumulationCallback(strategy)]
+    fitted("mixin", *ours, asks, module=Plain(), max_epochs=1)
     assert set(asks.found) == {None}
-    name = type(strategy).__name__
-    assert f"in tokens: {name} does not weigh tokens. Use PerToken()" in asks.errors[-1]
-
-
-def test_unknown_batch_that_nobody_measures_is_refused() -> None:
-    asks = Asks()
-    fitted("mixin", asks, module=Plain(), max_epochs=1)
-    assert "nothing measures windows. Add AccumulationCallback" in asks.errors[0]
-
-
-def test_unknown_unit_is_refused() -> None:
-    unit: Any = "pixels"
-    with pytest.raises(TrainkitError, match="read_effective_batch unit: must be one"):
-        read_effective_batch(trainer(), unit=unit)
+    assert said in asks.errors[-1]
 
 
 class Uncountable(Mixed):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from tests.core.plan.schedulers import MAKERS, Curve
 from tests.helpers import trainer
+from tests.lit.rates.schedulers import MAKERS, Curve
 from trainkit.lit.rates.lr_scaling import LRScaling
 
 EXACT = 1e-12

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner.tuning import Tuner
+from torch.optim import SGD
 
-from tests.core.plan.schedulers import deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,
@@ -27,7 +27,9 @@ from tests.lit.rates.scaled import (
     fit,
     linear,
 )
-from trainkit import AccumulationCallback, Uniform
+from tests.lit.rates.schedulers import deviation
+from trainkit import AccumulationCallback, PerSample, Uniform
+from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.errors import TrainkitError
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
@@ -64,7 +66,29 @@ def test_impossible_option_is_refused(options: Any, match: str) -> None:
         LRScaling(**{"reference_batch": 8, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [numpy.int64, numpy.float32, numpy.float64, int])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, "noise_scale: must be a positive number .* received None"),
+        *(
+            ({"noise_scale": each}, "noise_scale: must be a positive number of samples")
+            for each in (0, -1, math.inf, math.nan, True, [40], 1j)
+        ),
+        ({"noise_scale": "no/where"}, "received 'no/where', and there is no such fold"),
+        ({"noise_scale": "40"}, "must be a positive number or the folder of a run, re"),
+        ({"noise_scale": 4, "unit": "tokens"}, "unit: must be 'samples' for rule='gai"),
+        *(
+            ({"noise_scale": 4, "rule": rule}, "noise_scale: belongs to rule='gain', r")
+            for rule in ("auto", "linear", "adam-sde", "none", math.sqrt)
+        ),
+    ],
+)
+def test_a_wrong_noise_scale_is_refused(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainkitError, match=said):
+        LRScaling(**{"rule": "gain", "reference_batch": 16, **how})
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.float32, int])
 def test_number_of_numpy_is_a_number(kind: Any) -> None:
     scaling = LRScaling(lambda k: kind(k), reference_batch=kind(3), micro_batch=kind(6))
     module = fit(Scheduled(None), scaling)
@@ -72,83 +96,145 @@ def test_number_of_numpy_is_a_number(kind: Any) -> None:
     assert deviation([row[:2] for row in module.curve], [[0.2, 0.8]] * 10) <= EXACT
 
 
-def test_reference_batch_must_be_given() -> None:
+def test_reference_batch_must_be_given_and_k_is_not_known_at_once() -> None:
     """mmpretrain#1763: what batch a rate is meant for is the first thing people ask."""
     with pytest.raises(TypeError, match="reference_batch"):
         LRScaling("linear")  # type: ignore[call-arg]
-
-
-def test_k_before_the_batch_is_known_is_refused() -> None:
     with pytest.raises(TrainkitError, match="LRScaling k: the effective batch is not"):
         _ = linear().k
 
 
 def test_second_one_is_refused() -> None:
-    class Other(LRScaling):
-        @property
-        def state_key(self) -> str:
-            return "other"
-
-    second = Other("none", reference_batch=1)
-    with pytest.raises(TrainkitError, match="scaled once, and 2 of them are among"):
-        fit(Scheduled(None), linear(), second)
+    """By Lightning: rates would be scaled twice."""
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):
+        fit(Scheduled(None), linear(), LRScaling("none", reference_batch=1))
 
 
-# ---- the plan ------------------------------------------------------------------------
+@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
+def test_later_stage_out_of_reach_is_refused_before_training(rule: Any) -> None:
+    module = Scheduled(None, optimizer=torch.optim.Adam)
+    size = 6 if rule == "adam-sde" else 16384
+    schedule = AccumulationSchedule({0: 1, 100: size}, unit="step")
+    scaling = LRScaling(rule, reference_batch=REFERENCE)
+    with pytest.raises(TrainkitError, match="must stay above 0, and with k = "):
+        fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
+    assert module.curve == []
+
+
+# ---- the noise scale of a run --------------------------------------------------------
+
+
+def a_run(folder: Path, **facts: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    measured = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50)
+    summary = {"noise_scale": {**measured.facts(), **facts}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_folder_is_read_once_and_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in the home of the user."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = a_run(tmp_path / "earlier")
+    for kind in (lambda _: "~/earlier", str, Path):
+        how = {"reference_batch": REFERENCE, "noise_scale": kind(folder)}
+        found = LRScaling("gain", **how)
+        a_run(folder, samples=50.0)
+        assert found.noise_scale == 43.25
+        a_run(folder)
+    curve = fit(Scheduled(None, (1.0,)), found).curve
+    gain = (1 + 43.25 / REFERENCE) / (1 + 43.25 / 6)
+    assert deviation(curve, [[gain, gain]] * 10) <= EXACT
+    said = f"(gain: linear, noise scale 43.25 from {folder}, reference 1.5)"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("facts", "said"),
     [
-        (torch.optim.SGD, "lr 0.1 -> 0.4 (auto: linear, reference 1.5)"),
-        (adamw, "lr 0.1 -> 0.2 (auto: sqrt, reference 1.5)"),
+        ({"samples": None, "high": None}, "it knows at least 33 samples"),
+        ({"samples": 0.0, "low": 0.0}, "knows that of 0"),
     ],
 )
-def test_plan_says_which_rule_auto_has_chosen(
-    make: Any, expected: str, capsys: Any
+def test_a_run_that_knows_no_noise_scale_is_refused(
+    tmp_path: Path, facts: dict[str, Any], said: str
 ) -> None:
-    scaling = LRScaling(reference_batch=REFERENCE)
-    fit(Scheduled(None, (0.1,), optimizer=make), scaling)
-    assert f"learning rate: {expected}" in capsys.readouterr().out
+    folder = a_run(tmp_path, **facts)
+    with pytest.raises(TrainkitError, match=said):
+        LRScaling("gain", reference_batch=16, noise_scale=folder)
 
 
-def test_plan_says_every_value(capsys: Any) -> None:
-    scaling = LRScaling(
-        "adam-sde", reference_batch=REFERENCE, weight_decay="linear", warmup_steps=9
-    )
-    fit(Scheduled(None, (0.1,), optimizer=adamw), scaling)
-    expected = (
-        "lr 0.1 -> 0.2, beta1 0.99 -> 0.96, beta2 0.999 -> 0.996, weight_decay 0.01 -> "
-        "0.04, eps 0.0001 -> 5e-05 (adam-sde, reference 1.5), over 9 steps"
-    )
-    assert expected in capsys.readouterr().out
+# ---- the table -----------------------------------------------------------------------
+
+SDE: dict[str, Any] = {"weight_decay": "linear", "warmup_steps": 9}
 
 
-def test_plan_is_shown_once(capsys: Any) -> None:
-    fit(Scheduled(None), AccumulationCallback(Uniform()), linear())
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("learning rate" in line for line in lines) == 1
+@pytest.mark.parametrize(
+    ("make", "rule", "how", "expected"),
+    [
+        (SGD, "auto", {}, "lr 0.1 -> 0.4 (auto: linear, reference 1.5)"),
+        (adamw, "auto", {}, "lr 0.1 -> 0.2 (auto: sqrt, reference 1.5)"),
+        (
+            *(adamw, "gain", {"noise_scale": 40, "reference_batch": 1}),
+            "lr 0.1 -> 0.2313 (gain: sqrt, noise scale 40, reference 1)",
+        ),
+        (
+            *(adamw, "adam-sde", SDE),
+            "lr 0.1 -> 0.2, beta1 0.99 -> 0.96, beta2 0.999 -> 0.996, weight_decay "
+            "0.01 -> 0.04, eps 0.0001 -> 5e-05 (adam-sde, reference 1.5), over 9 steps",
+        ),
+    ],
+)
+@pytest.mark.parametrize("with_windows", [True, False])
+def test_table_says_every_value_and_the_step_once(
+    make: Any, rule: Any, how: Any, expected: str, with_windows: bool, capsys: Any
+) -> None:
+    """Also where nobody of trainkit divides windows."""
+    scaling = LRScaling(rule, **{"reference_batch": REFERENCE, **how})
+    ours = [AccumulationCallback(PerSample())] * with_windows
+    fit(Scheduled(None, (0.1,), optimizer=make), scaling, *ours)
+    said = capsys.readouterr().out
+    assert said.count(f"learning rate: {expected}\n") == 1
+    step = "per-device batch 3 x accumulation 2 x ranks 1 = 6 samples a step"
+    assert said.count(step) == 1
 
 
 # ---- hyperparameters -----------------------------------------------------------------
 
 
-def test_values_before_and_after_are_logged(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
+class Logger(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: list[dict[str, Any]] = []
+        self.changes: list[tuple[float, float, int | None]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters.append(params["lr_scaling"])
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "lr_scaling/k" in metrics:
+            size = metrics["lr_scaling/effective_batch"]
+            self.changes.append((metrics["lr_scaling/k"], size, step))
+
+
+def run(
+    scaling: Any, *more: Any, path: Path | None = None, module: Any = None, **how: Any
+) -> tuple[list[dict[str, Any]], list[tuple[float, float, int | None]]]:
+    """The hyperparameters, and the changes, that are logged."""
+    logger = Logger()
+    how |= {"logger": logger, "log_every_n_steps": 1}
+    module = module or Scheduled("CosineAnnealingLR")
+    fit(module, scaling, *more, ckpt_path=path, **how)
+    return logger.parameters, logger.changes
+
+
+def test_values_before_and_after_are_logged() -> None:
     scaling = LRScaling("adam-sde", reference_batch=REFERENCE, weight_decay="sqrt")
-    fit(
-        Scheduled("OneCycleLR-cos", optimizer=adamw),
-        scaling,
-        logger=logger,
-        log_every_n_steps=1,
-    )
-    text = Path(logger.log_dir, "hparams.yaml").read_text()
-    values = yaml.safe_load(text)["lr_scaling"]
-    assert values["reference_batch"] == REFERENCE
-    assert values["effective_batch"] == 6
-    assert values["unit"] == "samples"
-    assert values["k"] == 4.0
-    assert values["optimizer_0/rule"] == "adam-sde"
+    module = Scheduled("OneCycleLR-cos", optimizer=adamw)
+    ((values,), changes) = run(scaling, module=module)
+    assert changes == []
     expected = {
         "group_0/max_lr": (0.15, 0.3),
         "group_1/max_lr": (0.6, 1.2),
@@ -161,106 +247,42 @@ def test_values_before_and_after_are_logged(tmp_path: Path) -> None:
         key = f"optimizer_0/{name}"
         assert values[f"{key}/before"] == pytest.approx(before)
         assert values[f"{key}/after"] == pytest.approx(after)
+    batch = {"reference_batch": 1.5, "effective_batch": 6, "unit": "samples", "k": 4.0}
+    assert values.items() >= {**batch, "optimizer_0/rule": "adam-sde"}.items()
+    assert "noise_scale" not in values
+    how: dict[str, Any] = {"reference_batch": 1.5, "noise_scale": 40}
+    ((values,), _) = run(LRScaling("gain", **how))
+    assert (values["noise_scale"], values["optimizer_0/rule"]) == (40, "gain: linear")
 
 
 def test_hyperparameters_are_logged_once_and_later_changes_as_metrics() -> None:
     """MLflow, for one, refuses another value of a parameter."""
-    parameters: list[float] = []
-    seen: list[tuple[float, float, int | None]] = []
-
-    class Logger(DummyLogger):
-        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            parameters.append(params["lr_scaling"]["k"])
-
-        def log_metrics(
-            self, metrics_: Any = None, step: Any = None, **how: Any
-        ) -> None:  # type: ignore[override]
-            found = metrics_ or how["metrics"]
-            if "lr_scaling/k" in found:
-                size = found["lr_scaling/effective_batch"]
-                seen.append((found["lr_scaling/k"], size, step))
-
     schedule = AccumulationSchedule({0: 1, 4: 2, 7: 5}, unit="step")
-    callbacks = [AccumulationCallback(Uniform()), schedule, linear()]
-    fit(Scheduled(None), *callbacks, window=1, logger=Logger(), log_every_n_steps=1)
-    assert parameters == [2.0]
-    assert seen == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
+    ours = [AccumulationCallback(Uniform()), schedule]
+    ((values,), changes) = run(linear(), *ours, window=1)
+    assert values["k"] == 2.0
+    assert changes == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
 
 
-# ---- schedulers by frequency ---------------------------------------------------------
-
-
-def steps_of_scheduler(frequency: int, window: int, *callbacks: Any) -> list[float]:
-    """A rate that halves whenever its scheduler steps."""
-    module = Scheduled("MultiplicativeLR", (1.0,), frequency=frequency)
-    fit(module, *callbacks, window=window, loader=data(batches=16), max_epochs=1)
-    return [round(row[0], 9) for row in module.curve]
-
-
-def geometric(*exponents: int) -> list[float]:
-    return [round(0.9**e, 9) for e in exponents]
-
-
-def test_frequency_of_lightning_counts_batches() -> None:
-    """With N = 4 every step, and with N = 1 every other."""
-    assert steps_of_scheduler(2, 4) == geometric(0, 1, 2, 3)
-    assert steps_of_scheduler(2, 1)[:6] == geometric(0, 0, 1, 1, 2, 2)
-
-
-def test_frequency_over_windows_is_said_with_a_fix_that_fixes() -> None:
-    none = LRScaling("none", reference_batch=1)
-    with pytest.warns(UserWarning, match=r"MultiplicativeLR.* Set frequency=8 \(2 "):
-        steps_of_scheduler(2, 4, none)
-    assert steps_of_scheduler(8, 4) == geometric(0, 0, 1, 1)
-
-
-def test_frequency_under_a_schedule_is_said_with_another_fix() -> None:
-    schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
-    none = LRScaling("none", reference_batch=1)
-    callbacks = [AccumulationCallback(Uniform()), schedule, none]
-    with pytest.warns(UserWarning, match="Set frequency=1 and make the scheduler's ow"):
-        steps_of_scheduler(2, 1, *callbacks)
-
-
-@pytest.mark.parametrize(("frequency", "window"), [(1, 4), (2, 1), (1, 1), (8, 4)])
-def test_frequency_that_is_right_is_not_spoken_of(frequency: int, window: int) -> None:
-    assert steps_of_scheduler(frequency, window, linear())
-
-
-# ---- schedulers of others ------------------------------------------------------------
-
-
-class Warm(torch.optim.lr_scheduler.LRScheduler):
-    def __init__(self, optimizer: Any) -> None:
-        self.warmup_lr = 0.01
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        rates: list[Any] = list(self.base_lrs)
-        return [self.warmup_lr for _ in rates] if self.last_epoch < 3 else rates
-
-
-class Foreign(Scheduled):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": Warm(optimizer), "interval": "step"}]
-
-
-def test_foreign_scheduler_is_spoken_of() -> None:
-    with pytest.warns(UserWarning, match="Warm: it is not one of torch's schedulers"):
-        module = fit(Foreign(None), linear())
-    assert [row[0] for row in module.curve][:4] == [0.04, 0.01, 0.01, 0.4]
-
-
-def test_named_rates_of_a_foreign_scheduler_are_scaled() -> None:
-    fit(Foreign(None), linear(scheduler_rates=[]))
-    module = fit(Foreign(None), linear(scheduler_rates=["warmup_lr"]))
-    assert [row[0] for row in module.curve] == pytest.approx([0.04] * 3 + [0.4] * 7)
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_resumed_run_logs_the_same_hyperparameters_or_another_k_as_a_metric(
+    tmp_path: Path, warmup_steps: int
+) -> None:
+    """As every run does that goes on in the logger of the first: no other value. The
+    metric comes under Lightning's step, which it counts after the hook that saved."""
+    path, unscaled = tmp_path / "one.ckpt", tmp_path / "unscaled.ckpt"
+    how: dict[str, Any] = {"warmup_steps": warmup_steps}
+    first = run(linear(**how), Saves(path, 4))
+    assert run(linear(**how), path=path) == first
+    assert first[1] == []
+    assert run(linear(**how, reference_batch=12), path=path) == ([], [(0.5, 6.0, 1)])
+    fit(Scheduled("CosineAnnealingLR"), Saves(unscaled, 4))
+    assert run(linear(**how), path=unscaled) == first
 
 
 # ---- Lightning's finders -------------------------------------------------------------
 
-FOUND = "searches with the present batch, 6 samples. .*Set reference_batch=6 to train"
+FOUND = "searches with the present batch, 6 samples, .* the present batch as ref"
 
 
 class Finds(Scheduled):
@@ -274,81 +296,61 @@ class Finds(Scheduled):
         return data(self.batch_size, 60 // self.batch_size)
 
 
-def finder(tmp_path: Path) -> tuple[Any, Any]:
-    scaling = linear()
-    made = trainer(
-        WINDOW, callbacks=[scaling], max_epochs=3, default_root_dir=str(tmp_path)
-    )
-    return made, scaling
+def finder(tmp_path: Path, *callbacks: Any) -> Any:
+    how: dict[str, Any] = {"max_epochs": 3, "default_root_dir": str(tmp_path)}
+    return trainer(WINDOW, callbacks=list(callbacks), **how)
 
 
 QUIET = pytest.mark.filterwarnings(
     "ignore:.*accumulate_grad_batches:UserWarning",
     "ignore:.*weights_only:UserWarning",
     "ignore:.*srun:UserWarning",
+    "ignore:BatchSizeFinder:UserWarning",
 )
 
 
 @QUIET
-def test_rate_that_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
-    """EDGE_CASES 67. What is found holds for the present batch, which is said."""
-    made, scaling = finder(tmp_path)
-    module = Finds(None)
+def test_what_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
+    """What is found holds for the present batch, which is said."""
+    scaling, module = linear(), Finds(None)
+    made = finder(tmp_path, scaling)
     with pytest.warns(UserWarning, match=FOUND):
         found: Any = Tuner(made).lr_find(
             module, num_training=20, early_stop_threshold=None, update_attr=True
         )
     assert module.curve[0][0] == pytest.approx(1e-8)  # the search is not scaled
     assert found.suggestion() == module.lr != 0.1
-    module.curve.clear()
-    made.fit(module)
-    assert deviation([row[:1] for row in module.curve], [[4 * module.lr]] * 30) <= EXACT
-    assert [scaled.factor for scaled in scaling.scaled] == [4.0]
-
-
-@QUIET
-def test_rate_that_the_callback_finds_is_scaled_once(tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
-    search = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
-    module = Finds(None)
-    how: dict[str, Any] = {"max_epochs": 3, "default_root_dir": str(tmp_path)}
-    made = trainer(WINDOW, callbacks=[linear(), search, Saves(path, 4)], **how)
-    with pytest.warns(UserWarning, match="reference_batch=6 to train with the rate"):
-        made.fit(module)
-    trained = [row[:1] for row in module.curve[20:]]
-    assert deviation(trained, [[4 * module.lr]] * 30) <= EXACT
-    rest = Finds(None)
-    trainer(WINDOW, callbacks=[linear()], **how).fit(
-        rest, ckpt_path=path, weights_only=True
-    )
-    assert deviation([row[:1] for row in rest.curve], trained[2:]) <= EXACT
-
-
-@QUIET
-def test_finder_at_the_reference_is_not_spoken_of(tmp_path: Path) -> None:
-    made = trainer(
-        WINDOW, callbacks=[linear(reference_batch=6)], default_root_dir=str(tmp_path)
-    )
-    Tuner(made).lr_find(Finds(None), num_training=5, early_stop_threshold=None)
-
-
-@QUIET
-@pytest.mark.filterwarnings("ignore:BatchSizeFinder:UserWarning")
-def test_fit_after_the_batch_size_finder_is_scaled_to_its_size(tmp_path: Path) -> None:
-    made, scaling = finder(tmp_path)
-    module = Finds(None)
     Tuner(made).scale_batch_size(module, max_trials=1, steps_per_trial=1)
     assert module.batch_size == 2
     module.curve.clear()
     made.fit(module)
-    expected = 0.1 * module.batch_size * WINDOW / REFERENCE
-    assert {round(row[0], 12) for row in module.curve} == {round(expected, 12)}
+    k = 2 * WINDOW / REFERENCE
+    assert deviation([row[:1] for row in module.curve], [[k * module.lr]] * 45) <= EXACT
+    assert [scaled.factor for scaled in scaling.scaled] == [k]
 
 
 @QUIET
-def test_finder_with_a_batch_of_unknown_size_names_no_number(tmp_path: Path) -> None:
-    scaling = LRScaling("linear", reference_batch=6, unit="tokens")
-    made = trainer(WINDOW, callbacks=[scaling], default_root_dir=str(tmp_path))
-    match = "whose size in tokens is not known yet.*Set reference_batch to that size"
-    with pytest.warns(UserWarning, match=match):
-        Tuner(made).lr_find(Finds(None), num_training=5, early_stop_threshold=None)
+def test_rate_that_the_callback_finds_is_scaled_once(tmp_path: Path) -> None:
+    path, module, rest = tmp_path / "one.ckpt", Finds(None), Finds(None)
+    search = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    with pytest.warns(UserWarning, match=FOUND):
+        finder(tmp_path, linear(), search, Saves(path, 4)).fit(module)
+    trained = [row[:1] for row in module.curve[20:]]
+    assert deviation(trained, [[4 * module.lr]] * 30) <= EXACT
+    finder(tmp_path, linear()).fit(rest, ckpt_path=path, weights_only=True)
+    assert deviation([row[:1] for row in rest.curve], trained[2:]) <= EXACT
+
+
+@QUIET
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_finder_is_spoken_of_unless_it_searches_at_the_reference(
+    tmp_path: Path, unit: Any
+) -> None:
+    """Filters turn any other warning into an error."""
+    made = finder(tmp_path, linear(reference_batch=6, unit=unit))
+    how: dict[str, Any] = {"num_training": 5, "early_stop_threshold": None}
+    if unit == "samples":
+        Tuner(made).lr_find(Finds(None), **how)
+        return
+    with pytest.warns(UserWarning, match="searches with the present batch, and LRSc"):
+        Tuner(made).lr_find(Finds(None), **how)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
-from tests.core.plan.schedulers import ABSOLUTE, MAKERS, deviation, tensor_rate
+from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     BATCH,
     BATCHES,
@@ -32,7 +31,8 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
-from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from tests.lit.rates.schedulers import ABSOLUTE, deviation
+from trainkit import AccumulationCallback, Uniform
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
 
@@ -43,71 +43,58 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step:UserWarning",
     "ignore:accumulate_grad_batches=\\d+. the epoch has only:UserWarning",
 )
+NOISE = 5.0
 
 
 def cube_root(k: float) -> float:
     return k ** (1 / 3)
 
 
-FACTORS: dict[Any, float] = {
-    "linear": 4.0,
-    "sqrt": 2.0,
-    "none": 1.0,
-    cube_root: 4 ** (1 / 3),
-    "adam-sde": 2.0,
-    "half-life": 1.0,
-}
+def gain(size: int) -> float:
+    """Of a window of so many micro-batches."""
+    return (1 + NOISE / REFERENCE) / (1 + NOISE / (size * BATCH))
 
 
-def scaled_curve(
-    name: str, rule: Any, first: Any, interval: str, window: int = WINDOW
-) -> Any:
-    module = Scheduled(name, first, optimizer=adamw, interval=interval)
-    scaling = LRScaling(rule, reference_batch=REFERENCE)
-    epochs, loader = (2, None) if interval == "step" else (6, data(batches=WINDOW))
-    return fit(module, scaling, max_epochs=epochs, loader=loader, window=window).curve
+def by_gain(**how: Any) -> LRScaling:
+    options = {"reference_batch": REFERENCE, "noise_scale": NOISE, **how}
+    return LRScaling("gain", **options)
+
+
+# ---- each rule, with schedulers of each kind -----------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "interval"),
+    ("name", "rule", "factor", "interval", "make"),
     [
-        *((name, "epoch") for name in dict.fromkeys([*ABSOLUTE, *list(MAKERS)[::3]])),
-        # Under another rule, all of them below.
-        *((name, "step") for name in ("StepLR", *ABSOLUTE[-2:])),
+        ("StepLR", "linear", 4.0, "step", SGD),
+        ("CosineAnnealingLR", "linear", 4.0, "epoch", SGD),
+        ("OneCycleLR-cos", "sqrt", 2.0, "step", adamw),
+        ("ReduceLROnPlateau", cube_root, 4 ** (1 / 3), "step", SGD),
+        ("ReduceLROnPlateau", "linear", 4.0, "epoch", SGD),
+        ("SequentialLR-nested", "adam-sde", 2.0, "step", adamw),
+        ("ChainedScheduler", "half-life", 1.0, "epoch", adamw),
+        ("LambdaLR", "none", 1.0, "step", SGD),
+        ("ExponentialLR", "auto", 4.0, "step", SGD),
+        ("CyclicLR-triangular2", "auto", 2.0, "step", adamw),
+        ("OneCycleLR-linear", "gain", gain(2), "step", SGD),
+        (None, "gain", gain(2) ** 0.5, "step", adamw),
     ],
 )
-def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
-    name: str, interval: str
-) -> None:
-    curve = scaled_curve(name, "linear", FIRST["two"], interval)
-    assert len(curve) == (2 * STEPS if interval == "step" else 6)
-    expected = times(plain(name, len(curve)), [4.0] * len(curve))
-    assert deviation(curve, expected) <= EXACT
-
-
-RULES = [
-    *((name, cube_root) for name in MAKERS),  # a factor that no binary fraction is
-    *(("StepLR", rule) for rule in FACTORS),
-    *zip(cycle(ABSOLUTE[-2:]), FACTORS),
-]
-"""The rule gives one number: each goes with a relative scheduler and another, and
-each scheduler with one rule. One group or two take turns."""
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "first"),
-    [(*rule, [*FIRST][index % 2]) for index, rule in enumerate(dict.fromkeys(RULES))],
-)
+@pytest.mark.parametrize("first", FIRST)
 def test_curve_under_every_rule_equals_its_factor_times_the_plain_one(
-    name: str, rule: Any, first: str
+    name: Any, rule: Any, factor: float, interval: str, make: Any, first: str
 ) -> None:
-    curve = scaled_curve(name, rule, FIRST[first], "step")
-    expected = plain(name, len(curve), FIRST[first])
-    expected = times(expected, [FACTORS[rule]] * len(curve))
+    module = Scheduled(name, FIRST[first], optimizer=make, interval=interval)
+    noise_scale = NOISE if rule == "gain" else None
+    scaling = LRScaling(rule, reference_batch=REFERENCE, noise_scale=noise_scale)
+    epochs, loader = (2, None) if interval == "step" else (6, data(batches=WINDOW))
+    curve = fit(module, scaling, max_epochs=epochs, loader=loader).curve
+    assert len(curve) == (2 * STEPS if interval == "step" else 6)
+    expected = times(plain(name, len(curve), FIRST[first]), [factor] * len(curve))
     assert deviation(curve, expected) <= EXACT
 
 
-@pytest.mark.parametrize("name", ABSOLUTE[:3])
+@pytest.mark.parametrize("name", ABSOLUTE[:1])
 def test_curve_of_groups_scaled_by_hand_differs(name: str) -> None:
     class ByHand(Scheduled):
         def on_train_start(self) -> None:
@@ -120,43 +107,24 @@ def test_curve_of_groups_scaled_by_hand_differs(name: str) -> None:
     assert deviation(found, expected) > 0.05
 
 
-@pytest.mark.parametrize("name", [None, "CosineAnnealingLR", "OneCycleLR-cos"])
-def test_rate_in_one_tensor_of_two_groups_is_scaled_once(name: str | None) -> None:
-    rate = tensor_rate(0.1)
-    module = Scheduled(name, (rate, rate), optimizer=adamw)
-    held: list[Any] = []
-
-    class Holds(pl.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            held.extend(g["lr"] for g in trainer.optimizers[0].param_groups)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            held.extend(g["lr"] for g in trainer.optimizers[0].param_groups)
-
-    curve = fit(module, linear(), Holds()).curve
-    expected = fit(Scheduled(name, (tensor_rate(0.1),) * 2, optimizer=adamw)).curve
-    assert deviation(curve, times(expected, [4.0] * 10)) <= EXACT
-    assert held[0] is held[2]
-    assert held[1] is held[3]
-
-
 # ---- the window changes --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("rule", ["linear", "gain"])
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "SequentialLR"])
 def test_curve_over_a_schedule_equals_each_factor_times_the_plain_one(
-    name: str,
+    name: str, rule: str
 ) -> None:
-    """Windows of 2, from the third step on of 4, in mid-epoch."""
+    """Windows of 2, from the third step on of 3, in mid-epoch."""
     schedule = AccumulationSchedule({0: 2, 2: 3, 5: 1}, unit="step")
-    callbacks = [AccumulationCallback(Uniform()), schedule, linear()]
-    module = fit(Scheduled(name), *callbacks, window=1, max_epochs=2)
-    # 2 2 3 3 | 1 ...: an epoch ends inside no window here but the first's fourth
-    sizes = [2, 2, 3, 3, 3] + [1] * 20
-    count = len(module.curve)
-    factors = [size * BATCH / REFERENCE for size in sizes[:count]]
-    assert deviation(module.curve, times(plain(name, count), factors)) <= EXACT
-    assert count > 10
+    scaling = linear() if rule == "linear" else by_gain()
+    callbacks = [AccumulationCallback(Uniform()), schedule, scaling]
+    curve = fit(Scheduled(name), *callbacks, window=1, max_epochs=2).curve
+    sizes = ([2, 2, 3, 3, 3] + [1] * 20)[: len(curve)]
+    ks = [size * BATCH / REFERENCE for size in sizes]
+    factors = ks if rule == "linear" else [gain(size) for size in sizes]
+    assert deviation(curve, times(plain(name, len(curve)), factors)) <= EXACT
+    assert len(curve) > 10
 
 
 def test_curve_over_lightnings_own_schedule_equals_each_factor() -> None:
@@ -169,7 +137,7 @@ def test_curve_over_lightnings_own_schedule_equals_each_factor() -> None:
 
 
 @pytest.mark.parametrize("unit", ["epoch", "step"])
-def test_monitor_logs_the_scaled_curve_at_its_steps(unit: str) -> None:
+def test_monitor_logs_the_scaled_curve_at_its_steps(unit: Any) -> None:
     """At the start of an epoch too, where a schedule has just changed the window."""
     logged: list[tuple[int, float]] = []
 
@@ -177,53 +145,43 @@ def test_monitor_logs_the_scaled_curve_at_its_steps(unit: str) -> None:
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             logged.extend((step or 0, v) for k, v in metrics.items() if "lr-" in k)
 
-    starts = {0: 2, 1: 5} if unit == "epoch" else {0: 2, 5: 5}
-    schedule = AccumulationSchedule(starts, unit=unit)  # type: ignore[arg-type]
-    module = fit(
-        Scheduled("ExponentialLR", (0.1,)),
-        LearningRateMonitor(logging_interval="epoch"),
-        linear(),
-        schedule,
-        AccumulationCallback(Uniform()),
-        window=1,
-        logger=Logger(),
-        log_every_n_steps=1,
-    )
-    assert [rate for _, rate in logged] == [module.curve[0][0], module.curve[5][0]]
-    logged.clear()
-    schedule = AccumulationSchedule(starts, unit=unit)  # type: ignore[arg-type]
-    module = fit(
-        Scheduled("ExponentialLR", (0.1,)),
-        LearningRateMonitor(logging_interval="step"),
-        linear(),
-        schedule,
-        AccumulationCallback(Uniform()),
-        window=1,
-        logger=Logger(),
-        log_every_n_steps=1,
-    )
+    def curve_of(interval: Any) -> list[float]:
+        logged.clear()
+        starts = {0: 2, 1: 5} if unit == "epoch" else {0: 2, 5: 5}
+        callbacks = [
+            LearningRateMonitor(logging_interval=interval),
+            linear(),
+            AccumulationSchedule(starts, unit=unit),
+            AccumulationCallback(Uniform()),
+        ]
+        how: dict[str, Any] = {"logger": Logger(), "log_every_n_steps": 1}
+        module = fit(Scheduled("ExponentialLR", (0.1,)), *callbacks, window=1, **how)
+        return [row[0] for row in module.curve]
+
+    curve = curve_of("epoch")
+    assert [rate for _, rate in logged] == [curve[0], curve[5]]
+    curve = curve_of("step")
     by_step = dict(logged)
-    assert [by_step[i] for i in range(7)] == [row[0] for row in module.curve]
+    assert [by_step[i] for i in range(7)] == curve
 
 
 # ---- warm-up -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("name", "steps", "scaling", "factor"),
     [
-        (None, 1),
-        ("CosineAnnealingLR", 4),
-        ("OneCycleLR-cos", 4),
-        ("OneCycleLR-cos", 100),
-        (None, 100),
+        (None, 1, linear, 4.0),
+        ("OneCycleLR-cos", 4, linear, 4.0),
+        (None, 100, linear, 4.0),
+        (None, 4, by_gain, gain(2)),
     ],
 )
 def test_warmed_up_curve_equals_the_rising_factor_times_the_plain_one(
-    name: str | None, steps: int
+    name: str | None, steps: int, scaling: Any, factor: float
 ) -> None:
-    curve = fit(Scheduled(name), linear(warmup_steps=steps)).curve
-    factors = [min(1 + 3 * step / steps, 4) for step in range(10)]
+    curve = fit(Scheduled(name), scaling(warmup_steps=steps)).curve
+    factors = [min(1 + (factor - 1) * step / steps, factor) for step in range(10)]
     assert deviation(curve, times(plain(name, 10), factors)) <= EXACT
 
 
@@ -240,99 +198,71 @@ def test_warm_up_over_a_schedule_rises_to_the_factor_in_force() -> None:
     assert deviation(curve, times(plain(None, len(curve)), factors)) <= EXACT
 
 
-# ---- several optimizers, by hand -----------------------------------------------------
-
-
-class ByHand(AccumulationMixin, pl.LightningModule):
-    """Two optimizers and their schedulers, stepped once a window."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
-        self.curve: list[list[float]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        schedulers: Any = self.lr_schedulers()
-        ends = self.window_ends(batch_idx)
-        for net, optimizer in zip(self.nets, optimizers, strict=True):
-            loss = net(batch.float()).square().mean()
-            self.accumulate(loss, batch, optimizer=optimizer)
-        if not ends:
-            return
-        self.curve.append([o.param_groups[0]["lr"] for o in optimizers])
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            self.finish_window(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-
-    def configure_optimizers(self) -> Any:
-        first = SGD(self.nets[0].parameters(), lr=0.1)
-        second = Adam(self.nets[1].parameters(), lr=0.01)
-        makers = MAKERS["CosineAnnealingLR"], MAKERS["OneCycleLR-cos"]
-        schedulers = [m(o) for m, o in zip(makers, (first, second), strict=True)]
-        return [first, second], schedulers
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_curves_of_two_optimizers_by_hand_equal_the_plain_ones(warmup: int) -> None:
-    """Each by its own rule; Lightning counts the steps of both, a warm-up one's."""
-    scaling = LRScaling("auto", reference_batch=REFERENCE, warmup_steps=warmup)
-    module = fit(ByHand(), scaling)
-    reference = fit(ByHand())
-    assert len(module.curve) == 10
-    for index, factor in enumerate((4.0, 2.0)):
-        rising = [
-            1 + (factor - 1) * min(step / max(warmup, 1), 1) if warmup else factor
-            for step in range(10)
-        ]
-        found = [[row[index]] for row in module.curve]
-        expected = [[row[index]] for row in reference.curve]
-        assert deviation(found, times(expected, rising)) <= EXACT
-    assert [scaled.rule.name for scaled in scaling.scaled] == ["linear", "sqrt"]
-
-
 # ---- what the batch is ---------------------------------------------------------------
 
 
-def test_k_is_batch_times_accumulation_over_the_reference() -> None:
-    for window, batch in ((1, 2), (2, 3), (4, 1)):
-        scaling = linear()
-        fit(Scheduled(None), scaling, window=window, loader=data(batch))
-        assert scaling.k == window * batch / REFERENCE
-        assert scaling.effective_batch is not None
-        assert scaling.effective_batch.size == window * batch
+@pytest.mark.parametrize(
+    ("window", "batch", "how", "size"),
+    [
+        (1, 2, {}, 2),
+        (4, 1, {}, 4),
+        (WINDOW, BATCH, {"micro_batch": 9}, 9 * WINDOW),  # it goes before the loader's
+        (100, BATCH, {}, BATCHES * BATCH),  # such an epoch is one short window
+    ],
+)
+def test_k_is_batch_times_accumulation_over_the_reference(
+    window: int, batch: int, how: dict[str, Any], size: int
+) -> None:
+    scaling = linear(**how)
+    fit(Scheduled(None), scaling, window=window, loader=data(batch))
+    assert scaling.k == size / REFERENCE
+    assert scaling.effective_batch is not None
+    assert scaling.effective_batch.size == size
 
 
-def test_window_longer_than_the_epoch_counts_as_the_epoch() -> None:
-    """EDGE_CASES 4: such an epoch is one short window."""
+# ---- the same again ------------------------------------------------------------------
+
+
+class Keeps(Scheduled):
+    """Returns the same optimizer for each `fit`, under a new scheduler."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.kept = self.kept or super().configure_optimizers()["optimizer"]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(self.kept, 1.0)
+        return [self.kept], [scheduler]
+
+
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+@pytest.mark.parametrize("again", ["same callback", "another callback"])
+def test_second_fit_is_scaled_once(ends: str, again: str) -> None:
+    """The rates of the first are still there for those who look at its end."""
+
+    class Ends(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if ends != "well":
+                raise KeyError("a user's mistake")
+
+    module, scaling = Keeps("ExponentialLR"), linear()
+    if ends == "well":
+        fit(module, scaling, Ends())
+    else:
+        with pytest.raises(KeyError):
+            fit(module, scaling, Ends())
+    assert module.kept.param_groups[0]["lr"] == pytest.approx(0.2)
+    fit(module, scaling if again == "same callback" else linear())
+    assert {round(row[0], 12) for row in module.curve} == {0.2}
+
+
+def test_development_run_is_scaled_and_validation_alone_is_not() -> None:
+    class Validates(Scheduled):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    module = fit(Scheduled(None), linear(), fast_dev_run=True)
+    assert deviation(module.curve, times(plain(None, 1), [2.0])) <= EXACT
     scaling = linear()
-    fit(Scheduled(None), scaling, window=100)
-    assert scaling.k == BATCHES * BATCH / REFERENCE
-
-
-def test_sum_of_losses_is_scaled_as_their_mean(capsys: Any) -> None:
-    """EDGE_CASES 26: the law's gradient is the mean in either case."""
-    curves = [
-        fit(
-            Scheduled("OneCycleLR-cos"),
-            AccumulationCallback(PerSample(loss_reduction=reduction)),
-            linear(),
-        ).curve
-        for reduction in ("mean", "sum")
-    ]
-    assert curves[0] == curves[1]
-    assert deviation(curves[0], times(plain("OneCycleLR-cos", 10), [4.0] * 10)) <= EXACT
-
-
-def test_given_micro_batch_goes_before_the_loaders() -> None:
-    scaling = linear(micro_batch=9)
-    fit(Scheduled(None), scaling)
-    assert scaling.k == 9 * WINDOW / REFERENCE
-
-
-# ---- the same callback again ---------------------------------------------------------
+    trainer(callbacks=[scaling]).validate(Validates(None), data())
+    assert scaling.effective_batch is None
+    assert scaling.state_dict() == {}

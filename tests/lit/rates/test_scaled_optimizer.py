@@ -1,29 +1,204 @@
-"""What a rule makes of betas, eps and weight decay, optimizer by optimizer."""
+"""An optimizer at scaled numbers, whose schedulers and checkpoints know the user's."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim import lr_scheduler as lrs
 
-from tests.lit.rates.scaled import REFERENCE, Scheduled, adamw, fit
-from trainkit import AccumulationCallback, Uniform
+from tests.lit.rates.schedulers import (
+    ABSOLUTE,
+    MAKERS,
+    Curve,
+    cyclic,
+    deviation,
+    tensor_rate,
+)
 from trainkit.errors import TrainkitError
-from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scaled_optimizer import ScaledOptimizer
-from trainkit.lit.schedule.callback import AccumulationSchedule
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in `scheduler.step:UserWarning",
+    "ignore:To get the last learning rate computed:UserWarning",
+    "ignore:Detected call of `lr_scheduler.step:UserWarning",
+)
+EXACT = 1e-12
+STEPS = 16
 K = 4
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+def scaled(optimizer: Any, k: float = K, *, rule: Any = "linear", **how: Any) -> Any:
+    made = ScaledOptimizer(optimizer, rule=rule, **how)
+    made.follow(k)
+    return made
+
+
+def stand_in(made: ScaledOptimizer, scheduler: Any) -> Any:
+    config = SimpleNamespace(scheduler=scheduler)
+    made.adopt([config])
+    return config.scheduler
+
+
+def cube_root(k: float) -> float:
+    return k ** (1 / 3)
+
+
+# ---- curves --------------------------------------------------------------------------
+
+
+def scaled_curve(name: str, first: Any, ks: Mapping[int, float], rule: Any) -> Any:
+    """The curve at k from these steps on, and one in a new process before step 11."""
+    curve, found, k = Curve(name, first), [], 1.0
+    made = scaled(curve.optimizer, rule=rule)
+    curve.scheduler = stand_in(made, curve.scheduler)
+    for step in range(STEPS):
+        if step == 11:
+            curve = curve.resumed()
+            made = scaled(curve.optimizer, k, rule=rule)
+            curve.scheduler = stand_in(made, curve.scheduler)
+        k = ks.get(step, k)
+        made.follow(k)
+        found += curve.go(1)
+    return found
+
+
+@pytest.mark.parametrize("first", [(0.1,), (0.05, 0.2), (tensor_rate(0.1),) * 2])
+@pytest.mark.parametrize("name", MAKERS)
+def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
+    name: str, first: Any
+) -> None:
+    """In the groups, of which two may share a tensor, and in `get_last_lr()`; over
+    changes of k, and resumed."""
+    ks = {0: 4.0, 4: 0.125, 8: 3.0}
+    plain = Curve(name, copy.deepcopy(first)).go(STEPS)
+    factors = [cube_root(ks[max(at for at in ks if at <= s)]) for s in range(STEPS)]
+    expected = [
+        [factor * rate for rate in row]
+        for factor, row in zip(factors, plain, strict=True)
+    ]
+    assert deviation(scaled_curve(name, first, ks, cube_root), expected) <= EXACT
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_scaling_the_groups_alone_draws_another_curve(name: str) -> None:
+    """What people do by hand; these schedulers hold rates of their own."""
+    by_hand = Curve(name)
+    for group in by_hand.optimizer.param_groups:
+        group["lr"] *= 8
+    found = [row[:2] for row in by_hand.go(STEPS)]
+    expected = [[8 * rate for rate in row[:2]] for row in Curve(name).go(STEPS)]
+    assert deviation(found, expected) > 0.05
+
+
+class Warm(lrs.LRScheduler):
+    """Keeps a rate where nobody looks for it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.warmup = lambda step: 0.01 * step
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        warm = self.last_epoch < 3
+        return [self.warmup(self.last_epoch) if warm else r for r in self.base_lrs]
+
+
+class Other:
+    """No scheduler of torch's, with a method of its own name, as timm's have."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.seen = optimizer, 0
+
+    def step(self) -> None: ...
+
+    def step_update(self) -> None:
+        self.seen += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.5 / self.seen
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Warm, "step"), (Other, "step_update")])
+def test_curve_of_a_foreign_scheduler_equals_factor_times_the_plain_one(
+    kind: Any, method: str
+) -> None:
+    def walked(k: float | None) -> list[float]:
+        optimizer = SGD([parameter()], lr=0.5)
+        scheduler: Any = kind(optimizer)
+        if k is not None:
+            scheduler = stand_in(scaled(optimizer, k), scheduler)
+        found = []
+        for _ in range(5):
+            optimizer.step()
+            getattr(scheduler, method)()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    assert len(set(walked(None))) > 2
+    assert walked(K) == [K * rate for rate in walked(None)]
+
+
+@pytest.mark.parametrize("make", [float, tensor_rate])
+def test_rate_that_somebody_sets_holds_until_it_is_changed(make: Any) -> None:
+    """It counts as scaled; a scheduler that goes on from it does so."""
+    optimizer = AdamW([parameter()], lr=make(0.1))
+    made = scaled(optimizer)
+    scheduler = stand_in(made, lrs.ExponentialLR(optimizer, 0.5))
+    (group,) = optimizer.param_groups
+    if make is float:
+        group["lr"] = 0.3
+    else:
+        group["lr"].fill_(0.3)
+    made.follow(2 * K)
+    assert float(group["lr"]) == pytest.approx(0.6)
+    saved = optimizer.state_dict()["param_groups"][0]["lr"]
+    assert float(saved) == pytest.approx(0.075)
+    scheduler.step()
+    assert float(group["lr"]) == pytest.approx(0.3)
+
+
+def test_the_stand_in_is_the_scheduler_in_all_else() -> None:
+    optimizer = SGD([parameter()], lr=0.1)
+    scheduler = lrs.ReduceLROnPlateau(optimizer, patience=3)
+    made = scaled(optimizer)
+    found = stand_in(made, scheduler)
+    assert found is not scheduler
+    assert isinstance(found, lrs.ReduceLROnPlateau)
+    found.patience = 0
+    assert (found.patience, scheduler.patience) == (0, 0)
+    assert found.state_dict() == scheduler.state_dict()
+    assert copy.deepcopy(found).patience == 0
+    assert stand_in(made, found) is found
+    with pytest.raises(RuntimeError, match="metric"):
+        found.step(Broken())
+    assert optimizer.param_groups[0]["lr"] == 0.4  # scaled again after an error
+
+
+class Broken:
+    def __float__(self) -> float:
+        raise RuntimeError("no metric")
+
+
+# ---- the other numbers ---------------------------------------------------------------
+
 MADE: dict[str, Callable[..., Any]] = {
-    "Adam": lambda ps, **o: torch.optim.Adam(ps, betas=(0.9, 0.99), eps=1e-4, **o),
-    "AdamW": lambda ps, **o: adamw(ps, amsgrad=True, **o),
-    "NAdam": lambda ps, **o: torch.optim.NAdam(ps, betas=(0.95, 0.99), **o),
-    "RAdam": lambda ps, **o: torch.optim.RAdam(ps, betas=(0.95, 0.999), **o),
-    "Adamax": lambda ps, **o: torch.optim.Adamax(ps, betas=(0.95, 0.99), **o),
-    "RMSprop": lambda ps, **o: torch.optim.RMSprop(ps, alpha=0.97, momentum=0.9, **o),
+    "Adam": partial(Adam, betas=(0.9, 0.99), eps=1e-4),
+    "AdamW": partial(AdamW, betas=(0.99, 0.999), eps=1e-4, amsgrad=True),
+    "NAdam": partial(torch.optim.NAdam, betas=(0.95, 0.99)),
+    "RAdam": partial(torch.optim.RAdam, betas=(0.95, 0.999)),
+    "Adamax": partial(torch.optim.Adamax, betas=(0.95, 0.99)),
+    "RMSprop": partial(torch.optim.RMSprop, alpha=0.97, momentum=0.9),
 }
 
 
@@ -31,41 +206,36 @@ def flat(group: dict[str, Any]) -> dict[str, Any]:
     """Its numbers, with a name for each beta."""
     betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
     others = {k: v for k, v in group.items() if k not in ("params", "betas")}
-    kept = {k: v for k, v in others.items() if v is not None}
-    return {**kept, **betas}
+    return {**{k: v for k, v in others.items() if v is not None}, **betas}
 
 
-def numbers(make: Any, rule: Any, **how: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A group's before training, and as its steps see it."""
-    module = Scheduled(None, (0.1,), optimizer=make)
-    before = flat(module.configure_optimizers().param_groups[0])
-    fit(module, LRScaling(rule, **{"reference_batch": REFERENCE, **how}))
-    assert all(group == module.groups[0] for group in module.groups)
-    return before, flat(module.groups[0])
+def numbers(make: Any, rule: Any, k: float = K, **how: Any) -> tuple[Any, Any]:
+    """A group's numbers before and after."""
+    optimizer = make([parameter()], lr=0.1)
+    before = flat(optimizer.param_groups[0])
+    scaled(optimizer, k, rule=rule, **how)
+    return before, flat(optimizer.param_groups[0])
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_adam_sde_equals_its_formulas(name: str) -> None:
+@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
+def test_rule_of_moments_equals_its_formulas(name: str, rule: str) -> None:
     """And nothing else changes: NAdam's momentum_decay, RMSprop's momentum."""
-    before, after = numbers(MADE[name], "adam-sde")
-    expected = {**before, "lr": 0.2, "eps": before["eps"] / 2}
-    for key in {"beta1", "beta2", "alpha"} & set(before):
-        expected[key] = 1 - K * (1 - before[key])
-    assert after == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_half_life_equals_its_formula(name: str) -> None:
-    before, after = numbers(MADE[name], "half-life")
+    before, after = numbers(MADE[name], rule)
     expected = dict(before)
-    for key in {"beta2", "alpha"} & set(before):
-        expected[key] = before[key] ** K
-    assert after == pytest.approx(expected, rel=1e-12)
+    if rule == "adam-sde":
+        expected |= {"lr": 0.2, "eps": before["eps"] / 2}
+        for key in {"beta1", "beta2", "alpha"} & set(before):
+            expected[key] = 1 - K * (1 - before[key])
+    else:
+        for key in {"beta2", "alpha"} & set(before):
+            expected[key] = before[key] ** K
+    assert after == pytest.approx(expected, rel=EXACT)
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt", "none", math.sqrt])
 def test_rules_of_the_rate_leave_the_rest(rule: Any) -> None:
-    before, after = numbers(adamw, rule)
+    before, after = numbers(AdamW, rule)
     assert {**after, "lr": None} == {**before, "lr": None}
 
 
@@ -79,146 +249,205 @@ def test_rules_of_the_rate_leave_the_rest(rule: Any) -> None:
         ("none", "time-scale", 4.0),
         ("linear", "time-scale", 1.0),
         ("adam-sde", lambda k: 3 * k, 12.0),
+        ("gain", "linear", 4.0),  # only time-scale takes the gain
+        ("gain", "time-scale", 4 / math.sqrt((1 + 5 / 2) / (1 + 5 / 8))),
+        # A callable need not be 1 at 1: what it returns is the factor.
+        ("none", lambda k: 0.5, 0.5),
     ],
 )
 def test_weight_decay_equals_its_factor(rule: Any, decay: Any, factor: float) -> None:
-    before, after = numbers(adamw, rule, weight_decay=decay)
+    make = partial(AdamW, betas=(0.9, 0.99))
+    of_gain = {"noise_scale": 5.0, "reference_batch": 2.0} if rule == "gain" else {}
+    before, after = numbers(make, rule, weight_decay=decay, **of_gain)
     expected = factor * before["weight_decay"]
-    assert after["weight_decay"] == pytest.approx(expected, rel=1e-12)
+    assert after["weight_decay"] == pytest.approx(expected, rel=EXACT)
 
 
-def test_weight_decay_of_the_reference_batch_is_that_of_the_callable() -> None:
-    """A callable need not be 1 at 1: what it returns is the factor."""
-    before, after = numbers(
-        adamw, "none", weight_decay=lambda k: 0.5, reference_batch=6
-    )
-    assert after["weight_decay"] == 0.5 * before["weight_decay"]
-
-
-@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
 @pytest.mark.parametrize("decay", ["none", "linear", "time-scale"])
-def test_going_by_k_then_j_equals_once_by_their_product(rule: Any, decay: Any) -> None:
-    def made(*ks: float) -> dict[str, Any]:
-        optimizer = adamw([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        scaled = ScaledOptimizer(
-            optimizer, [], rule=rule, weight_decay=decay, scheduler_rates=()
-        )
-        for k in ks:
-            scaled.follow(k, step=0, warmup_steps=0)
-        return flat(optimizer.param_groups[0])
+@pytest.mark.parametrize("rule", ["adam-sde", "half-life", "gain", "linear"])
+def test_way_to_k_leaves_no_trace_and_checkpoints_hold_the_users_numbers(
+    rule: Any, decay: Any
+) -> None:
+    """The gain is not a power of k: ratios of k would drift from window to window."""
+    how: dict[str, Any] = {"rule": rule, "weight_decay": decay}
+    if rule == "gain":
+        how |= {"noise_scale": 5.0, "reference_batch": 2.0}
 
-    assert made(3, 0.5, 12) == pytest.approx(made(12), rel=1e-12)
-    assert made(3, 0.5, 1) == pytest.approx(made(), rel=1e-12)
-    assert made(3) != pytest.approx(made(), rel=1e-12)
+    def made(*ks: float) -> tuple[Any, Any]:
+        optimizer = AdamW([parameter()], lr=tensor_rate(0.1), betas=(0.99, 0.999))
+        found = scaled(optimizer, ks[0], **how)
+        for k in ks[1:]:
+            found.follow(k)
+        return flat(optimizer.param_groups[0]), optimizer.state_dict()
 
-
-def test_reach_goes_by_what_beta_was_for_the_reference_batch() -> None:
-    """Scaled by 4 already, 0.9 stands at 0.6; 8 x 0.1 is still below 1."""
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-    scaled = ScaledOptimizer(
-        optimizer, [], rule="adam-sde", weight_decay="none", scheduler_rates=()
-    )
-    for k in (4.0, 8.0, 9.5):
-        scaled.follow(k, step=0, warmup_steps=0)
-        assert optimizer.param_groups[0]["betas"][0] == pytest.approx(1 - k * 0.1)
-    with pytest.raises(TrainkitError, match="with k = 11 beta = 0.9 becomes -0.1:"):
-        scaled.check_reach(11)
+    plain = AdamW([parameter()], lr=tensor_rate(0.1), betas=(0.99, 0.999)).state_dict()
+    (found, state), (expected, _) = made(3, 0.5, 12), made(12)
+    assert found == expected
+    assert found["beta2"] != 0.999 or decay != "none" or found["lr"] != 0.1
+    assert state == plain
 
 
-@pytest.mark.parametrize("name", ["CyclicLR", "OneCycleLR"])
-def test_cycled_beta1_below_the_reach_is_refused(name: str) -> None:
-    """At the start it is at its highest; the lowest comes in mid-cycle."""
+def test_numbers_in_tensors_keep_their_address() -> None:
+    """A compiled optimizer knows a tensor by it."""
+    rate = tensor_rate(0.1)
+    optimizer = AdamW([{"params": [parameter()], "lr": rate} for _ in range(2)])
+    made = scaled(optimizer)
+    scheduler = stand_in(made, MAKERS["ExponentialLR"](optimizer))
+    optimizer.step()
+    scheduler.step()
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert float(rate) == pytest.approx(0.4 * 0.9)
+    made.release()
+    assert float(rate) == pytest.approx(0.09)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] is rate
 
-    class Cycles(Scheduled):
-        def configure_optimizers(self) -> Any:
-            optimizer: Any = adamw(self.parameters(), lr=0.1)
-            how: dict[str, Any] = {"base_momentum": 0.7, "max_momentum": 0.99}
-            if name == "CyclicLR":
-                made: Any = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 1, **how)
-            else:
-                made = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, 30, **how)
-            return [optimizer], [{"scheduler": made, "interval": "step"}]
 
-    with pytest.raises(TrainkitError, match="k = 4 beta = 0.7 becomes -0.2:"):
-        fit(Cycles(None), LRScaling("adam-sde", reference_batch=REFERENCE))
+CYCLING: list[Any] = [
+    lambda o: cyclic(
+        o, "triangular", cycle_momentum=True, base_momentum=0.9, max_momentum=0.97
+    ),
+    lambda o: lrs.OneCycleLR(o, 0.3, 21, base_momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("make", CYCLING)
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_cycled_beta1_equals_its_formula_and_momentum_of_sgd_stays(
+    kind: Any, make: Any
+) -> None:
+    """Linear scaling holds the momentum (Goyal et al. 2017)."""
+    key = "betas" if kind is Adam else "momentum"
+    options: Any = {key: (0.95, 0.99) if kind is Adam else 0.9}
+
+    def walked(rule: str | None) -> list[float]:
+        optimizer = kind([parameter()], lr=0.1, **options)
+        scheduler, found = make(optimizer), []
+        if rule is not None:
+            scheduler = stand_in(scaled(optimizer, rule=rule), scheduler)
+        for _ in range(20):
+            value = optimizer.param_groups[0][key]
+            found.append(value[0] if kind is Adam else value)
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    plain = walked(None)
+    assert len({round(beta, 6) for beta in plain}) > 4
+    found = walked("adam-sde" if kind is Adam else "linear")
+    mapped = [1 - K * (1 - beta) if kind is Adam else beta for beta in plain]
+    assert found == pytest.approx(mapped, abs=EXACT)
+
+
+# ---- groups that come later ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("adam-sde", 2.0), ("half-life", 1.0)])
+def test_group_added_in_mid_training_is_scaled_but_for_its_rate(
+    rule: Any, factor: float
+) -> None:
+    """Its rate may come from the rates in force. Later changes are for all alike."""
+    optimizer = AdamW([parameter()], lr=0.1, betas=(0.99, 0.999))
+    made = scaled(optimizer, rule=rule, weight_decay="linear")
+    optimizer.add_param_group({"params": [parameter()], "lr": 0.3})
+    if factor == 1:
+        made.adopt([])  # filters turn a warning into an error
+    else:
+        with pytest.warns(UserWarning, match=r"AdamW: 1 group.s. .*multiply it by 2\."):
+            made.adopt([])
+    first, second = map(flat, optimizer.param_groups)
+    assert second == pytest.approx({**first, "lr": 0.3}, rel=EXACT)
+    made.follow(1.0)
+    first, second = map(flat, optimizer.param_groups)
+    assert second == pytest.approx({**first, "lr": 0.3 / factor}, rel=EXACT)
 
 
 # ---- refusals ------------------------------------------------------------------------
 
 
-def test_sde_out_of_reach_is_refused_before_training() -> None:
-    module = Scheduled(None, optimizer=torch.optim.Adam)
-    with pytest.raises(TrainkitError, match="must stay above 0, and with k = 12 "):
-        fit(module, LRScaling("adam-sde", reference_batch=0.5))
-    assert module.curve == []
+@pytest.mark.parametrize(
+    ("make", "rule", "k", "text"),
+    [
+        (Adam, "adam-sde", 12, "must stay above 0, and with k = 12 "),
+        *(
+            (getattr(torch.optim, name), rule, K, f"moments, and {name} has no betas")
+            for name in ("SGD", "ASGD", "Adagrad", "Adadelta", "Rprop")
+            for rule in ("adam-sde", "half-life")
+        ),
+        *((SGD, lambda k, v=v: v, K, "must be a positive number") for v in (0, "2")),
+    ],
+)
+def test_what_a_rule_cannot_do_is_refused(
+    make: Any, rule: Any, k: float, text: str
+) -> None:
+    optimizer = make([parameter()], lr=0.1)
+    before = flat(optimizer.param_groups[0])
+    with pytest.raises(TrainkitError, match=text):
+        scaled(optimizer, k, rule=rule)
+    assert flat(optimizer.param_groups[0]) == before
 
 
-def test_half_life_that_forgets_all_is_refused_before_training() -> None:
-    """0.95 ** 16384 is 0, and nothing leads back from there."""
-    module = Scheduled(None, optimizer=MADE["Adam"])
-    scaling = LRScaling("half-life", reference_batch=1, micro_batch=16384)
-    with pytest.raises(TrainkitError, match="k = 32768 beta = 0.99 becomes 9.*e-144:"):
-        fit(module, scaling)
-    schedule = AccumulationSchedule({0: 1, 100: 16384}, unit="step")
-    scaling = LRScaling("half-life", reference_batch=1)
-    with pytest.raises(TrainkitError, match="k = 49152 beta = 0.99 becomes 2.*e-215:"):
-        fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
-    assert module.curve == []
+class Wraps(SGD):
+    """Has a state of its own, as optimizers around another one have."""
+
+    def __init__(self, *args: Any, asks: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asks = asks
+
+    def state_dict(self) -> Any:
+        if self.asks:
+            return super().state_dict()
+        return {"param_groups": [dict(group) for group in self.param_groups]}
 
 
-def test_later_stage_out_of_reach_is_refused_before_training() -> None:
-    module = Scheduled(None, optimizer=torch.optim.Adam)
-    schedule = AccumulationSchedule({0: 1, 100: 6}, unit="step")
-    scaling = LRScaling("adam-sde", reference_batch=REFERENCE)
-    with pytest.raises(TrainkitError, match="must stay above 0, and with k = 12 "):
-        fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
-    assert module.curve == []
+def test_state_without_hooks_and_a_rate_that_is_none_are_refused() -> None:
+    scaled(Wraps([parameter()], lr=0.1, asks=True))
+    with pytest.raises(TrainkitError, match="Wraps has a state_dict.. of its own"):
+        scaled(Wraps([parameter()], lr=0.1, asks=False))
+    optimizer = SGD([parameter()], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(TrainkitError, match=r"as its lr, received \[None\]"):
+        scaled(optimizer)
 
 
-@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
-@pytest.mark.parametrize("name", ["SGD", "ASGD", "Adagrad", "Adadelta", "Rprop"])
-def test_rule_of_moments_is_refused_without_them(rule: Any, name: str) -> None:
-    module = Scheduled(None, optimizer=getattr(torch.optim, name))
-    with pytest.raises(TrainkitError, match=f"Adam's moments, and {name} has no betas"):
-        fit(module, LRScaling(rule, reference_batch=REFERENCE))
+def test_reach_goes_by_what_beta_is_for_the_reference_batch() -> None:
+    """Scaled by 4 already, 0.9 stands at 0.6; 8 x 0.1 is still below 1. Of a cycle it
+    is the lowest, which comes in mid-cycle."""
+    optimizer = Adam([parameter()])
+    made = scaled(optimizer, rule="adam-sde")
+    for k in (4.0, 8.0, 9.5):
+        made.follow(k)
+        assert optimizer.param_groups[0]["betas"][0] == pytest.approx(1 - k * 0.1)
+    for make in (
+        lambda o: lrs.CyclicLR(o, 0.1, 1, base_momentum=0.7, max_momentum=0.99),
+        lambda o: lrs.OneCycleLR(o, 1, 30, base_momentum=0.7, max_momentum=0.99),
+    ):
+        optimizer = AdamW([parameter()], betas=(0.99, 0.999))
+        make(optimizer)
+        with pytest.raises(TrainkitError, match="k = 4 beta = 0.7 becomes -0.2:"):
+            scaled(optimizer, rule="adam-sde")
 
 
 @pytest.mark.parametrize(
     ("make", "refused"),
     [
-        (lambda ps, **o: torch.optim.Adam(ps, weight_decay=0.1, **o), True),
-        (lambda ps, **o: torch.optim.Adamax(ps, weight_decay=0.1, **o), True),
-        (lambda ps, **o: torch.optim.NAdam(ps, weight_decay=0.1, **o), True),
-        (torch.optim.Adam, False),
-        (torch.optim.AdamW, False),
-        (lambda ps, **o: torch.optim.SGD(ps, weight_decay=0.1, **o), False),
+        *(
+            (partial(kind, weight_decay=0.1), True)
+            for kind in (Adam, torch.optim.NAdam)
+        ),
+        (partial(torch.optim.Adamax, weight_decay=0.1), True),
+        (Adam, False),
+        (AdamW, False),
+        (partial(SGD, weight_decay=0.1), False),
         (
-            lambda ps, **o: torch.optim.RAdam(
-                ps, weight_decay=0.1, decoupled_weight_decay=True, **o
-            ),
+            partial(torch.optim.RAdam, weight_decay=0.1, decoupled_weight_decay=True),
             False,
         ),
     ],
 )
 def test_time_scale_is_refused_for_coupled_decay(make: Any, refused: bool) -> None:
-    scaling = LRScaling("none", reference_batch=REFERENCE, weight_decay="time-scale")
-    module = Scheduled(None, optimizer=make)
+    optimizer = make([parameter()], lr=0.1)
     if not refused:
-        assert len(fit(module, scaling).curve) == 10
+        scaled(optimizer, rule="none", weight_decay="time-scale")
         return
     with pytest.raises(TrainkitError, match="adds weight decay to the gradient and"):
-        fit(module, scaling)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, "2"])
-def test_callable_that_returns_no_factor_is_refused(value: Any) -> None:
-    options: Any = ({"rule": lambda k: value}, {"weight_decay": lambda k: value})
-    for how in options:
-        with pytest.raises(TrainkitError, match="the factor must be a positive number"):
-            fit(Scheduled(None), LRScaling(reference_batch=REFERENCE, **how))
-
-
-def test_optimizer_without_a_known_rule_is_refused() -> None:
-    module = Scheduled(None, optimizer=torch.optim.Adadelta)
-    with pytest.raises(TrainkitError, match="received Adadelta. Name the rule"):
-        fit(module, LRScaling(reference_batch=REFERENCE))
+        scaled(optimizer, rule="none", weight_decay="time-scale")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,6 @@ from transformers import get_cosine_schedule_with_warmup
 
 from tests.helpers import run_ranks
 from tests.lit.fronts import Mixed, Plain
-from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.schedule.scheduling import Manual, fitted, schedule_of
 from trainkit import AccumulationCallback, AccumulationSchedule, PerSample, Uniform
 from trainkit.errors import TrainkitError
@@ -55,8 +53,8 @@ class Fetches(Plain):
 @pytest.mark.parametrize(
     ("make", "callbacks", "text"),
     [
-        (Mixed, [GradientAccumulationScheduler({0: 2})], "Scheduler is there too. K"),
-        (Mixed, [Another({0: 2})], "Another is there too. Keep one of them"),
+        (Mixed, [GradientAccumulationScheduler({0: 2})], "onScheduler says one too"),
+        (Mixed, [Another({0: 2})], "and Another says one too. Keep one of them"),
         (Plain, [], "needs the callback that weighs and divides"),
         *(
             (Mixed, [Meddles(hook)], "it, and somebody else has set it to 3. Leave it")
@@ -79,7 +77,7 @@ def test_what_a_schedule_cannot_work_with_is_refused(
 
 @pytest.mark.parametrize("make", [Mixed, Plain, Manual])
 def test_schedule_beside_a_number_of_the_trainer_is_refused(make: Any) -> None:
-    text = r"Trainer\(accumulate_grad_batches=3\) says one too.*write .0: 3"
+    text = r"Trainer\(accumulate_grad_batches=3\) says one too. Keep one"
     text = "accumulate_grad_batches" if make is Manual else text
     with pytest.raises(TrainkitError, match=text):
         fitted("mixin", PLANNED, module=make(), accumulate=3)
@@ -130,7 +128,6 @@ def said_of(
     plan: Any = PLAN,
     unit: Any = "epoch",
     *,
-    callback: Any = None,
     interval: str = "step",
     **how: Any,
 ) -> list[str]:
@@ -139,20 +136,23 @@ def said_of(
     ours = AccumulationSchedule(plan, unit=unit)
     with warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("always", ".*estimated_stepping_batches: it was read")
-        fitted("mixin", ours, callback or EndsSoon(), module=module, **how)
+        fitted("mixin", ours, EndsSoon(), module=module, **how)
     return [str(warning.message) for warning in said]
 
 
-def test_who_asks_for_the_estimate_alone_is_told_the_true_number() -> None:
-    """However the scheduler keeps it. By tokens, nobody knows the true number yet."""
-    (said,) = said_of("estimated")
-    assert "says 9 optimizer steps, for windows of the first size" in said
-    assert "training takes 13. In configure_optimizers" in said
-    (said,) = said_of("estimated", {0: 4, 5000: 2}, "tokens")
-    assert "AccumulationSchedule changes that with the tokens it counts" in said
-    assert "tokens_per_micro_batch" in said
-    (said,) = said_of("estimated", {0: 1, 1: 2}, max_steps=25)
-    assert re.search("says 25 optimizer steps.*takes 20", said)
+@pytest.mark.parametrize(
+    ("plan", "unit", "asks_for"),
+    [
+        (PLAN, "epoch", r"self.trainer\)"),
+        ({0: 4, 5000: 2}, "tokens", r"self.trainer, tokens_per_micro_batch=...\)"),
+    ],
+)
+def test_who_asks_for_the_estimate_alone_is_told_whom_to_ask(
+    plan: Any, unit: Any, asks_for: str
+) -> None:
+    (said,) = said_of("estimated", plan, unit)
+    assert "takes windows of the first size, 4, for all" in said
+    assert re.search(rf"take schedule.total_steps\({asks_for}", said)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,3 @@ def test_who_asks_for_the_estimate_alone_is_told_the_true_number() -> None:
 )
 def test_nobody_else_is_told(asks: str, plan: Any, how: Any) -> None:
     assert said_of(asks, plan, **how) == []
-
-
-def test_a_resumed_run_that_asks_for_the_true_number_is_told_nothing(
-    tmp_path: Path,
-) -> None:
-    path, plan = tmp_path / "at.ckpt", {0: 4, 1: 1}
-    saving = Saving(path, 15)
-    assert said_of("true", plan, callback=saving, loader=Resumable()) == []
-    assert said_of("true", plan, resume=path, loader=Resumable()) == []
-    (said,) = said_of("estimated", plan, resume=path, loader=Resumable())
-    assert "says 9 optimizer steps" in said

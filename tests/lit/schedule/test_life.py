@@ -32,8 +32,8 @@ from tests.lit.schedule.scheduling import (
     rows_of,
     windows_of_plan,
 )
-from tests.zoo import OldMixed, OldPlain, old_trainer
-from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
+from tests.zoo import OldMixed, old_trainer
+from trainkit import AccumulationSchedule
 
 PLAN = {0: 4, 3: 3, 5: 1}  # by steps: 4 4 2 | 3 3 1 1 1 1 | 1 ...
 WINDOWS = windows_of_plan(PLAN, "step")
@@ -86,7 +86,7 @@ class Fails(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore:accumulation. an open window")
 @pytest.mark.parametrize(
-    ("at", "front"), [(5, "mixin"), (15, "callback"), (5, "manual"), (15, "manual")]
+    ("at", "front"), [(5, "mixin"), (15, "callback"), (5, "manual")]
 )
 def test_fit_after_an_exception_equals_fresh_fit(front: str, at: int) -> None:
     module, ours = make(front)
@@ -99,15 +99,14 @@ def test_fit_after_an_exception_equals_fresh_fit(front: str, at: int) -> None:
     assert off(again, windows_of_plan(FOUR_THREE, "epoch")) <= EXACT
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["mixin", "callback"])
 def test_second_fit_with_the_same_trainer_follows_the_plan(front: str) -> None:
     module, ours = make(front, optimizer="sgd")
     fit = trainer(callbacks=[plan(), *ours], max_epochs=1)
     fit.fit(module, micro_batches(SEQUENCES))
     fit.fit_loop.max_epochs = EPOCHS
     fit.fit(module, micro_batches(SEQUENCES))
-    if front != "manual":  # its own count of windows begins anew
-        assert off(module, WINDOWS, optimizer="sgd") <= EXACT
+    assert off(module, WINDOWS, optimizer="sgd") <= EXACT
     assert fit.accumulate_grad_batches == 1
 
 
@@ -183,48 +182,11 @@ def test_reloaded_loaders_follow_the_plan() -> None:
     assert off(module, windows) <= EXACT
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_schedule_in_the_other_namespace_equals_the_big_batch(front: str) -> None:
-    module: Any = OldMixed() if front == "mixin" else OldPlain()
-    ours = [] if front == "mixin" else [AccumulationCallback(PerToken())]
-    callbacks: Any = [plan(), *ours]
-    fit = old_trainer(callbacks=callbacks, max_epochs=EPOCHS)
+def test_schedule_in_the_other_namespace_equals_the_big_batch() -> None:
+    module = OldMixed()
+    fit = old_trainer(callbacks=[plan()], max_epochs=EPOCHS)  # type: ignore[list-item]
     fit.fit(module, micro_batches(SEQUENCES))
     assert off(module, WINDOWS, optimizer="momentum") <= EXACT
-
-
-class TwoOptimizers(Mixed):
-    """One for each half, with parameters toggled while windows are open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.frozen: list[bool] = []
-
-    def configure_optimizers(self) -> Any:
-        halves = (self.net.embed, self.net.head)
-        return [torch.optim.SGD(half.parameters(), lr=0.5) for half in halves]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            self.toggle_optimizer(optimizer)
-            self.accumulate(self.loss(self.net, batch), batch, optimizer=optimizer)
-            self.untoggle_optimizer(optimizer)
-            self.frozen += [not p.requires_grad for p in self.net.parameters()]
-        for optimizer in optimizers if self.window_ends(batch_idx) else ():
-            self.finish_window(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_two_toggled_optimizers_equal_the_big_batch() -> None:
-    """pytorch-lightning#8284: untoggled although windows stay open."""
-    module = TwoOptimizers()
-    _, fit = fitted("mixin", plan(), module=module)
-    assert not any(module.frozen)
-    assert off(module, WINDOWS, optimizer="sgd") <= EXACT
-    assert fit.global_step == 2 * number_of(WINDOWS)
 
 
 # ---- beside Lightning's callbacks that set the Trainer's numbers ---------------------
@@ -244,29 +206,24 @@ class Found(Mixed):
 
 
 @pytest.mark.filterwarnings("ignore:.*Finder. Lightning takes all other")
-@pytest.mark.parametrize("as_callback", [True, False])
-@pytest.mark.parametrize(
-    ("finder", "method", "how"),
-    [
-        (BatchSizeFinder, "scale_batch_size", {"max_trials": 2, "steps_per_trial": 3}),
-        (LearningRateFinder, "lr_find", {"num_training_steps": 9}),
-    ],
-)
+@pytest.mark.parametrize("finder", ["as a callback", "by the tuner"])
 def test_fit_after_a_finder_follows_the_plan_from_its_start(
-    finder: Any, method: str, how: Any, as_callback: bool, capsys: Any
+    finder: str, capsys: Any
 ) -> None:
     """pytorch-lightning#18394, #13851: the new size counts, nothing stays truncated.
     pytorch-lightning#1726; frgfm/holocron#504: a partial window was left over."""
     module, watch = Found(), Watch()
-    callbacks = [finder(**how)] if as_callback else []
-    fit = trainer(callbacks=[plan(), *callbacks, watch])
-    if not as_callback:
-        renamed = {name.removesuffix("_steps"): how[name] for name in how}
-        getattr(Tuner(fit), method)(module, **renamed)
+    sizes = {"max_trials": 2, "steps_per_trial": 3}
+    is_callback = finder == "as a callback"
+    found = [BatchSizeFinder(**sizes), LearningRateFinder(num_training_steps=9)]  # type: ignore[arg-type]
+    fit = trainer(callbacks=[plan(), *(found if is_callback else ()), watch])
+    if not is_callback:
+        Tuner(fit).lr_find(module, num_training=9)
+        Tuner(fit).scale_batch_size(module, **sizes)  # type: ignore[arg-type]
         watch.__init__()
     fit.fit(module)
     size = module.batch_size
-    assert (size > 2) == (finder is BatchSizeFinder)
+    assert size > 2
     rows = [SEQUENCES[i : i + size] for i in range(0, len(SEQUENCES), size)]
     windows = windows_of_plan(PLAN, "step", rows, epochs=2)
     assert fit.global_step == number_of(windows)
@@ -276,12 +233,10 @@ def test_fit_after_a_finder_follows_the_plan_from_its_start(
     assert text in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("batch_norm", [True, False])
-def test_schedule_with_weight_averaging_keeps_its_windows(batch_norm: bool) -> None:
+def test_schedule_with_weight_averaging_keeps_its_windows() -> None:
     """Its last epoch, for BatchNorm's statistics, sets the number itself."""
     module, watch = Mixed(), Watch()
-    if batch_norm:
-        module.norm = nn.BatchNorm1d(3)
+    module.norm = nn.BatchNorm1d(3)
     averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
     _, fit = fitted("mixin", plan(), averaging, watch, module=module)
     ends = ends_of(WINDOWS)

@@ -48,23 +48,19 @@ class Keeping(Saving):
 @pytest.mark.parametrize(
     ("plan", "front", "hook", "interval", "mine"),
     [
-        (UP_AND_DOWN, "mixin", END, None, slice(0, None, 3)),
-        (EVERY_STEP, "callback", END, None, slice(1, None, 4)),
-        (EVERY_STEP, "manual", END, None, slice(3, None, 4)),
+        (UP_AND_DOWN, "mixin", END, None, slice(0, None, 4)),
+        (EVERY_STEP, "callback", END, None, slice(1, None, 5)),
+        (EVERY_STEP, "manual", END, None, slice(3, None, 5)),
         ("by tokens", "mixin", END, None, slice(1, None, 6)),
         ("by tokens", "callback", END, None, slice(3, None, 6)),
         ("by tokens", "manual", END, None, slice(5, None, 6)),
         # From `on_train_epoch_start` Lightning itself loses an epoch, with any window.
-        ("fewer by epoch", "mixin", "on_train_epoch_end", None, slice(None)),
-        ("more by epoch", "callback", "on_train_epoch_end", None, slice(None)),
-        ("fewer by epoch", "manual", "on_train_epoch_end", None, slice(None)),
+        ("fewer by epoch", "mixin", "on_train_epoch_end", None, slice(0, 1)),
+        ("more by epoch", "callback", "on_train_epoch_end", None, slice(1, 2)),
         # Lightning clears gradients before it validates, by `_should_accumulate`.
-        (UP_AND_DOWN, "mixin", VALIDATION, 1, slice(1, None, 4)),
         (UP_AND_DOWN, "callback", VALIDATION, 1, slice(2, None, 8)),
-        ("by tokens", "callback", VALIDATION, 5, slice(0, None, 3)),
-        (UP_AND_DOWN, "manual", VALIDATION, 3, slice(0, None, 2)),
-        ("by tokens", "mixin", VALIDATION, 3, slice(1, None, 2)),
-        ("by tokens", "manual", VALIDATION, 1, slice(0, None, 4)),
+        (UP_AND_DOWN, "manual", VALIDATION, 3, slice(0, None, 3)),
+        ("by tokens", "mixin", VALIDATION, 3, slice(1, None, 3)),
     ],
 )
 def test_resumed_at_any_batch_equals_uninterrupted(
@@ -133,7 +129,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("at", "inside"), [(i, i in (2, 5, 6, 12)) for i in (0, 2, 3, 5, 6, 8, 9, 12, 14)]
+    ("at", "inside"), [(i, i in (2, 6, 12)) for i in (2, 3, 6, 9, 12)]
 )
 @pytest.mark.filterwarnings("ignore:accumulation. an open window")
 def test_resumed_without_the_state_of_the_schedule_deviates_inside_windows(
@@ -161,7 +157,7 @@ OLD, EDITED = {0: 4, 1: 5, 3: 3}, {0: 1, 4: 3, 5: 2}
         *(
             (front, (OLD, unit), at, (EDITED, unit))
             for at, front, unit in zip(
-                range(0, 20, 3), cycle(FRONTS), cycle(["step", "epoch"])
+                range(3, 20, 5), cycle(FRONTS), cycle(["step", "epoch"])
             )
         ),
         ("mixin", 2, 9, ({0: 2, 7: 5}, "step")),  # added between epochs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -33,32 +32,6 @@ example:
       --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
   trainkit plan --target 512 --max-micro-batch 24 --noise-scale outputs/MyModule/...
   trainkit plan --probe --target 512 model=mine trainer=gpu
-
-keys of --json, none of which is ever missing:
-  target world_size max_micro_batch    the request
-  micro_batch accumulate effective     the plan
-  exact         whether effective is target
-  nearby        micro_batch accumulate effective of a plan within 5 % that needs at
-                most half as many micro-batches, or null
-  epoch         num_samples samples_per_rank num_repeated_samples num_dropped_samples
-                num_micro_batches num_steps last_window_micro_batches
-                last_window_samples is_short; null without --dataset-size
-  scaling       a list of rule k lr beta1 beta2 eps problem; beta1, beta2 and eps are
-                null if they do not change, lr is null if there is a problem; null
-                without --lr; of the rule gain the rates are in windows
-  noise_scale   samples low high; low and high are null if a number was given; null
-                without --noise-scale
-  windows       a list of window plan per_step per_sample time speed gain lr_sgd
-                lr_adam; plan: whether it is the plan's; per_step: progress as a share
-                of an endless window's; per_sample: as a share of a tiny window's;
-                time: to equal progress on one device, and its samples, in times those
-                of tiny windows, 1 / per_sample; speed: of world_size devices, in times
-                that of one with tiny windows, min(world_size, window) x per_sample,
-                if nothing is lost between them; gain, lr_sgd and lr_adam: rates x
-                gain and x its root, null without --lr; null without --noise-scale
-  overrides     train (Hydra) and fit (Lightning CLI), lists of arguments
-  trials        a list of size fits samples_per_second peak_bytes, of one rank;
-                null without --probe
 """
 
 
@@ -76,9 +49,9 @@ _NEEDS = {
 def main(argv: list[str]) -> int:
     """Run `trainkit plan`, and return the exit status."""
     args = _parse(argv)
-    found, words = None, ()
+    found = None
     if "probe" in args:
-        found, words = _probed(args), args.overrides
+        found = _probed(args)
         if found is None:
             return 0  # only the first rank prints
         plan = found.plan
@@ -100,15 +73,15 @@ def main(argv: list[str]) -> int:
         reference=reference,
         rule=args.rule,
         noise_scale=args.noise_scale,
-        words=words,
+        words=() if found is None else args.overrides,
     )
     report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))
-    else:
-        show([*([] if found is None else found.tried()), *describe(report)])
-        if args.noise_scale is not None:
-            print("\n".join(table(report)))
+        return 0
+    show([*([] if found is None else found.tried()), *describe(report)])
+    if args.noise_scale is not None:
+        print("\n".join(table(report)))
     return 0
 
 
@@ -133,13 +106,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument_group("the batch").add_argument
     add("--target", type=int, required=True, help="samples of one optimizer step")
-    add(
-        "--max-micro-batch",
-        type=int,
-        required=not probes,
-        help="the most samples that fit into one rank's forward pass; with --probe, "
-        "the most to try",
+    most = (
+        "the most samples that fit into one rank's forward pass, or that --probe tries"
     )
+    add("--max-micro-batch", type=int, required=not probes, help=most)
     add("--world-size", type=int, help="data-parallel ranks (default 1)")
     if probes:
         _add_probe(parser)
@@ -147,9 +117,28 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--dataset-size", type=int, help="samples in the data set")
     short = "the loader leaves out a last micro-batch that is not full"
     add("--drop-last", action="store_true", help=short)
-    _add_scaling(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, keys below")
+    add = parser.add_argument_group("the learning rate").add_argument
+    add("--lr", type=positive, help="the rate for the reference batch")
+    add("--reference", type=samples, help="the effective batch to which --lr belongs")
+    only = "one rule only (default: all of them)"
+    add("--rule", choices=[*RULES, BY_NOISE], help=only)
+    betas = "Adam's, for the rules that change them (default 0.9 0.999)"
+    add("--betas", type=share, nargs=2, help=betas)
+    add("--eps", type=positive, help="Adam's (default 1e-08)")
+    noise = (
+        "the gradient noise scale, or a run that has measured it with NoiseScale: a "
+        "table of windows with the progress of a step and of a sample, the time on one "
+        "device, the speed of --world-size devices, and the rates by the rule gain"
+    )
+    where = "SAMPLES|RUN_FOLDER"
+    add("--noise-scale", type=_noise_scale, metavar=where, help=noise)
+    parser.add_argument("--json", action="store_true", help="print the data of it all")
     args = parser.parse_intermixed_args(argv)
+    _refuse_what_lacks(args)
+    return args
+
+
+def _refuse_what_lacks(args: argparse.Namespace) -> None:
     for option, needed in _NEEDS.items():
         lacks = getattr(args, needed) is None
         if lacks and getattr(args, option) not in (None, False):
@@ -167,66 +156,41 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "trainkit plan --world-size: --probe takes the ranks of the Trainer it "
             "builds. Write trainer.devices=... and trainer.num_nodes=... instead."
         )
-    return args
 
 
 def _add_probe(parser: Arguments) -> None:
-    probe = parser.add_argument_group("measured sizes")
-    probe.add_argument(
-        "--probe",
-        action="store_true",
-        help="build what `trainkit train OVERRIDES` trains, and measure memory and "
-        "speed of several sizes with its data, on all of its ranks",
+    add = parser.add_argument_group("measured sizes").add_argument
+    probe = (
+        "build what `trainkit train OVERRIDES` trains, and measure memory and speed of "
+        "several sizes with its data, on all of its ranks"
     )
-    words: Any = probe.add_argument(
-        "overrides", nargs="*", help="as for trainkit train"
-    )
+    add("--probe", action="store_true", help=probe)
+    words: Any = add("overrides", nargs="*", help="as for trainkit train")
     words.completer = overrides.like
     for short, long in PLACES.items():
-        probe.add_argument(short, long, help="as for trainkit train")
+        add(short, long, help="as for trainkit train")
 
 
-def _add_scaling(parser: Arguments) -> None:
-    add = parser.add_argument_group("the learning rate").add_argument
-    positive, share = _between(0, math.inf), _between(0, 1)
-    add("--lr", type=positive, help="the rate for the reference batch")
-    add(
-        "--reference",
-        type=_between(0, math.inf, kind=int),
-        help="the effective batch to which --lr belongs",
-    )
-    rules = [*RULES, BY_NOISE]
-    add("--rule", choices=rules, help="one rule only (default: all of them)")
-    betas = "Adam's, for the rules that change them (default 0.9 0.999)"
-    add("--betas", type=share, nargs=2, help=betas)
-    add("--eps", type=positive, help="Adam's (default 1e-08)")
-    add(
-        "--noise-scale",
-        type=_noise_scale,
-        metavar="SAMPLES|RUN_FOLDER",
-        help="the gradient noise scale, or a run that has measured it with NoiseScale: "
-        "a table of windows with the progress of a step and of a sample, the time on "
-        "one device, the speed of --world-size devices, and the rates by the rule "
-        "gain: x gain for SGD, x its root for Adam, where gain = (1 + scale / "
-        "reference) / (1 + scale / window)",
-    )
+def positive(text: str) -> float:
+    return _between(float(text), math.inf)
 
 
-def _between(
-    low: float, high: float, *, kind: Callable[[str], float] = float
-) -> Callable[[str], float]:
-    """Reads a number between two others."""
+def samples(text: str) -> int:
+    return _between(int(text), math.inf)
 
-    def number(text: str) -> float:
-        value = kind(text)
-        if not low < value < high:
-            most = "" if high == math.inf else f" and below {high}"
-            raise argparse.ArgumentTypeError(
-                f"must be a number above {low}{most}, received {text}"
-            )
-        return value
 
-    return number
+def share(text: str) -> float:
+    return _between(float(text), 1)
+
+
+def _between(value: Any, high: float) -> Any:
+    """The value, if it lies between 0 and another one."""
+    if not 0 < value < high:
+        most = "" if high == math.inf else f" and below {high}"
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0{most}, received {value}"
+        )
+    return value
 
 
 def _noise_scale(text: str) -> Scale:

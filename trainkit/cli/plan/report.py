@@ -1,4 +1,4 @@
-"""The data of `trainkit plan --json`, whose keys its `--help` lists."""
+"""The data of `trainkit plan --json`."""
 
 from __future__ import annotations
 
@@ -54,29 +54,21 @@ def make_report(
     Raises:
         TrainkitError: the only rule of interest cannot be applied.
     """
-    near = plan.nearby()
     samples = None if noise_scale is None else noise_scale["samples"]
     return {
         "target": plan.target,
         "world_size": plan.world_size,
         "max_micro_batch": plan.max_micro_batch,
-        **_sizes(plan),
+        "micro_batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+        "effective": plan.effective,
         "exact": plan.exact,
-        "nearby": near and _sizes(near),
         "epoch": epoch and asdict(epoch),
         "scaling": reference and _scaled(plan, reference, rule),
         "noise_scale": noise_scale,
         "windows": samples
         and windows(samples, plan.effective, plan.world_size, reference),
         "overrides": overrides(plan, reference, rule, samples, words),
-    }
-
-
-def _sizes(plan: BatchPlan) -> dict[str, int]:
-    return {
-        "micro_batch": plan.micro_batch,
-        "accumulate": plan.accumulate,
-        "effective": plan.effective,
     }
 
 
@@ -110,14 +102,7 @@ def _scaled(
 def windows(
     noise_scale: float, effective: int, world_size: int, reference: Reference | None
 ) -> list[dict[str, Any]]:
-    """Powers of two around a window, and itself, with what each of them gives.
-
-    Args:
-        noise_scale: in samples.
-        effective: the window of the plan.
-        world_size: the number of devices.
-        reference: a rate and its window.
-    """
+    """Powers of two around the plan's window, and itself, with what each gives."""
     middle = math.floor(math.log2(effective))
     sizes = {2**n for n in range(max(middle - _DOUBLED, 0), middle + _DOUBLED + 1)}
     found = []

@@ -46,22 +46,12 @@ def _about_plan(report: dict[str, Any]) -> list[Row]:
             f"{brief(report['target'])} asked for: {report['world_size']} equal ranks "
             f"cannot make that, and this is nearest"
         )
-    micro_batches = _count(report["accumulate"], "micro-batch")
-    rows = [
+    return [
         ("micro-batch", f"{_count(report['micro_batch'], 'sample')} on each rank"),
-        ("accumulation", micro_batches),
+        ("accumulation", _count(report["accumulate"], "micro-batch")),
         ("ranks", f"{report['world_size']}"),
         ("effective batch", verdict),
     ]
-    near = report["nearby"]
-    if near is not None:
-        cheaper = (
-            f"{_count(near['micro_batch'], 'sample')} x accumulation "
-            f"{brief(near['accumulate'])} = {brief(near['effective'])} samples a step, "
-            f"in place of {micro_batches}"
-        )
-        rows.append(("cheaper", cheaper))
-    return rows
 
 
 def _about_epoch(report: dict[str, Any]) -> list[Row]:

@@ -1,8 +1,7 @@
-"""Writes the planned learning rates, and what the weights of windows count."""
+"""Writes what the weights of windows count."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -10,14 +9,12 @@ from lightning.pytorch import Callback
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.callback.base import windows_of
-from trainkit.lit.rates.planned_rates import plan_rates
 
 
 class RatePlanFile(Callback):
-    """Writes `learning_rate_plan.json` when the training begins.
+    """Writes the unit of weights to `learning_rate_plan.json` when training begins.
 
-    A resumed run keeps it. This callback must come after `LRScaling` and
-    `LearningRates`.
+    A resumed run keeps it.
 
     Args:
         folder: the folder of the run.
@@ -31,11 +28,10 @@ class RatePlanFile(Callback):
         is_resumed = trainer.global_step > 0 and is_known
         if is_resumed or not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        plan = asdict(plan_rates(trainer, pl_module))
         try:
-            self.folder.write_rate_plan({**plan, "unit": unit_of_weights(trainer)})
+            self.folder.write_rate_plan({"unit": unit_of_weights(trainer)})
         except OSError as error:  # a training must not fail because of its report
-            print(f"trainkit | learning rates: no plan of them: {error}", flush=True)
+            print(f"trainkit | report: not its unit of weights: {error}", flush=True)
 
 
 def unit_of_weights(trainer: Any) -> str:

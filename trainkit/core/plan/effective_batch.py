@@ -122,7 +122,7 @@ class BatchPlan:
         """The plan with the fewest micro-batches that makes the target.
 
         If `world_size` divides the target, the plan hits it, even if that takes many
-        small micro-batches (see `nearby` for a cheaper plan). Otherwise equal
+        small micro-batches: a target with more divisors needs fewer. Otherwise equal
         micro-batches cannot hit it, and the plan has the nearest effective batch. Of
         two that are equally near, it has the one with fewer micro-batches, then the
         smaller one.
@@ -163,31 +163,6 @@ class BatchPlan:
             accumulate=self.accumulate,
             replicas=self.world_size,
         )
-
-    def nearby(self) -> BatchPlan | None:
-        """A plan within 5 % of the target in at most half the micro-batches, or None.
-
-        A rank's share of the target may have only small divisors, and the exact plan's
-        micro-batches are then very small. Of the plans whose micro-batches are more
-        than half of what fits, this is the nearest; of two, that with fewer of them.
-
-        >>> near = BatchPlan.make(target=127, max_micro_batch=24).nearby()
-        >>> near.micro_batch, near.accumulate, near.effective
-        (21, 6, 126)
-        """
-        largest = min(self.max_micro_batch, -(-self.target // self.world_size))
-        smallest = max(largest // 2, largest - 1000)  # far fewer sizes are enough
-        plans = [
-            replace(self, micro_batch=micro_batch, accumulate=accumulate)
-            for micro_batch in range(largest, smallest, -1)
-            for below in [self.target // (micro_batch * self.world_size)]
-            for accumulate in (below, below + 1)
-            if 1 <= accumulate <= self.accumulate // 2
-        ]
-        best = min(plans, key=_nearest_then_cheapest, default=None)
-        if best is None or abs(best.effective - self.target) > 0.05 * self.target:
-            return None
-        return best
 
     def epoch(self, num_samples: int, *, drop_last: bool = False) -> EpochPlan:
         """The plan of an epoch over a data set; see `EpochPlan.make`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, get_args
 
 from trainkit.core.plan.options import (
@@ -77,27 +76,6 @@ class Stages:
         """The size of a window that begins at a position."""
         return self.sizes[bisect.bisect_right(self.starts, position) - 1]
 
-    def windows(
-        self, num_batches: float, *, tokens: float = 0.0
-    ) -> Iterator[tuple[int, bool]]:
-        """The size of each window of an endless training, and whether it ends an epoch.
-
-        An epoch has `num_batches` micro-batches on one rank; `tokens` is the mean
-        weight of a micro-batch of all ranks together.
-        """
-        epoch, left = 0, num_batches
-        seen = seen_before = 0.0
-        for step in count():
-            # Tokens are read one window late: see lit/schedule.
-            position = {"epoch": epoch, "step": step, "tokens": seen_before}
-            size = self.at(position[self.unit])
-            taken = min(size, left)
-            left -= taken
-            seen_before, seen = seen, seen + taken * tokens
-            yield size, left == 0
-            if left == 0:
-                epoch, left = epoch + 1, num_batches
-
     def num_steps(
         self,
         num_batches: int,
@@ -108,7 +86,8 @@ class Stages:
     ) -> int:
         """How many optimizer steps a training takes, up to `max_steps`.
 
-        See `windows` for the arguments; `tokens` is needed if the stages count them.
+        An epoch has `num_batches` micro-batches on one rank; `tokens` is the mean
+        weight of a micro-batch of all ranks together, needed if the stages count them.
         """
         if self.unit == "tokens" and tokens is None:
             raise TrainkitError(
@@ -116,12 +95,16 @@ class Stages:
                 "tokens, so it needs tokens_per_micro_batch=: the mean, for all ranks "
                 "together."
             )
-        steps, epochs_left = 0, num_epochs if num_batches > 0 else 0
-        windows = self.windows(num_batches, tokens=tokens or 0.0)
-        while epochs_left > 0 and steps < max_steps:
-            _, ends_epoch = next(windows)
-            steps, epochs_left = steps + 1, epochs_left - ends_epoch
-        return steps
+        step, seen, seen_before = 0, 0.0, 0.0
+        for epoch in range(num_epochs):
+            left = num_batches
+            while left > 0 and step < max_steps:
+                # Tokens are read one window late: see lit/schedule.
+                position = {"epoch": epoch, "step": step, "tokens": seen_before}
+                taken = min(self.at(position[self.unit]), left)
+                left, step = left - taken, step + 1
+                seen_before, seen = seen, seen + taken * (tokens or 0.0)
+        return step
 
 
 class WindowSize(int):

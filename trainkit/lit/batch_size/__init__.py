@@ -1,1 +1,1 @@
-"""The size of a window: the effective batch, and how unlike micro-batches are."""
+"""The effective batch of a training: known from its loader, or measured."""

@@ -16,7 +16,6 @@ from trainkit.core.strategies import (
     Uniform,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.unlike import counts_alike, row_before
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
 from trainkit.lit.callback.table import Row
 
@@ -245,23 +244,10 @@ def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     if num_batches != float("inf") and not is_scheduled:
         text = _windows_of_epoch(num_batches, longest_window(trainer))
         rows.append(("windows", f"{text} an epoch"))
-    if counts_alike(strategies):
-        rows.append(row_before(*_sizes_of_batches(trainer)))
+    if any(isinstance(each, Uniform) for each in strategies.values()):
+        text = "every micro-batch has weight 1, so the step is the big batch's only if"
+        rows.append(("Uniform", f"{text} all have the same size"))
     return rows
-
-
-def _sizes_of_batches(trainer: Any) -> tuple[int | None, int | None]:
-    """The samples of a loader's batches, and of its last one, if they are known."""
-    loader = train_loader(trainer)
-    size = micro_batch_of(loader)
-    if size is None:
-        return None, None
-    try:
-        whole = trainer.num_training_batches == len(loader)
-        last = (len(loader.sampler) - 1) % size + 1 if whole else size
-    except (AttributeError, TypeError):
-        return size, None
-    return size, size if getattr(loader, "drop_last", False) else last
 
 
 def _names(strategies: Strategies) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import Unit
 from trainkit.core.plan.options import is_positive_number
-from trainkit.core.plan.rates import every_scheduler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
     find_effective_batch,
@@ -53,15 +51,6 @@ def checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float 
     return float(noise_scale)  # type: ignore[arg-type]
 
 
-def refuse_second(trainer: Any, scaling: Any) -> None:
-    count = sum(isinstance(c, type(scaling)) for c in trainer.callbacks)
-    if count > 1:
-        raise TrainkitError(
-            f"LRScaling: rates are scaled once, and {count} of them are among the "
-            f"Trainer's callbacks. Keep one."
-        )
-
-
 def announce_rate_finder(trainer: Any, scaling: Any) -> None:
     """Warn that `lr_find` returns a rate for the present batch, not the reference."""
     if not has_callback(trainer.callbacks, "LearningRateFinder"):
@@ -69,20 +58,14 @@ def announce_rate_finder(trainer: Any, scaling: Any) -> None:
     batch = find_effective_batch(
         trainer, unit=scaling.unit, micro_batch=scaling.micro_batch
     )
-    if batch is None:
-        size = f"whose size in {scaling.unit} is not known yet"
-        fix = "reference_batch to that size"
-    elif batch.size != scaling.reference_batch:
-        size = f"{batch.size:g} {scaling.unit}"
-        fix = f"reference_batch={batch.size:g}"
-    else:
-        return
-    warnings.warn(
-        f"LearningRateFinder: it searches with the present batch, {size}. "
-        f"LRScaling(reference_batch={scaling.reference_batch:g}) then scales the rate "
-        f"that it finds again. Set {fix} to train with the rate that it finds.",
-        stacklevel=2,
-    )
+    if batch is None or batch.size != scaling.reference_batch:
+        size = "" if batch is None else f", {batch.size:g} {scaling.unit}"
+        warnings.warn(
+            f"LearningRateFinder: it searches with the present batch{size}, and "
+            f"LRScaling(reference_batch={scaling.reference_batch:g}) scales the rate "
+            f"that it finds again. Give the present batch as reference_batch.",
+            stacklevel=2,
+        )
 
 
 def refuse_unmeasured(trainer: Any, unit: Unit) -> None:
@@ -100,52 +83,6 @@ def refuse_windows_of_several_sizes(trainer: Any) -> None:
             f"have {sizes} micro-batches (window_ends(every=...)). Give them one size, "
             f"or scale their rates yourself, by self.effective_batch."
         )
-
-
-def announce_frequency(trainer: Any) -> None:
-    """Warn of a scheduler's frequency that Lightning counts in batches, not steps."""
-    size = int(trainer.accumulate_grad_batches)
-    scheduled = find_callback(trainer, AccumulationSchedule) is not None
-    for config in trainer.lr_scheduler_configs:
-        is_by_step = config.interval == "step" and config.frequency > 1
-        is_in_batches = config.frequency % size == 0 and not scheduled
-        if is_by_step and not is_in_batches:
-            fix = (
-                "Set frequency=1 and make the scheduler's own periods "
-                f"{config.frequency} times as long."
-                if scheduled
-                else f"Set frequency={config.frequency * size} ({config.frequency} "
-                f"steps of {size} batches)."
-            )
-            warnings.warn(
-                f"{type(config.scheduler).__name__}: its frequency is "
-                f"{config.frequency}, which Lightning counts in batches, not in "
-                f"optimizer steps. So it steps only where a window ends and "
-                f"batch_idx + 1 is a multiple of {config.frequency}. {fix}",
-                stacklevel=2,
-            )
-
-
-def announce_foreign_schedulers(trainer: Any, known: Sequence[str] | None) -> None:
-    """Warn of schedulers that are not torch's: they may keep rates that stay unscaled.
-
-    Args:
-        trainer: in `fit`.
-        known: what the user has named; with None there is a warning.
-    """
-    if known is not None:
-        return
-    configs = trainer.lr_scheduler_configs
-    for scheduler in every_scheduler(config.scheduler for config in configs):
-        kind = type(scheduler)
-        if not kind.__module__.startswith("torch."):
-            warnings.warn(
-                f"{kind.__name__}: it is not one of torch's schedulers. Its base_lrs, "
-                f"eta_min and the optimizer's rates are scaled. If it keeps other "
-                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']). If it "
-                f"has no others, write scheduler_rates=[].",
-                stacklevel=2,
-            )
 
 
 def refuse_stages_out_of_reach(trainer: Any, scaling: Any) -> None:

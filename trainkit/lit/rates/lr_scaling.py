@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.core.ledger import NUM_MEASURED
 from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
     Unit,
@@ -25,7 +26,6 @@ from trainkit.lit._compat import logged_step
 from trainkit.lit.batch_size.effective import (
     check_measurable,
     find_effective_batch,
-    loader_size,
     longest_window,
     steps_taken,
     window_size,
@@ -33,11 +33,10 @@ from trainkit.lit.batch_size.effective import (
 from trainkit.lit.callback.base import OrderedCallback, averages_statistics, windows_of
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.rates import checks
-from trainkit.lit.rates.ema import ModelAverages
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
     leave_scaled,
-    unscale_leftovers,
+    release_left,
 )
 
 
@@ -47,8 +46,9 @@ class LRScaling(OrderedCallback):
         LRScaling("linear", reference_batch=256)  # lr=0.1 is meant for 256 samples
 
     k is the effective batch (micro-batch x accumulation x ranks) divided by the
-    reference batch. Every learning rate curve, from any of torch's schedulers, is
-    multiplied by factor(k), and follows when the window changes.
+    reference batch. Every learning rate curve, from any scheduler, is multiplied by
+    factor(k), and follows when the window changes. Checkpoints hold the rates of the
+    reference batch, so that a run may resume with other scaling, or none.
 
     - `"linear"`: lr * k. Goyal et al. 2017, for SGD.
     - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
@@ -72,14 +72,8 @@ class LRScaling(OrderedCallback):
         weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
             `"time-scale"` by k / factor, so that weights decay as fast per sample (Wang
             and Aitchison 2024); `"none"` leaves it.
-        ema_decay: True raises the decay of the model's moving averages (Lightning's
-            `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
-            et al. 2023); a string is the path of such a decay in the module.
         noise_scale: the gradient noise scale, for `"gain"` only: a number of samples,
             or the folder of an earlier run that has measured it (`NoiseScale`).
-        scheduler_rates: names of attributes in which schedulers that are not torch's
-            keep more learning rates. With None there is a warning about each such
-            scheduler.
 
     Attributes:
         effective_batch: how much one optimizer step sees; None before it is known.
@@ -99,9 +93,7 @@ class LRScaling(OrderedCallback):
         micro_batch: float | None = None,
         warmup_steps: int = 0,
         weight_decay: WeightDecayName | Callable[[float], float] = "none",
-        ema_decay: bool | str = False,
         noise_scale: float | str | Path | None = None,
-        scheduler_rates: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         check_rules(rule, weight_decay)
@@ -119,25 +111,20 @@ class LRScaling(OrderedCallback):
         self.micro_batch = None if micro_batch is None else float(micro_batch)
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
-        self.ema_decay = ema_decay
         is_read = isinstance(noise_scale, str | Path)
         self._noise_from = f" from {noise_scale}" if is_read else ""
-        self.scheduler_rates = scheduler_rates
         self._forget()
 
     def _forget(self) -> None:
         self.effective_batch: EffectiveBatch | None = None
         self.scaled: list[ScaledOptimizer] = []
-        self._averages: ModelAverages | None = None
         self._restored: dict[str, Any] | None = None
-        self._fixed_size = self.micro_batch  # the micro-batch's size, once it is final
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
         self._logged_k: float | None = None
-        self._loader_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the optimizers and averages of a running `fit`."""
-        return {**super().__getstate__(), "scaled": [], "_averages": None}
+        """The attributes without the optimizers of a running `fit`."""
+        return {**super().__getstate__(), "scaled": []}
 
     @property
     def k(self) -> float:
@@ -152,11 +139,10 @@ class LRScaling(OrderedCallback):
     # ---- before training -------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        checks.refuse_second(trainer, self)
         if stage == "fit":
             self._forget()
             self.move_to_front(trainer)
-            unscale_leftovers(pl_module)
+            release_left()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         checks.announce_rate_finder(trainer, self)
@@ -164,46 +150,26 @@ class LRScaling(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved = self._restored or {}
         self._restored = None
-        checks.announce_frequency(trainer)
-        checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
-        self._loader_size = loader_size(trainer)
-        self._fixed_size = self.micro_batch or self._measured_before(trainer, saved)
-        self._take_over_optimizers(trainer, saved.get("optimizers", {}))
-        if self.ema_decay:
-            self._averages = ModelAverages(
-                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
+        self.scaled = [
+            ScaledOptimizer(
+                optimizer,
+                rule=self.rule,
+                weight_decay=self.weight_decay,
+                noise_scale=self.noise_scale,
+                reference_batch=self.reference_batch,
             )
+            for optimizer in trainer.optimizers
+        ]
+        self._adopt(trainer)
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
         checks.refuse_stages_out_of_reach(trainer, self)
         self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
 
-    def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
-        """The micro-batch that an earlier run measured with a loader like this one.
-
-        None if the loader has a batch size now, which needs no measurement.
-        """
-        known = find_effective_batch(trainer, unit=self.unit)
-        measured = saved.get("measured", {})
-        if known is not None or measured.get("loader") != self._loader_size:
-            return None
-        return measured.get(self.unit)
-
-    def _take_over_optimizers(self, trainer: Any, states: dict[int, Any]) -> None:
-        for index, optimizer in enumerate(trainer.optimizers):
-            scaled = ScaledOptimizer(
-                optimizer,
-                trainer.lr_scheduler_configs,
-                rule=self.rule,
-                weight_decay=self.weight_decay,
-                scheduler_rates=self.scheduler_rates or (),
-                noise_scale=self.noise_scale,
-                reference_batch=self.reference_batch,
-            )
-            if index in states:
-                scaled.load_state_dict(states[index])
-            self.scaled.append(scaled)
+    def _adopt(self, trainer: Any) -> None:
+        for scaled in self.scaled:
+            scaled.adopt(trainer.lr_scheduler_configs)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -229,8 +195,6 @@ class LRScaling(OrderedCallback):
             if self.warmup_steps and scaled.target > 1:
                 text += f", over {self.warmup_steps} steps"
             rows.append((label, text))
-        if self._averages is not None:
-            rows.append(("model average", self._averages.summary()))
         return rows
 
     # ---- while training --------------------------------------------------------------
@@ -243,8 +207,7 @@ class LRScaling(OrderedCallback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            for scaled in self.scaled:
-                scaled.adopt(trainer.lr_scheduler_configs)
+            self._adopt(trainer)
             self._follow_and_log(trainer)
 
     def on_before_optimizer_step(
@@ -262,16 +225,14 @@ class LRScaling(OrderedCallback):
             if first.is_complete or not first.is_empty:
                 checks.refuse_unmeasured(trainer, self.unit)
             return
-        if first.is_complete:
-            assert self.effective_batch is not None
-            self._fixed_size = self.effective_batch.micro_batch
+        if self._is_known():
             self._log(trainer)
             self._show_again(trainer, pl_module)
 
     def _is_known(self) -> bool:
         """Whether the effective batch is final: not a measurement still under way."""
         batch = self.effective_batch
-        return self._fixed_size is not None or (batch is not None and batch.is_exact)
+        return batch is not None and (batch.is_exact or _is_measured(batch))
 
     def _show_again(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -292,21 +253,19 @@ class LRScaling(OrderedCallback):
         if now == self._followed or averages_statistics(trainer):
             return True
         checks.refuse_windows_of_several_sizes(trainer)
-        batch = find_effective_batch(
-            trainer, unit=self.unit, micro_batch=self._fixed_size
-        )
+        batch = self.effective_batch
+        if batch is not None and _is_measured(batch):
+            # Reading the measure again would wait for the device.
+            batch = replace(batch, accumulate=longest_window(trainer))
+        else:
+            batch = find_effective_batch(
+                trainer, unit=self.unit, micro_batch=self.micro_batch
+            )
         if batch is None:
             return False
-        self._followed = now
-        before = self.effective_batch
-        if before is not None and before.micro_batch == batch.micro_batch:
-            measured = max(before.windows_measured, batch.windows_measured)
-            batch = replace(batch, windows_measured=measured)
-        self.effective_batch = batch
+        self._followed, self.effective_batch = now, batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
-        if self._averages is not None:
-            self._averages.follow(self.k)
         return True
 
     def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
@@ -346,11 +305,7 @@ class LRScaling(OrderedCallback):
     # ---- afterwards ------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for scaled in self.scaled:
-            leave_scaled(scaled)
-        if self._averages is not None:
-            self._averages.follow(1.0)
-            self._averages = None
+        leave_scaled(self.scaled)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -360,20 +315,12 @@ class LRScaling(OrderedCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored  # lr_find saves and loads it before training
-        if not self.scaled:
-            return {}
-        states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
-        state: dict[str, Any] = {"optimizers": states, "average_k": 1.0}
-        if self._averages is not None:
-            state["average_k"] = self._averages.k
-        if self.effective_batch is not None:
-            state["k"] = self.k
-        if self.micro_batch is None and self._fixed_size is not None:
-            state["measured"] = {
-                self.unit: self._fixed_size,
-                "loader": self._loader_size,
-            }
-        return state
+        return {} if self.effective_batch is None else {"k": self.k}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict or None
+
+
+def _is_measured(batch: EffectiveBatch) -> bool:
+    """Whether all windows that measure a batch have closed: it changes no more."""
+    return batch.windows_measured >= NUM_MEASURED

@@ -1,20 +1,21 @@
-"""An optimizer and its schedulers, held at scaled learning rates."""
+"""An optimizer at scaled rates, whose schedulers and checkpoints know the user's."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import ismethod
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
-from torch.optim.swa_utils import SWALR
+from torch.optim import Optimizer
 
 from trainkit.core.plan.options import brief
-from trainkit.core.plan.rates import Change
 from trainkit.core.plan.scaling import (
-    RULES,
-    ScalingRule,
     checked_factor,
     decay_factor,
     make_rule,
@@ -22,13 +23,18 @@ from trainkit.core.plan.scaling import (
 )
 from trainkit.errors import TrainkitError
 
+BETAS = ("beta1", "beta2", "beta3")
+Numbers = Mapping[str, Any]
+"""The numbers of a group of parameters that a rule may change, by their names."""
+
 
 class ScaledOptimizer:
-    """Holds an optimizer at the rates for k times the reference batch.
+    """Holds an optimizer at the numbers for k times the reference batch.
 
-    Each change multiplies the present values by a ratio. So scaling can continue from
-    any point of a curve: from the rates in a checkpoint, or from those that a scheduler
-    has set since.
+    The groups of parameters hold the scaled numbers. What draws a curve or saves it
+    sees the user's: schedulers step within `unscaled()`, and `state_dict()` of the
+    optimizer has them too. So every scheduler draws its own curve, and a checkpoint is
+    that of a run without scaling.
 
     Attributes:
         optimizer: the torch optimizer.
@@ -42,102 +48,158 @@ class ScaledOptimizer:
     def __init__(
         self,
         optimizer: Any,
-        configs: Sequence[Any],
         *,
         rule: str | Callable[[float], float],
-        weight_decay: str | Callable[[float], float],
-        scheduler_rates: Sequence[str],
+        weight_decay: str | Callable[[float], float] = "none",
         noise_scale: float | None = None,
         reference_batch: float = 1.0,
     ) -> None:
         self.optimizer = optimizer
-        self.schedulers = _schedulers_of(optimizer, configs)
-        self.rule: ScalingRule = make_rule(
-            rule,
-            type(optimizer),
-            noise_scale=noise_scale,
-            reference_batch=reference_batch,
-        )
+        how = {"noise_scale": noise_scale, "reference_batch": reference_batch}
+        self.rule = make_rule(rule, type(optimizer), **how)  # type: ignore[arg-type]
         self._weight_decay = weight_decay
-        self._scheduler_rates = scheduler_rates
-        self.factor = self.target = self.decay = 1.0
-        self.k = 1.0
-        self._num_groups = len(optimizer.param_groups)
         self._refuse_unsuitable()
+        self.factor = self.target = self.decay = self.k = 1.0
+        self._own: Sequence[Numbers] = self._numbers()
+        self._written = self._own
+        self._hook = optimizer.register_state_dict_post_hook(self._save_own)
+        self._refuse_state_without_hooks()
+
+    def _refuse_state_without_hooks(self) -> None:
+        """Refuse a state that would hold scaled rates, and be scaled once more."""
+        kind = type(self.optimizer)
+        if kind.state_dict is Optimizer.state_dict or kind.__module__.startswith(
+            "torch."
+        ):
+            return
+        self._is_asked = False
+        self.optimizer.state_dict()
+        if not self._is_asked:
+            raise TrainkitError(
+                f"LRScaling: {kind.__name__} has a state_dict() of its own, which does "
+                f"not run the hooks of torch's Optimizer.state_dict(), so that a "
+                f"checkpoint would hold scaled rates. Let it call "
+                f"super().state_dict(), or scale the rates yourself."
+            )
 
     def adopt(self, configs: Sequence[Any]) -> None:
-        """Scale what has been added during training.
+        """Scale what is there by now: groups that were added, and schedulers.
 
         Finetuning adds groups of parameters, and `StochasticWeightAveraging` replaces
-        the schedulers by its own.
+        the scheduler by its own.
         """
-        self._take_in_new_groups()
-        found = _schedulers_of(self.optimizer, configs)
-        for scheduler in found:
-            if scheduler not in self.schedulers and isinstance(scheduler, SWALR):
-                # It starts from rates that are scaled; the rate it ends at is not.
-                for group in self.optimizer.param_groups:
-                    group["swa_lr"] = group["swa_lr"] * self.factor
-        self.schedulers = found
+        for config in configs:
+            scheduler = config.scheduler
+            is_new = type(scheduler) is not UnscaledScheduler
+            if is_new and scheduler.optimizer is self.optimizer:
+                config.scheduler = UnscaledScheduler(scheduler, self)
+        if len(self.optimizer.param_groups) > len(self._written):
+            with self.unscaled():
+                pass
 
-    def _take_in_new_groups(self) -> None:
-        new = self.optimizer.param_groups[self._num_groups :]
-        self._num_groups += len(new)
-        if not new:
-            return
-        for group in new:
-            self._change(self.k, self.decay).apply_to_moments(group)
-        if self.factor == 1:
-            return
+    def follow(self, k: float, *, step: int = 0, warmup_steps: int = 0) -> None:
+        """Scale to k times the reference batch, or to this step of the warm-up."""
+        self.check_reach(k)
+        self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
+        with self.unscaled():
+            self.factor = warmed_up(self.target, step, warmup_steps)
+            self.decay = decay_factor(self._weight_decay, k, self.target)
+            self.k = k
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Within, the groups hold the numbers for the reference batch."""
+        num_new = len(self.optimizer.param_groups) - len(self._written)
+        if num_new and self.factor != 1:
+            self._announce_new(num_new)
+        self._own = self._written = self._own_now()
+        self._write(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._numbers()
+            self._written = [self._scaled(own, self.factor) for own in self._own]
+            self._write(self._written)
+
+    def release(self) -> None:
+        """Give the optimizer back as it would be without scaling."""
+        self._write(self._own_now())
+        self._hook.remove()
+
+    def _announce_new(self, number: int) -> None:
         warnings.warn(
-            f"{type(self.optimizer).__name__}: {len(new)} group(s) of parameters were "
+            f"{type(self.optimizer).__name__}: {number} group(s) of parameters were "
             f"added during training. LRScaling leaves their rates unchanged, because "
             f"they may come from rates that are scaled already. If you gave a rate for "
             f"the reference batch, multiply it by {self.factor:g}.",
             stacklevel=2,
         )
 
-    def follow(self, k: float, *, step: int, warmup_steps: int) -> None:
-        """Scale to k times the reference batch, or to this step of the warm-up."""
-        self._take_in_new_groups()
-        self.check_reach(k)
-        self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
-        factor = warmed_up(self.target, step, warmup_steps)
-        if factor != self.factor:
-            ratio = factor / self.factor
-            change = Change(rate=lambda rate: rate * ratio)
-            change.apply(self.optimizer, self.schedulers, also=self._scheduler_rates)
-            self.factor = factor
-        decay = decay_factor(self._weight_decay, k, self.rule.lr(k))
-        if (k, decay) != (self.k, self.decay):
-            change = self._change(k / self.k, decay / self.decay)
-            change.apply(self.optimizer, self.schedulers)
-            self.k, self.decay = k, decay
+    def _numbers(self) -> list[Numbers]:
+        return [_numbers(group) for group in self.optimizer.param_groups]
+
+    def _write(self, numbers: Sequence[Numbers]) -> None:
+        for group, values in zip(self.optimizer.param_groups, numbers, strict=True):
+            _write(group, values)
+
+    def _scaled(self, own: Numbers, factor: float) -> Numbers:
+        """A group's numbers at k times the batch."""
+        found = {**own, "lr": own["lr"] * factor}
+        formulas = {name: getattr(self.rule, name) for name in ("beta1", "beta2")}
+        formulas |= {"alpha": self.rule.beta2, "eps": self.rule.eps}
+        for name, formula in formulas.items():
+            if name in own and formula is not None:
+                found[name] = formula(own[name], self.k)
+        if "weight_decay" in own:
+            found["weight_decay"] = own["weight_decay"] * self.decay
+        return found
+
+    def _own_now(self) -> list[Numbers]:
+        """Each group's numbers for the reference batch.
+
+        What somebody has set since it was scaled counts as scaled, and so do the rates
+        of a new group.
+        """
+        found: list[Numbers] = []
+        factors = {"lr": self.factor, "weight_decay": self.decay}
+        for index, now in enumerate(self._numbers()):
+            if index >= len(self._written):
+                found.append({**now, "lr": now["lr"] / self.factor})
+                continue
+            written, own = self._written[index], self._own[index]
+            found.append(
+                {
+                    name: _own(value, written[name], own[name], factors.get(name, 1.0))
+                    for name, value in now.items()
+                }
+            )
+        return found
+
+    def _save_own(self, optimizer: Any, state: dict[str, Any]) -> None:
+        self._is_asked = True
+        for group, own in zip(state["param_groups"], self._own_now(), strict=True):
+            _write(group, own, in_place=False)
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
-        back = self._change(1 / self.k, 1.0)
-        for group in self.optimizer.param_groups:
-            original = _changed_copy(group, back)
-            beta1, beta2, *_ = original.get("betas", (None, original.get("alpha")))
-            lowest = original.get("base_momentum", beta1)  # of a cycle
-            self.rule.check_reach(lowest, beta2, k)
+        for group, own in zip(
+            self.optimizer.param_groups, self._own_now(), strict=True
+        ):
+            lowest = group.get("base_momentum", own.get("beta1"))  # of a cycle
+            self.rule.check_reach(lowest, own.get("beta2", own.get("alpha")), k)
 
     def values(self) -> dict[str, tuple[float, float]]:
         """Each scaled value, as (for the reference batch, now)."""
         found: dict[str, tuple[float, float]] = {}
         groups = self.optimizer.param_groups
-        back = self._change(1 / self.k, 1 / self.decay)
-        for index, group in enumerate(groups):
+        for index, (group, own) in enumerate(zip(groups, self._own_now(), strict=True)):
             prefix = f"group_{index}/" if len(groups) > 1 else ""
-            key = next(k for k in ("max_lr", "initial_lr", "lr") if k in group)
-            rate = float(group[key]) / self.factor
+            key = next((key for key in ("max_lr", "initial_lr") if key in group), "lr")
+            rate = float(own["lr"] if key == "lr" else group[key])
             found[prefix + key.removeprefix("initial_")] = rate, rate * self.target
-            now = self._numbers(group)
-            then = self._numbers(_changed_copy(group, back))
-            for name, value in now.items():
-                if value != then[name]:
-                    found[prefix + name] = then[name], value
+            for name, value in self._scaled(own, self.target).items():
+                if name != "lr" and value != own[name]:
+                    found[prefix + name] = float(own[name]), float(value)
         return found
 
     def summary(self) -> str:
@@ -149,62 +211,25 @@ class ScaledOptimizer:
         more = f", and {len(texts) - 6} more" if len(texts) > 6 else ""
         return ", ".join(texts[:6]) + more
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "rule": self.rule.name,
-            "factor": self.factor,
-            "decay": self.decay,
-            "k": self.k,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over how far the optimizer in a checkpoint was scaled already."""
-        self.factor, self.decay, self.k = state["factor"], state["decay"], state["k"]
-        if state["rule"] != self.rule.name:  # undo what the old rule did to moments
-            new, self.rule = self.rule, RULES.get(state["rule"], RULES["none"])
-            change = self._change(1 / self.k, 1.0)
-            change.apply(self.optimizer, self.schedulers)
-            self.rule, self.k = new, 1.0
-
-    def _change(self, ratio: float, decay_ratio: float) -> Change:
-        """The change of moments by a ratio of k, and of weight decay by a ratio."""
-        change = {}
-        for name in ("beta1", "beta2", "eps"):
-            formula = getattr(self.rule, name)
-            if formula is not None:
-                change[name] = lambda value, formula=formula: formula(value, ratio)
-        if decay_ratio != 1:
-            change["weight_decay"] = lambda value: value * decay_ratio
-        return Change(**change)
-
-    @staticmethod
-    def _betas(group: dict[str, Any]) -> list[float]:
-        betas = group["betas"] if "betas" in group else [group.get("alpha")]
-        return [float(beta) for beta in betas if beta is not None]
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, float]:
-        names = ["beta1", "beta2", "beta3"] if "betas" in group else ["alpha"]
-        found = dict[str, float](zip(names, self._betas(group), strict=False))
-        for name in ("weight_decay", "eps"):
-            if isinstance(group.get(name), float | Tensor):
-                found[name] = float(group[name])
-        return found
-
     def _refuse_unsuitable(self) -> None:
-        groups = self.optimizer.param_groups
-        name = type(self.optimizer).__name__
-        has_moments = "SGD" not in name and all(map(self._betas, groups))
-        needs_adam = self.rule.beta2 is not None
-        if needs_adam and not has_moments:  # ASGD's alpha is not a moment
+        name, groups = type(self.optimizer).__name__, self._numbers()
+        if not all("lr" in group for group in groups):
             raise TrainkitError(
+                f"LRScaling: each group of {name} must have a number as its lr, "
+                f"received {[g.get('lr') for g in self.optimizer.param_groups]}. Give "
+                f"it one, or leave LRScaling out."
+            )
+        has_moments = all("beta1" in group or "alpha" in group for group in groups)
+        if self.rule.beta2 is not None and (not has_moments or "SGD" in name):
+            raise TrainkitError(  # ASGD's alpha is not a moment
                 f"LRScaling rule={self.rule.name!r}: it scales Adam's moments, and "
                 f"{name} has no betas. Use 'linear' for SGD, or 'auto'."
             )
         if self._weight_decay != "time-scale" or "Adam" not in name:
             return
-        classes = {cls.__name__ for cls in type(self.optimizer).__mro__}
-        for group in groups:
-            decoupled = group.get("decoupled_weight_decay", "AdamW" in classes)
+        is_adamw = "AdamW" in {cls.__name__ for cls in type(self.optimizer).__mro__}
+        for group in self.optimizer.param_groups:
+            decoupled = group.get("decoupled_weight_decay", is_adamw)
             if group.get("weight_decay") and not decoupled:
                 raise TrainkitError(
                     f"LRScaling weight_decay='time-scale': {name} adds weight decay to "
@@ -213,41 +238,83 @@ class ScaledOptimizer:
                 )
 
 
-_LEFT_SCALED: WeakSet[Any] = WeakSet()
-"""Optimizers that a `fit` has left scaled. Each holds its `ScaledOptimizer`, since a
-weak dictionary whose values hold its keys would keep both alive."""
+class UnscaledScheduler:
+    """Stands for a scheduler of a scaled optimizer, whose methods see the user's rates.
 
-
-def leave_scaled(scaled: ScaledOptimizer) -> None:
-    """Remember an optimizer that is still scaled when its `fit` ends."""
-    scaled.optimizer.trainkit_scaling = scaled
-    _LEFT_SCALED.add(scaled.optimizer)
-
-
-def unscale_leftovers(module: Any) -> None:
-    """Undo the scaling that an earlier `fit` left in optimizers of this module.
-
-    `configure_optimizers` may return the old optimizer again, under new schedulers.
+    In all else it is that scheduler, also to `isinstance`.
     """
-    own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in list(_LEFT_SCALED):
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(parameter) in own for parameter in held):
-            optimizer.trainkit_scaling.follow(1.0, step=0, warmup_steps=0)
-            _LEFT_SCALED.discard(optimizer)
+
+    def __init__(self, scheduler: Any, scaled: ScaledOptimizer) -> None:
+        vars(self).update(_scheduler=scheduler, _scaled=scaled)
+
+    def get_last_lr(self) -> list[Any]:
+        return [self._scaled.factor * rate for rate in self._scheduler.get_last_lr()]
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]  # object's can be set
+        return type(self._scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # a copy has no scheduler yet
+        found = getattr(self._scheduler, name)
+        return partial(self._call, found) if ismethod(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._scaled.unscaled():
+            return method(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._scheduler, name, value)
 
 
-def _schedulers_of(optimizer: Any, configs: Sequence[Any]) -> list[Any]:
-    schedulers = [config.scheduler for config in configs]
-    return [each for each in schedulers if each.optimizer is optimizer]
+_LEFT: WeakSet[ScaledOptimizer] = WeakSet()
+"""Optimizers that a `fit` has left scaled, for those who look at its rates."""
 
 
-def _changed_copy(group: dict[str, Any], change: Change) -> dict[str, Any]:
-    """A copy of a group's numbers with the change applied."""
-    copy = {
-        key: value.clone() if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key != "params"
+def leave_scaled(scaled: Sequence[ScaledOptimizer]) -> None:
+    """Remember the optimizers that are still scaled when their `fit` ends."""
+    _LEFT.update(scaled)
+
+
+def release_left() -> None:
+    """Undo the scaling of earlier `fit`s: `configure_optimizers` may return the old
+    optimizer again, under new schedulers."""
+    while _LEFT:
+        _LEFT.pop().release()
+
+
+def _numbers(group: Mapping[str, Any]) -> Numbers:
+    """The numbers of a group: tensors as copies."""
+    betas = zip(BETAS, group.get("betas", ()), strict=False)
+    names = ("weight_decay", "eps", *(() if "betas" in group else ("alpha",)))
+    others = {name: group[name] for name in names if name in group}
+    found = {"lr": group.get("lr"), **dict(betas), **others}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in found.items()
+        if isinstance(value, float | int | Tensor)
     }
-    change.apply_to_moments(copy)
-    return copy
+
+
+def _write(group: dict[str, Any], numbers: Numbers, *, in_place: bool = True) -> None:
+    def put(held: Any, value: Any) -> Any:
+        if in_place and isinstance(held, Tensor):
+            return held.copy_(value)  # a compiled optimizer keeps its address
+        return value
+
+    numbers = dict(numbers)
+    betas = [numbers.pop(name) for name in BETAS if name in numbers]
+    if betas:
+        kept = group["betas"][len(betas) :]
+        group["betas"] = (*map(put, group["betas"], betas), *kept)
+    for name, value in numbers.items():
+        group[name] = put(group[name], value)
+
+
+def _own(now: Any, written: Any, own: Any, factor: float) -> Any:
+    """The number that was scaled; if it was changed since, the new one over the
+    factor. A tensor is not read, so that nothing waits for the device."""
+    if isinstance(now, Tensor):
+        return torch.where(now == written, own, now / factor)
+    return own if now == written else now / factor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from trainkit.core.checks import LateReading
 from trainkit.core.ledger import Account
 from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
 from trainkit.lit.callback.base import OrderedCallback, find_callback, has_callback
@@ -91,25 +93,28 @@ class AccumulationSchedule(OrderedCallback):
             tokens_per_micro_batch: the mean over one rank's micro-batches, needed
                 with `unit="tokens"`.
         """
-        replicas, self._was_asked = 1, True
+        self._was_asked = True
+        batches: Any = batches_per_epoch
+        number: Any = epochs
         if trainer is not None:
             train_loader(trainer)
-            replicas = num_replicas(trainer)
-            if batches_per_epoch is None:
-                batches_per_epoch = trainer.num_training_batches
-            epochs = trainer.max_epochs if epochs is None else epochs
+            batches = trainer.num_training_batches if batches is None else batches
+            number = trainer.max_epochs if number is None else number
             max_steps = trainer.max_steps if max_steps is None else max_steps
-        limit = float("inf") if max_steps in (None, -1) else float(max_steps)
-        checks.refuse_endless(batches_per_epoch, epochs, limit)
-        if batches_per_epoch == float("inf") or epochs == -1:
-            return int(limit)
-        assert batches_per_epoch is not None
-        assert epochs is not None
+            if tokens_per_micro_batch is not None:
+                tokens_per_micro_batch *= num_replicas(trainer)
+        limit: Any = math.inf if max_steps in (None, -1) else max_steps
+        is_endless = batches == math.inf or number == -1
+        if None in (batches, number) or (is_endless and limit == math.inf):
+            raise TrainkitError(
+                f"AccumulationSchedule.total_steps: it needs the length of training, "
+                f"and has {batches} batches in an epoch and {number} epochs. Pass the "
+                f"trainer, or batches_per_epoch= and epochs=; or set max_steps."
+            )
+        if is_endless:
+            return limit
         return self.stages.num_steps(
-            int(batches_per_epoch),
-            epochs,
-            max_steps=limit,
-            tokens=tokens_per_micro_batch and tokens_per_micro_batch * replicas,
+            int(batches), number, max_steps=limit, tokens=tokens_per_micro_batch
         )
 
     # ---- before training -------------------------------------------------------------
@@ -129,31 +134,25 @@ class AccumulationSchedule(OrderedCallback):
         is_misled = self._current.was_divided_by and not self._was_asked
         windows = checks.require_windows(trainer)
         checks.refuse_unfit(trainer, windows, self.stages)
-        if self._restored is not None:
-            before = self._restored.get("tokens_before")
-            self._tokens.resume(windows.ledger.of(), before)
-            size, first = self._restored["size"], self._restored["first_batch"]
-            self._set(trainer, size, first_batch=first)
-            self._restored = None
-        else:
-            self._tokens.resume(windows.ledger.of(), None)
-            # A run that was resumed without a schedule's state may be in mid-epoch.
+        saved, self._restored = self._restored, None
+        before = None if saved is None else saved.get("tokens_before")
+        self._tokens.resume(windows.ledger.of(), before)
+        if saved is not None:
+            self._set(trainer, saved["size"], first_batch=saved["first_batch"])
+        else:  # perhaps resumed in mid-epoch, without a schedule's state
             self._open(trainer, first_batch=num_batches_seen(trainer))
-        if self.stages.unit == "tokens":
-            checks.announce_uncounted_tokens(trainer, windows.ledger)
         if is_misled:
-            checks.announce_estimate(trainer, self)
+            checks.announce_estimate(trainer, self.stages)
         self.show_table(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
-        starts, sizes = self.stages.starts, self.stages.sizes
         pairs = [
             f"{size} from {self.stages.unit} {start:,} on"
-            for start, size in zip(starts, sizes, strict=True)
+            for start, size in zip(self.stages.starts, self.stages.sizes, strict=True)
         ]
         shown = [*pairs[:3], "...", pairs[-1]] if len(pairs) > 5 else pairs
         text = ", ".join(shown)
-        is_finite = trainer.num_training_batches != float("inf")
+        is_finite = trainer.num_training_batches != math.inf
         if is_finite and trainer.max_epochs != -1 and self.stages.unit != "tokens":
             text += f": {self.total_steps(trainer):,} steps in all"
         return [("accumulation", text)]
@@ -207,18 +206,13 @@ class AccumulationSchedule(OrderedCallback):
     # ---- afterwards ------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._give_back(trainer)
+        if trainer.accumulate_grad_batches is self._current:
+            trainer.accumulate_grad_batches = 1
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        self._give_back(trainer)
-
-    def _give_back(self, trainer: Any) -> None:
-        if self._current is not None and (
-            trainer.accumulate_grad_batches is self._current
-        ):
-            trainer.accumulate_grad_batches = 1
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
@@ -228,7 +222,6 @@ class AccumulationSchedule(OrderedCallback):
         return {
             "size": int(self._current),
             "first_batch": self._current.first_batch,
-            "unit": self.stages.unit,
             "tokens_before": self._tokens.before_the_last,
         }
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
-from trainkit.core.ledger import Ledger
 from trainkit.core.plan.stages import Stages
 from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
@@ -24,17 +22,14 @@ def refuse_other_sources(trainer: Any, schedule: Any) -> None:
         if c is not schedule
         and has_callback([c], "GradientAccumulationScheduler", "AccumulationSchedule")
     ]
-    if others:
-        raise TrainkitError(
-            f"AccumulationSchedule: one callback must say the size of a window, and "
-            f"{', '.join(others)} is there too. Keep one of them."
-        )
     asked = trainer.accumulate_grad_batches
     if asked != 1:
+        others.append(f"Trainer(accumulate_grad_batches={asked})")
+    if others:
         raise TrainkitError(
             f"AccumulationSchedule: it says the size of every window, and "
-            f"Trainer(accumulate_grad_batches={asked}) says one too. Leave that out; "
-            f"write {{0: {asked}, ...}} to begin with it."
+            f"{', '.join(others)} says one too. Keep one of them: {{0: 3}} begins with "
+            f"windows of 3."
         )
 
 
@@ -70,61 +65,27 @@ def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
     refuse_static_graph(ranks.ddp, largest)
     if stages.unit == "tokens":
         check_measurable(trainer, "tokens")
+        if trainer.global_step and windows.ledger.of() is None:
+            warnings.warn(
+                f"AccumulationSchedule(unit='tokens'): training resumes at step "
+                f"{trainer.global_step} from a checkpoint that holds no count of "
+                f"tokens, so they are counted from 0. Write the stages for the tokens "
+                f"that are to come.",
+                stacklevel=2,
+            )
 
 
-def announce_uncounted_tokens(trainer: Any, ledger: Ledger) -> None:
-    """Name a checkpoint that was written without trainkit's count of tokens."""
-    if trainer.global_step and ledger.of() is None:
-        warnings.warn(
-            f"AccumulationSchedule(unit='tokens'): training resumes at step "
-            f"{trainer.global_step} from a checkpoint that holds no count of tokens, "
-            f"so they are counted from 0. Write the stages for the tokens that are to "
-            f"come.",
-            stacklevel=2,
-        )
-
-
-def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
-    if num_batches is None or num_epochs is None:
-        raise TrainkitError(
-            "AccumulationSchedule.total_steps: it needs the length of training. Pass "
-            "the trainer, or batches_per_epoch= and epochs=."
-        )
-    is_endless = num_batches == math.inf or num_epochs == -1
-    if is_endless and not math.isfinite(max_steps):
-        raise TrainkitError(
-            f"AccumulationSchedule.total_steps: training has no end that is known, "
-            f"with {num_batches} batches in an epoch and max_epochs={num_epochs}. Set "
-            f"max_steps."
-        )
-
-
-def announce_estimate(trainer: Any, schedule: Any) -> None:
-    """Warn that schedulers may be made for `trainer.estimated_stepping_batches`, which
-    was read before training, while `schedule.total_steps` was not asked."""
-    num_batches, num_epochs = trainer.num_training_batches, trainer.max_epochs
+def announce_estimate(trainer: Any, stages: Stages) -> None:
+    """Warn that a scheduler may be made for another number of steps."""
     by_step = [c for c in trainer.lr_scheduler_configs if c.interval == "step"]
-    if num_batches == math.inf or num_epochs == -1 or not by_step:
-        return
-    estimated = math.ceil(num_batches / schedule.stages.at(0)) * num_epochs
-    if trainer.max_steps != -1:
-        estimated = min(estimated, trainer.max_steps)
-    text = (
-        f"trainer.estimated_stepping_batches: it was read before training, and says "
-        f"{estimated} optimizer steps, for windows of the first size"
+    is_finite = (
+        trainer.num_training_batches != float("inf") and trainer.max_epochs != -1
     )
-    if schedule.stages.unit == "tokens":
-        text += (
-            ", and AccumulationSchedule changes that with the tokens it counts. In "
-            "configure_optimizers, take schedule.total_steps(self.trainer, "
-            "tokens_per_micro_batch=...), or set max_steps and take that."
+    if by_step and is_finite and len(set(stages.sizes)) > 1:
+        more = ", tokens_per_micro_batch=..." if stages.unit == "tokens" else ""
+        warnings.warn(
+            f"trainer.estimated_stepping_batches: it was read before training, and "
+            f"takes windows of the first size, {stages.sizes[0]}, for all. In "
+            f"configure_optimizers, take schedule.total_steps(self.trainer{more}).",
+            stacklevel=3,
         )
-    else:
-        total = schedule.total_steps(trainer)
-        if total == estimated:
-            return
-        text += (
-            f"; with AccumulationSchedule training takes {total}. In "
-            f"configure_optimizers, take schedule.total_steps(self.trainer)."
-        )
-    warnings.warn(text, stacklevel=3)

@@ -14,9 +14,7 @@ from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.window import WindowStats
-from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import PlainBackward, taken_calls
 from trainkit.lit.proof.start import first_batches
 
@@ -40,7 +38,7 @@ class Streamed:
         self._backward_with_hooks: Any = trainer.strategy.backward
         self._plain: Any = PlainBackward(trainer, module, windows)
         self._skips_hooks = False
-        self._unlike, self._patch = Unlike(), ExitStack()
+        self._patch = ExitStack()
         self.follow()
 
     def start(self) -> None:
@@ -52,7 +50,6 @@ class Streamed:
         self._patch.enter_context(taken_calls(*of, **mine))
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
-        self._patch.callback(self._say_unlike)
 
     def stop(self) -> None:
         """Give Lightning's calls back, and hold nothing that has trained."""
@@ -65,9 +62,7 @@ class Streamed:
 
     def follow(self) -> None:
         """Weigh by the callback's strategies, which may have changed."""
-        windows = self._windows
-        self._strategy = windows.strategy
-        self._counts_alike = windows.has_strategy and counts_alike(windows.strategies)
+        self._strategy = self._windows.strategy
 
     # ---- a micro-batch ---------------------------------------------------------------
 
@@ -98,10 +93,6 @@ class Streamed:
             samples = windows.weight if counts and is_automatic else num_samples(batch)
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=samples or 0)
-        if self._counts_alike:
-            self._unlike.record(batch)
-            if windows.first_windows.is_complete:
-                self._say_unlike()
 
     def _take_said(self, batch: Any, output: Any, strategy: Weighed) -> None:
         """Weigh the batch by what `training_step` has said."""
@@ -110,12 +101,6 @@ class Streamed:
             said.refuse_unused()
         elif output is not None:
             self._windows.weight = said.take(strategy, self._module, batch)
-
-    def _say_unlike(self) -> None:
-        """Show how unlike the first micro-batches were that counted alike."""
-        row = self._unlike.row()
-        if row is not None and self._trainer.is_global_zero:
-            say(self._trainer, row)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward pass, without Lightning's hooks if nobody has them when the

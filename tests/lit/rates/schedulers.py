@@ -1,4 +1,4 @@
-"""torch's schedulers, one of each kind and of each mode that draws another curve."""
+"""torch's schedulers, one of each way in which a scheduler keeps its curve."""
 
 from __future__ import annotations
 
@@ -14,54 +14,29 @@ from torch.optim.swa_utils import SWALR
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda step: 0.9),
     "StepLR": lambda o: lrs.StepLR(o, 3, 0.5),
-    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 5, 5, 11], 0.5),
-    "ConstantLR": lambda o: lrs.ConstantLR(o, 0.3, 4),
-    "LinearLR": lambda o: lrs.LinearLR(o, 0.1, 1, 6),
     "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 12, 2.0),
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7, 1e-3),
-    "CosineAnnealingWarmRestarts": lambda o: restarts(o, 4, 2, 1e-3),
-    "CyclicLR-triangular": lambda o: cyclic(o, "triangular"),
     "CyclicLR-triangular2": lambda o: cyclic(o, "triangular2"),
-    "CyclicLR-exp_range": lambda o: cyclic(o, "exp_range"),
-    "CyclicLR-own-scale": lambda o: cyclic(o, scale_fn=lambda x: 1 / (1 + x)),
     "OneCycleLR-cos": lambda o: one_cycle(o),
     "OneCycleLR-linear": lambda o: one_cycle(
         o, anneal_strategy="linear", three_phase=True
     ),
     "SWALR": lambda o: SWALR(o, 0.01, 5),
-    "SWALR-linear": lambda o: SWALR(o, 0.01, 4, "linear"),
     "ReduceLROnPlateau": lambda o: plateau(o),
     "SequentialLR": lambda o: lrs.SequentialLR(
         o, [lrs.LinearLR(o, 0.1, 1, 3), lrs.CosineAnnealingLR(o, 6, 1e-3)], [3]
     ),
     "SequentialLR-nested": lambda o: lrs.SequentialLR(
-        o, [two(o, 0.5, 2), restarts(o, 4, 1, 1e-3), lrs.ExponentialLR(o, 0.8)], [5, 12]
+        o, [two(o), restarts(o, 4, 1, 1e-3), lrs.ExponentialLR(o, 0.8)], [5, 12]
     ),
-    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
-        [lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)]
-    ),
-    "ChainedScheduler-Sequential": lambda o: lrs.ChainedScheduler(
-        [two(o, 0.2, 4), lrs.StepLR(o, 6, 0.5)]
-    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler([two(o), lrs.StepLR(o, 6, 0.5)]),
 }
 restarts = lrs.CosineAnnealingWarmRestarts
-
 ABSOLUTE = [
-    name
-    for name in MAKERS
-    if name.partition("-")[0]
-    in (
-        "LambdaLR",  # draws its curve from base_lrs
-        "CosineAnnealingLR",
-        "CosineAnnealingWarmRestarts",
-        "CyclicLR",
-        "OneCycleLR",
-        "SWALR",
-        "ReduceLROnPlateau",
-    )
+    "LambdaLR",  # draws its curve from base_lrs
+    *("CosineAnnealingLR", "CyclicLR-triangular2", "OneCycleLR-cos"),
+    *("OneCycleLR-linear", "SWALR", "ReduceLROnPlateau"),
 ]
 """Those that hold rates of their own beside the group's."""
 
@@ -76,24 +51,20 @@ def one_cycle(optimizer: Any, **how: Any) -> Any:
     return lrs.OneCycleLR(optimizer, peaks(optimizer), 30, cycle_momentum=False, **how)
 
 
-def two(optimizer: Any, share: float, until: int) -> Any:
+def two(optimizer: Any) -> Any:
     """Two schedulers, one after the other."""
     first, second = (
-        lrs.LinearLR(optimizer, share, 1, 3),
-        lrs.ConstantLR(optimizer, share, 9),
+        lrs.LinearLR(optimizer, 0.2, 1, 3),
+        lrs.ConstantLR(optimizer, 0.2, 9),
     )
-    return lrs.SequentialLR(optimizer, [first, second], [until])
+    return lrs.SequentialLR(optimizer, [first, second], [4])
 
 
 def plateau(optimizer: Any) -> Any:
     """Stopped by its `min_lr`, one for each group, and at the end by its `eps`."""
-    return lrs.ReduceLROnPlateau(
-        optimizer,
-        factor=0.5,
-        patience=0,
-        min_lr=[rate / 17 for rate in rates(optimizer)],
-        eps=min(rates(optimizer)) / 100,
-    )
+    least, eps = [rate / 17 for rate in rates(optimizer)], min(rates(optimizer)) / 100
+    how: dict[str, Any] = {"min_lr": least, "eps": eps}
+    return lrs.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **how)
 
 
 def peaks(optimizer: Any) -> list[float]:
@@ -125,11 +96,9 @@ class Curve:
             said = [float(rate) for rate in self.scheduler.get_last_lr()]
             found.append([*rates(self.optimizer), *said])
             self.optimizer.step()
-            if isinstance(self.scheduler, lrs.ReduceLROnPlateau):
-                # Never better than the first, but for one step.
-                self.scheduler.step(0.5 if self.step == 2 else 1.0)
-            else:
-                self.scheduler.step()
+            # Never better than the first, but for one step.
+            is_metric = isinstance(self.scheduler, lrs.ReduceLROnPlateau)
+            self.scheduler.step(*[0.5 if self.step == 2 else 1.0] * is_metric)
             self.step += 1
         return found
 

@@ -1,0 +1,195 @@
+"""A checkpoint is that of a run without scaling, and a resumed run draws one curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.helpers import trainer
+from tests.lit.rates.scaled import (
+    EXACT,
+    REFERENCE,
+    WINDOW,
+    Saves,
+    Scheduled,
+    adamw,
+    data,
+    fit,
+    linear,
+    plain,
+    times,
+)
+from tests.lit.rates.schedulers import deviation
+from trainkit import AccumulationCallback, Uniform
+from trainkit.lit.rates.lr_scaling import LRScaling
+from trainkit.lit.schedule.callback import AccumulationSchedule
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in `scheduler.step:UserWarning",
+    "ignore:To get the last learning rate computed:UserWarning",
+    "ignore:Detected call of `lr_scheduler.step:UserWarning",
+    "ignore:You're resuming from a checkpoint that ended before:UserWarning",
+    "ignore:checkpoint. taken inside a window:UserWarning",
+    "ignore:checkpoint. it was taken inside a window:UserWarning",
+    "ignore:the loader starts again:UserWarning",
+    "ignore:Be aware that when using `ckpt_path`:UserWarning",
+)
+SCHEDULERS = [
+    "CosineAnnealingLR",  # with a closed form
+    "OneCycleLR-cos",  # with rates of its own
+    "SequentialLR-nested",
+    "ExponentialLR",  # goes on from the rate of the group
+]
+
+
+def by_sde(**how: Any) -> LRScaling:
+    options = {"reference_batch": REFERENCE, "weight_decay": "linear", **how}
+    return LRScaling("adam-sde", **options)
+
+
+def by_gain(noise_scale: float = 5.0, **how: Any) -> LRScaling:
+    options = {"reference_batch": REFERENCE, "weight_decay": "time-scale", **how}
+    return LRScaling("gain", noise_scale=noise_scale, **options)
+
+
+class SavesThen(pl.Callback):
+    """Saves in a hook."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("CosineAnnealingLR", "on_train_start"),
+        ("OneCycleLR-cos", "on_train_epoch_start"),
+        ("SequentialLR-nested", "on_train_batch_start"),
+        ("ExponentialLR", "on_before_optimizer_step"),
+        ("OneCycleLR-cos", "on_train_batch_end"),
+        ("CosineAnnealingLR", "on_train_epoch_end"),
+        ("ExponentialLR", "on_train_end"),
+        ("SequentialLR-nested", "after"),
+    ],
+)
+def test_checkpoint_equals_that_of_a_run_without_scaling(
+    tmp_path: Path, name: str, hook: str
+) -> None:
+    """Whatever moment it is saved at: so a run can resume with other scaling, or none,
+    and is never scaled twice."""
+
+    def saved(*callbacks: Any) -> dict[str, Any]:
+        path = tmp_path / f"{len(callbacks)}.ckpt"
+        saves = SavesThen(path, hook)
+        module = Scheduled(name, optimizer=adamw)
+        made = trainer(WINDOW, callbacks=[*callbacks, saves], max_epochs=1)
+        made.fit(module, data())
+        if hook == "after":
+            made.save_checkpoint(path)
+        return torch.load(path, weights_only=True)
+
+    scaled, unscaled = saved(by_sde(warmup_steps=3)), saved()
+    found, expected = (
+        {
+            "groups": [each["param_groups"] for each in state["optimizer_states"]],
+            "schedulers": state["lr_schedulers"],
+        }
+        for state in (scaled, unscaled)
+    )
+    assert found == expected
+    assert not torch.equal(  # the control: it trained otherwise
+        scaled["state_dict"]["weight.0"], unscaled["state_dict"]["weight.0"]
+    ) or hook in ("on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        *((name, after) for name in SCHEDULERS[:2] for after in (1, 2, 9, 10)),
+        *((name, after) for name in SCHEDULERS[2:] for after in (3, 14)),
+    ],
+)
+def test_resumed_curve_equals_the_uninterrupted_one(
+    tmp_path: Path, name: str, after: int
+) -> None:
+    """At the edge of a window and inside one, within a warm-up and after it."""
+
+    def run(*callbacks: Any, **how: Any) -> Any:
+        module = Scheduled(name, optimizer=adamw)
+        return fit(module, by_sde(warmup_steps=3), *callbacks, **how)
+
+    path = tmp_path / "one.ckpt"
+    whole = run(Saves(path, after))
+    rest = run(ckpt_path=path)
+    assert rest.curve == whole.curve[after // WINDOW :]
+    assert rest.groups == whole.groups[after // WINDOW :]
+    factors = [min(1 + step / 3, 2) for step in range(10)]
+    assert deviation(whole.curve, times(plain(name, 10), factors)) <= EXACT
+
+
+def stages(*callbacks: Any, **how: Any) -> Any:
+    """Windows of 1, 4 and 2, from the steps 0, 3 and 6 on."""
+    schedule = AccumulationSchedule({0: 1, 3: 4, 6: 2}, unit="step")
+    module = Scheduled("OneCycleLR-cos", optimizer=adamw)
+    all_of_them = [AccumulationCallback(Uniform()), schedule, *callbacks]
+    return fit(module, *all_of_them, window=1, **how)
+
+
+SCALINGS: dict[str, Any] = {
+    "none": lambda: (),
+    "linear": lambda: (linear(),),
+    "another reference": lambda: (linear(reference_batch=12),),
+    "sde": lambda: (by_sde(),),
+    "half-life": lambda: (LRScaling("half-life", reference_batch=1),),
+    "gain": lambda: (by_gain(),),
+    "another noise": lambda: (by_gain(70.0),),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "after"),
+    [
+        ("linear", "linear", 2),
+        ("gain", "gain", 8),
+        ("sde", "sde", 13),
+        ("gain", "gain", 18),
+        ("none", "linear", 9),
+        ("linear", "none", 9),
+        ("linear", "another reference", 8),
+        ("sde", "half-life", 8),
+        ("half-life", "gain", 13),
+        ("gain", "another noise", 2),
+        ("another noise", "sde", 18),
+    ],
+)
+def test_resumed_with_any_scaling_equals_a_whole_run_with_it(
+    tmp_path: Path, before: str, then: str, after: int
+) -> None:
+    """Over a schedule of windows. What the first rule has done leaves no trace."""
+    path = tmp_path / "one.ckpt"
+    stages(*SCALINGS[before](), Saves(path, after))
+    rest = stages(*SCALINGS[then](), ckpt_path=path)
+    expected = stages(*SCALINGS[then]())
+    count = len(rest.curve)
+    assert 0 < count < len(expected.curve)
+    assert rest.curve == expected.curve[-count:]
+    assert rest.groups == expected.groups[-count:]
+
+
+def test_run_resumed_twice_with_another_window_equals_its_factor(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
+    name = "OneCycleLR-cos"
+    fit(Scheduled(name), linear(), Saves(paths[0], 6))
+    fit(Scheduled(name), linear(), Saves(paths[1], 4), ckpt_path=paths[0])
+    rest = fit(Scheduled(name), linear(), window=5, ckpt_path=paths[1]).curve
+    assert deviation(rest, times(plain(name, 7)[5:], [10.0] * 2)) <= EXACT
