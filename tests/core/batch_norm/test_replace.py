@@ -14,8 +14,8 @@ from trainkit.core.batch_norm.replace import num_groups, to_group_norm
 from trainkit.errors import TrainkitError
 
 
-@pytest.mark.parametrize("at_most", [1, 2, 8, 32, 100])
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7, 8, 10, 12, 48, 64, 100, 256, 2048])
+@pytest.mark.parametrize("at_most", [1, 8, 100])
+@pytest.mark.parametrize("channels", [1, 3, 7, 8, 10, 48, 256])
 def test_groups_divide_the_channels_and_hold_four(channels: int, at_most: int) -> None:
     """Wu and He 2018: 32 groups; also groups of at least four channels."""
     groups = num_groups(channels, at_most=at_most)
@@ -74,34 +74,21 @@ def test_shared_layer_is_replaced_once_at_all_its_places() -> None:
     assert net["a"] is net["b"][1] is made["a"]
 
 
-def test_layers_that_do_not_train_are_not_replaced() -> None:
+def test_layers_that_do_not_train_stay_and_others_keep_their_mode() -> None:
     net = ResNet()
     net.layers[0].eval()
     to_group_norm(net)
     assert {n.split(".")[0] for n in every_layer(net)} == {"layers"}
     assert len(every_layer(net)) == 3
-
-
-def test_replaced_layers_keep_the_mode_of_the_old() -> None:
-    net = ResNet().eval()
-    made = to_group_norm(net)
+    made = to_group_norm(ResNet().eval())
     assert len(made) == 9
     assert not any(layer.training for layer in made.values())
 
 
-@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d])
-def test_lazy_layer_is_refused_by_name(lazy: Any) -> None:
-    net = nn.Sequential(nn.Sequential(lazy()))
+@pytest.mark.parametrize("affine", [True, False])
+def test_lazy_layer_is_refused_by_name_until_it_has_seen_a_batch(affine: bool) -> None:
+    net = nn.Sequential(nn.Sequential(nn.LazyBatchNorm2d(affine=affine)))
     with pytest.raises(TrainkitError, match=r"0\.0 is lazy \(LazyBatchNorm"):
         to_group_norm(net)
-
-
-def test_lazy_layer_without_weights_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="is lazy"):
-        to_group_norm(nn.Sequential(nn.LazyBatchNorm2d(affine=False)))
-
-
-def test_lazy_layer_that_has_seen_a_batch_is_replaced() -> None:
-    net = nn.Sequential(nn.LazyBatchNorm2d())
     net(torch.randn(2, 8, 3, 3))
-    assert isinstance(to_group_norm(net)["0"], nn.GroupNorm)
+    assert isinstance(to_group_norm(net)["0.0"], nn.GroupNorm)

@@ -66,70 +66,39 @@ def test_every_parameter_of_the_new_layers_is_trained(net: Any, layers: int) -> 
         assert moved or name.endswith((*still, "conv1.bias", "conv2.bias")), name
 
 
-def test_nothing_is_replaced_without_the_guard() -> None:
-    """The negative control."""
-    assert len(every_layer(fit("ignore"))) == 3
-    assert len(every_layer(fit())) == 3
-
-
 def test_steps_with_group_norm_equal_the_big_batchs() -> None:
     """What no BatchNorm can: the law holds to the last digits."""
     ends = {}
     for policy in ("group_norm", "ignore"):
         small = fit(policy, data=batches(24), accumulate=3)
         big = fit(policy, data=batches(24, 12), accumulate=1)
+        assert len(every_layer(small)) == (0 if policy == POLICY else 3)
         pairs = zip(small.parameters(), big.parameters(), strict=True)
         ends[policy] = max(float((a - b).detach().abs().max()) for a, b in pairs)
     assert ends["group_norm"] <= 1e-12
     assert ends["ignore"] > 1e-3
 
 
-def test_checkpoint_fits_in_every_stage(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, save_last=True)
-    module = fit(
-        POLICY, saving, module=Validated(), val=batches(), enable_checkpointing=True
-    )
-    path = tmp_path / "last.ckpt"
+def test_checkpoint_fits_in_every_stage_and_resumes(tmp_path: Path) -> None:
+    """The control: without the guard it does not fit."""
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
+    module = fit(POLICY, saving, enable_checkpointing=True, max_epochs=1)
+    path, data = tmp_path / "last.ckpt", batches()
     for stage in ("validate", "test", "predict"):
         other: Any = Validated()
         run = trainer(1, callbacks=[BatchNormGuard(POLICY)])
         quiet: Any = {} if stage == "predict" else {"verbose": False}
-        getattr(run, stage)(other, batches(), ckpt_path=path, **quiet)
+        getattr(run, stage)(other, data, ckpt_path=path, **quiet)
         assert count(other) == 3
         for name, tensor in module.state_dict().items():
             assert torch.equal(other.state_dict()[name], tensor)
-
-
-def test_checkpoint_of_group_norm_does_not_fit_without_the_guard(
-    tmp_path: Path,
-) -> None:
-    """The negative control."""
-    saving = ModelCheckpoint(tmp_path, save_last=True)
-    fit("group_norm", saving, enable_checkpointing=True)
     with pytest.raises(RuntimeError, match="running_mean"):
-        trainer(1).test(
-            ConvModule(), batches(), ckpt_path=tmp_path / "last.ckpt", verbose=False
-        )
-
-
-def test_resumed_training_equals_an_unbroken_one(tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
-
-    def save(trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(path)
-
-    whole = fit(POLICY, At("on_train_epoch_end", save))
-    resumed = fit(POLICY, ckpt_path=path)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
-def test_second_fit_replaces_nothing_more() -> None:
-    module = fit(POLICY)
-    layers = [m for m in module.modules() if isinstance(m, nn.GroupNorm)]
-    fit(POLICY, module=module)
-    assert layers == [m for m in module.modules() if isinstance(m, nn.GroupNorm)]
+        trainer(1).test(ConvModule(), data, ckpt_path=path, verbose=False)
+    resumed, whole = fit(POLICY, ckpt_path=path), fit(POLICY)
+    assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+    layers = [m for m in whole.modules() if isinstance(m, nn.GroupNorm)]
+    fit(POLICY, module=whole)  # replaces nothing more
+    assert layers == [m for m in whole.modules() if isinstance(m, nn.GroupNorm)]
 
 
 class WithActivation(nn.BatchNorm2d):
@@ -163,9 +132,6 @@ def test_lazy_layer_is_refused() -> None:
 # ---- modules that build themselves ---------------------------------------------------
 
 
-class BelowMixin(MixinBuilds): ...
-
-
 class AboveMixin(MixinBuilds):
     def configure_model(self) -> None:
         super().configure_model()
@@ -173,12 +139,14 @@ class AboveMixin(MixinBuilds):
 
 
 @pytest.mark.parametrize(
-    ("cls", "layers"),
-    [(MixinBuilds, 3), (BelowMixin, 3), (AboveMixin, 4), (MixinBuildsInSetup, 3)],
+    ("cls", "layers"), [(MixinBuilds, 3), (AboveMixin, 4), (MixinBuildsInSetup, 3)]
 )
 def test_layers_that_come_late_are_replaced_with_the_mixin(
     cls: Any, layers: int
 ) -> None:
+    module = cls()
+    module.configure_model()  # outside of a Trainer it replaces nothing
+    assert not count(module)
     assert count(fit(POLICY, module=cls(), exact=False)) == layers
 
 
@@ -198,12 +166,6 @@ def test_configure_model_may_convert_by_hand() -> None:
             guard.convert(self)
 
     assert count(fit(guard, module=ByHand())) == 3
-
-
-def test_configure_model_outside_of_a_trainer_replaces_nothing() -> None:
-    module = MixinBuilds()
-    module.configure_model()
-    assert len(every_layer(module)) == 3
 
 
 def test_convert_alone_replaces_the_layers_of_any_module() -> None:

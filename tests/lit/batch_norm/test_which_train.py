@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 
 from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.lit.batch_norm.fits import (
     WINDOW,
     At,
     ConvModule,
-    ConvNet,
-    StepsByTwo,
     Validated,
     batches,
     fit,
     inputs,
 )
-from trainkit import BatchNormGuard
-from trainkit.core.batch_norm.layers import every_layer, is_training
-from trainkit.errors import TrainkitError
+from trainkit.core.batch_norm.layers import every_layer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Found .* in eval mode at the start",
@@ -47,16 +42,13 @@ class FrozenBackbone(Validated):
             getattr(self.net, name).eval()
 
 
-HOOKS = ["on_train_start", "on_train_epoch_start", "on_fit_start"]
-
-
 @pytest.mark.parametrize(
     ("policy", "hook"),
     [
-        *(("recalibrate", hook) for hook in HOOKS),
-        *(("momentum", hook) for hook in HOOKS),
+        ("recalibrate", "on_train_start"),
+        ("recalibrate", "on_train_epoch_start"),
+        ("momentum", "on_fit_start"),
         ("freeze", "on_train_start"),
-        ("freeze", "on_fit_start"),
         ("ignore", "on_train_epoch_start"),
     ],
 )
@@ -72,7 +64,9 @@ def test_frozen_backbone_keeps_its_statistics(policy: str, hook: str) -> None:
     assert module.net.bn1.momentum == 0.1
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "hook", ["on_train_start", "on_train_epoch_start", "on_fit_start"]
+)
 def test_frozen_backbone_is_not_spoken_of(hook: str) -> None:
     with pytest.warns(UserWarning, match=r"BatchNorm: net\.bn3 normalises"):
         fit("warn", module=FrozenBackbone(hook))
@@ -124,38 +118,3 @@ def test_layers_set_free_later_get_the_momentum() -> None:
     assert seen[:7] == [0.1] * 7
     assert seen[7] == pytest.approx(1 - 0.9 ** (1 / WINDOW))
     assert module.net.bn1.momentum == 0.1
-
-
-@pytest.mark.parametrize("guard_first", [True, False])
-def test_layers_set_free_later_are_replaced(guard_first: bool) -> None:
-    guard, unfreezes = BatchNormGuard("group_norm"), Unfreezes()
-    first = (guard, unfreezes) if guard_first else (unfreezes, guard)
-    module = fit(None, *first)
-    assert every_layer(module) == {}
-
-
-# ---- others --------------------------------------------------------------------------
-
-
-def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
-    averaging = StochasticWeightAveraging(swa_lrs=0.1)
-    with pytest.raises(TrainkitError, match="throws the statistics away"):
-        fit("freeze", averaging, max_epochs=3)
-
-
-def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
-    seen: list[float] = []
-    note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    fit("momentum", note, module=StepsByTwo(), accumulate=1, exact=False)
-    # From the second batch on: the first has said what a window is.
-    assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
-    assert seen[6] == pytest.approx(0.1)  # the short last window
-
-
-def test_layer_is_training_when_it_follows_the_data() -> None:
-    layer = copy.deepcopy(ConvNet().bn1)
-    assert is_training(layer)
-    layer.track_running_stats = False
-    assert not is_training(layer)
-    layer.track_running_stats = True
-    assert not is_training(layer.eval())

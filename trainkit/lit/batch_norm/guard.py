@@ -122,9 +122,9 @@ class BatchNormGuard(OrderedCallback):
         min_samples: there is no warning about statistics from so many samples or more.
         freeze_affine: with `"freeze"`: keep weights and biases too.
         num_batches: with `"recalibrate"`: the number of micro-batches on each rank.
-        exact: with `"recalibrate"`: go layer by layer, one pass for each, for the
-            statistics of all data as one batch. False makes one pass, which is exact
-            for the first layer only.
+        exact: with `"recalibrate"`: as many passes as layers follow each other, for
+            the statistics of all data as one batch. False makes one pass, which is
+            exact for the first layer only.
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
