@@ -22,12 +22,14 @@ from tests.core.inside.common import (
     off_by,
     step,
     twin,
+    vicreg,
 )
 from trainkit import Chunked, MicroBatching, TrainkitError
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss", "calls"), [*((loss, 1) for loss in LOSSES), (nt_xent, 2), (vicreg, 3)]
+)
 def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> None:
     """The net is called once, on two views, or a third time for a target."""
     net, (x, labels) = twin(Net()), batch()
@@ -55,9 +57,9 @@ def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> No
                 assert off_by(found, wanted) <= EXACT
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2, 6, 99])
-@pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("dropout", "calls", "keep"), [(0.0, 1, 0), (0.5, 1, 0), (0.5, 3, 1), (0.5, 3, 99)]
+)
 def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
     dropout: float, calls: int, keep: int
 ) -> None:
@@ -82,7 +84,7 @@ def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize(("keep", "second"), [(0, 6), (1, 5), (2, 4), (6, 0), (99, 0)])
+@pytest.mark.parametrize(("keep", "second"), [(0, 6), (1, 5), (2, 4), (99, 0)])
 def test_kept_chunks_run_once_and_a_graph_is_that_of_a_chunk(
     keep: int, second: int
 ) -> None:

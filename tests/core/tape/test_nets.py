@@ -11,7 +11,6 @@ from torch.optim import SGD
 
 from tests.core.tape.cases import CASES, images, made
 from tests.core.tape.common import (
-    EXACT,
     NAIVE,
     any_loss,
     apart,
@@ -22,18 +21,15 @@ from tests.core.tape.common import (
 from tests.core.tape.resnet import resnet
 from trainkit import exact_batch_norm
 
-CUT = sorted(set(CASES) - {"a_layer"})
-SIZES = [(8, 4), (9, 8), (6, 1), (12, 3), (3, 1), (2, 1), (4, 7)]
+SIZES = [(8, 4), (9, 8), (6, 1), (3, 1), (2, 1), (4, 7)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_cut_batch_is_the_big_batch(name: str) -> None:
-    check_same(step(name, 11, 4), step(name, 11))
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_chunks_that_are_normalised_apart_are_not(name: str) -> None:
-    assert off_by(apart(name, 11, 4), step(name, 11).gradients) > NAIVE
+def test_a_cut_batch_is_the_big_batch_and_chunks_apart_are_not(name: str) -> None:
+    wanted = step(name, 11)
+    check_same(step(name, 11, 4), wanted)
+    if name != "a_layer":
+        assert off_by(apart(name, 11, 4), wanted.gradients) > NAIVE
 
 
 @pytest.mark.parametrize(("rows", "size"), SIZES)
@@ -42,7 +38,7 @@ def test_any_numbers_of_rows(name: str, rows: int, size: int) -> None:
     check_same(step(name, rows, size), step(name, rows), 1e-11)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "mobilenet", "no_momentum"])
+@pytest.mark.parametrize("name", ["unet", "twice", "no_momentum"])
 def test_ten_steps(name: str) -> None:
     big = made(name)
     own, plain = copy.deepcopy(big), copy.deepcopy(big)
@@ -65,19 +61,6 @@ def test_single_precision_where_activations_are_smooth() -> None:
     wide, found = step("other_dims", 11), step("other_dims", 11, 4, torch.float32)
     assert off_by(found.gradients, wide.gradients) <= 2e-5
     assert off_by(found.state, wide.state) <= 2e-5
-
-
-def test_running_statistics_of_later_batches() -> None:
-    """The buffers, not only the gradient, are followed over two batches."""
-    big = made("twice")
-    own = copy.deepcopy(big)
-    net = exact_batch_norm(own, size=3)
-    for number in range(2):
-        x = images(7, seed=number)
-        any_loss([big(x)]).backward()
-        any_loss([net(x)]).backward()
-    for one, other in zip(own.buffers(), big.buffers(), strict=True):
-        assert off_by([one], [other]) <= EXACT
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])

@@ -121,21 +121,13 @@ class Listed(Images):
 
 
 class Counts(Images):
-    """Leaves what its loss divides by, before or after it calls the net."""
-
-    is_early = True
+    """Leaves what its loss divides by, after it called the net."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        if self.is_early:
-            self.number = int((y > 0).sum())
         losses = F.cross_entropy(self.net(x), y, reduction="none")
-        self.number = self.number if self.is_early else int((y > 0).sum())
+        self.number = int((y > 0).sum())
         return losses[y > 0].mean()
-
-
-class CountsLate(Counts):
-    is_early = False
 
 
 class Said(AccumulationMixin, Images):
@@ -163,11 +155,6 @@ class OwnBackward(Images):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
-
-
-class BareBackward(OwnBackward):
-    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-        loss.backward()
 
 
 class Stem(Images):
@@ -256,11 +243,11 @@ def fit(
     module: pl.LightningModule,
     *callbacks: pl.Callback,
     window: int = 1,
-    epochs: int = 4,
+    epochs: int = 2,
     batches: Any = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Twelve steps, unless something else is asked for."""
+    """Six steps, unless something else is asked for."""
     fitted = trainer(window, callbacks=list(callbacks), max_epochs=epochs, **options)
     fitted.fit(module, batches or loader())
     return fitted

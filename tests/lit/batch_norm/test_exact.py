@@ -16,13 +16,10 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from tests.lit.batch_norm.exact_fits import (
     Bare,
-    BareBackward,
     Counts,
-    CountsLate,
     Images,
     Listed,
     Mixed,
@@ -37,7 +34,6 @@ from tests.lit.batch_norm.exact_fits import (
     partly_frozen,
     without_statistics,
 )
-from tests.lit.batch_norm.exact_fits import loader as batches
 from trainkit import (
     AccumulationCallback,
     BatchNormGuard,
@@ -94,28 +90,20 @@ class Case:
 
 CASES = {
     "split": Case(),
-    "single rows": Case(cut=MicroBatching(size=1)),
-    "inside": Case(cut=INSIDE),
     "inside, found": Case(cut=MicroBatching(inside="auto", size=3)),
     "no batch exceeds the size": Case(cut=MicroBatching(size=64), naive=False),
     "in the step": Case(Bare),
     "mixin": Case(Mixed, None, plain=Images),
     "list": Case(Listed),
     "own backward": Case(OwnBackward),
-    "bare backward": Case(BareBackward),
     "layer in the step": Case(Stem, INSIDE, naive=False),
-    "counted before": Case(Counts, strategy=COUNTED),
-    "counted after": Case(CountsLate, strategy=COUNTED),
+    "counted": Case(Counts, strategy=COUNTED),
     "said": Case(Said, None, plain=Counts),
     "frozen": Case(partly_frozen),
     "late": Case(evaluating, others=lambda: [Thawed()]),
-    "late, inside": Case(evaluating, INSIDE, lambda: [Thawed()]),
     "no statistics": Case(without_statistics, others=lambda: [Thawed()]),
-    "no statistics, inside": Case(without_statistics, INSIDE, lambda: [Thawed()]),
     "averages": Case(others=lambda: [Average()]),
-    "averages, inside": Case(cut=INSIDE, others=lambda: [Average()]),
     "schedule of one": Case(others=lambda: [GradientAccumulationScheduler({0: 1})]),
-    "clipped": Case(options={"gradient_clip_val": 0.05}),
     "clipped, inside": Case(cut=INSIDE, options={"gradient_clip_val": 0.05}),
 }
 
@@ -137,7 +125,7 @@ def test_training_equals_whole_batches_and_plain_accumulation_does_not(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*ran whole")
         fitted = fit(module, *case.others(), *ours(case), **options)
-    assert apart(module, whole) <= 1e-10
+    assert apart(module, whole) <= 1e-10  # buffers too
     assert not [n for n, m in module.named_modules() if "forward" in vars(m)]
     assert list(module.state_dict()) == list(whole.state_dict())
     if case.plain is None:
@@ -148,16 +136,6 @@ def test_training_equals_whole_batches_and_plain_accumulation_does_not(
         parts = AccumulationCallback(case.strategy or PerSample(), micro_batching=SPLIT)
         fit(naive, *case.others(), *([parts] if case.cut else []), **options)
         assert apart(naive, whole) > 1e-3
-
-
-def test_frozen_layers_stay_and_running_statistics_move_once_a_step() -> None:
-    start, module, whole = partly_frozen(), partly_frozen(), Images()
-    fit(module, *exact(SPLIT))
-    fit(whole, *exact(SPLIT))
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        one, other = (getattr(each.net[4], name) for each in (module, start))  # type: ignore[index]
-        assert torch.equal(one, other)
-    assert int(whole.net.norm.num_batches_tracked) == 12  # type: ignore[union-attr, arg-type]
 
 
 def test_rates_and_windows_numbers_are_those_of_one_batch(capsys: Any) -> None:
@@ -175,19 +153,19 @@ def test_rates_and_windows_numbers_are_those_of_one_batch(capsys: Any) -> None:
     assert "blocks.0, blocks.1 in chunks of at most 4 rows" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
-def test_statistics_epoch_of_weight_averaging(cut: MicroBatching) -> None:
+def test_statistics_epoch_of_weight_averaging() -> None:
     """The last epoch takes no step: its statistics are those of loader batches."""
     trained = []
     for callbacks in (
         [],
         [AccumulationCallback(PerSample())],
-        exact(cut),
+        exact(SPLIT),
         [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
     ):
         module = Images()
         module.net.last_norm.momentum = 0.2  # type: ignore[union-attr]
-        fit(module, StochasticWeightAveraging(0.05, swa_epoch_start=2), *callbacks)
+        average = StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        fit(module, average, *callbacks, epochs=4)
         trained.append(module)
     plain, whole, module, naive = trained  # plain Lightning steps at the epoch's end
     assert apart(module, whole) <= 1e-10
@@ -238,31 +216,3 @@ def test_noise_scale_says_that_it_cannot_measure() -> None:
     fit(Images(), *exact(SPLIT), noise, epochs=1)
     assert noise.why_not is not None
     assert "have no gradient of their own" in noise.why_not
-
-
-def test_precision_of_half() -> None:
-    """In bfloat16 the window is as far from float64 as the whole batch is, over several
-    nets: how one of them is rounded is decided by the processor."""
-
-    def run(seed: int, precision: Any, *callbacks: pl.Callback) -> Images:
-        module = Images()
-        torch.manual_seed(seed)
-        for parameter in module.parameters():
-            parameter.data.add_(0.05 * torch.randn_like(parameter))
-        if precision == "64-true":
-            fit(module, epochs=1, precision=precision)
-            return module
-        floats = [(x.float(), y) for x, y in batches()]
-        data: Any = DataLoader(floats, batch_size=None)  # type: ignore[arg-type]
-        fit(module.float(), *callbacks, batches=data, epochs=1, precision=precision)
-        return module
-
-    whole, exactly, naive = 0.0, 0.0, 0.0
-    for seed in range(5):
-        true = run(seed, "64-true")
-        whole += apart(run(seed, "bf16-mixed"), true) ** 2
-        exactly += apart(run(seed, "bf16-mixed", *exact(SPLIT)), true) ** 2
-        parts = AccumulationCallback(PerSample(), micro_batching=SPLIT)
-        naive += apart(run(seed, "bf16-mixed", parts), true) ** 2
-    assert exactly <= 2**2 * whole
-    assert naive > 3**2 * exactly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,9 +10,15 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from tests.helpers import raise_rank_errors, run_ranks
+from tests.helpers import raise_rank_errors, run_cases
 from tests.lit.batch_norm.exact_fits import Images, apart, exact, fit, images
-from trainkit import AccumulationCallback, BatchNormGuard, MicroBatching, PerSample
+from trainkit import (
+    AccumulationCallback,
+    BatchNormGuard,
+    MicroBatching,
+    PerSample,
+    TrainkitError,
+)
 
 SHARES: dict[int, list[tuple[int, ...]]] = {
     2: [(9, 3, 12), (3, 10, 1)],
@@ -21,7 +28,6 @@ SHARES: dict[int, list[tuple[int, ...]]] = {
 
 CUTS = {
     "split": MicroBatching(size=4),
-    "inside": MicroBatching(inside="net", size=4),
     "whole": None,
 }
 
@@ -39,105 +45,79 @@ def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
     return DataLoader(data, batch_sampler=found)
 
 
-def train_on_rank(rank: int, world_size: int, cut: str, policy: str) -> Any:
-    module = Images()
-    callbacks: list[Any] = exact(CUTS[cut])  # type: ignore[arg-type]
-    if policy != "exact":
-        callbacks[1] = BatchNormGuard("ignore")
-    calls: list[Any] = []
-    own = dist.all_reduce
+def fit_on_ranks(
+    module: Images, callbacks: list[Any], rank: int, world_size: int
+) -> None:
+    fit(
+        module,
+        *callbacks,
+        batches=batches(SHARES[world_size], rank),
+        devices=world_size,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        use_distributed_sampler=False,
+    )
+
+
+def train(rank: int, world_size: int, cut: str, policy: Any) -> tuple[Any, int]:
+    """The state after a training, and how often its layers communicated."""
+    module, calls, own = Images(), list[Any](), dist.all_reduce
+    callbacks = [AccumulationCallback(PerSample(), micro_batching=CUTS[cut])]
 
     def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor.shape)
+        calls.append(tuple(tensor.shape))
         return own(tensor, *args, **kwargs)
 
     dist.all_reduce = counted
     try:
-        fit(
-            module,
-            *callbacks,
-            batches=batches(SHARES[world_size], rank),
-            devices=world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-        )
+        guarded = [*callbacks, BatchNormGuard(policy)]
+        fit_on_ranks(module, guarded, rank, world_size)
     finally:
         dist.all_reduce = own
-    in_layers = [shape for shape in calls if tuple(shape) in {(world_size, 13), (2, 6)}]
+    in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
     return module.state_dict(), len(in_layers)
 
 
-def whole_batches(world_size: int) -> Images:
-    module = Images()
-    fit(module, batches=batches(SHARES[world_size], None))
-    return module
-
-
-def trained(world_size: int, *how: Any) -> list[tuple[Images, int]]:
-    """The module of each rank, and how often its layers communicated."""
-    found = []
-    ranks = run_ranks(train_on_rank, world_size, *how)
-    for state, calls in raise_rank_errors(ranks):
-        module = Images()
-        module.load_state_dict(state)
-        found.append((module, calls))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world_size", "cut"),
-    [(2, "split"), (2, "inside"), (2, "whole"), (3, "split")],
-)
-def test_ranks_equal_one_batch(world_size: int, cut: str) -> None:
-    whole = whole_batches(world_size)
-    for module, calls in trained(world_size, cut, "exact"):
-        assert apart(module, whole) <= 1e-10
-        assert calls == 12 * 2 * 2  # steps x layers x (forward and backward)
-
-
-def test_plain_accumulation_on_ranks_does_not() -> None:
-    module, _ = trained(2, "split", "ignore")[0]
-    whole = whole_batches(2)
-    assert apart(module, whole) > 0.1 * apart(whole, Images())
-
-
-def refused_on_rank(rank: int, world_size: int) -> str:
-    with pytest.raises(Exception, match="a rank whose memory runs out") as caught:
-        fit(
-            Images(),
-            *exact(MicroBatching("auto")),
-            batches=batches(SHARES[2], rank),
-            devices=world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-        )
+def refused(rank: int, world_size: int, callbacks: list[Any]) -> str:
+    with pytest.raises(TrainkitError) as caught:
+        fit_on_ranks(Images(), callbacks, rank, world_size)
     return str(caught.value)
 
 
-def test_sizes_cannot_be_searched_between_ranks() -> None:
-    raise_rank_errors(run_ranks(refused_on_rank, 2))
+@cache
+def ranks_of(world_size: int) -> dict[str, list[Any]]:
+    auto = exact(MicroBatching("auto"))
+    cases: dict[str, Any] = {
+        "split": (train, "split", "exact"),
+        "whole": (train, "whole", "exact"),
+        "control": (train, "split", "ignore"),
+        "a rank whose memory runs out": (refused, auto),
+        "on several ranks it needs the callback": (refused, [BatchNormGuard("exact")]),
+    }
+    if world_size > 2:
+        cases = {"split": cases["split"]}
+    found = run_cases(world_size, cases)
+    return {name: raise_rank_errors(each) for name, each in found.items()}
 
 
-def without_callback(rank: int, world_size: int) -> str:
-    with pytest.raises(Exception, match="on several ranks it needs the callback"):
-        fit(
-            Images(),
-            BatchNormGuard("exact"),
-            batches=batches(SHARES[2], rank),
-            devices=world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-        )
-    return ""
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "split"), (2, "whole"), (2, "control"), (3, "split")]
+)
+def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
+    """Plain accumulation, the control, does not."""
+    whole = Images()
+    fit(whole, batches=batches(SHARES[world_size], None))
+    for state, calls in ranks_of(world_size)[name]:
+        module = Images()
+        module.load_state_dict(state)
+        if name == "control":
+            assert apart(module, whole) > 0.1 * apart(whole, Images())
+        else:
+            assert apart(module, whole) <= 1e-10
+            assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
 
 
-def test_ranks_without_the_callback_are_refused() -> None:
-    raise_rank_errors(run_ranks(without_callback, 2))
-
-
-def test_one_rank_with_one_batch_a_window_needs_nothing() -> None:
-    trained_ = []
-    for callbacks in ([], [AccumulationCallback(PerSample()), BatchNormGuard("exact")]):
-        trained_.append(Images())
-        fit(trained_[-1], *callbacks)
-    assert apart(*trained_) <= 1e-14
+@pytest.mark.parametrize(
+    "words", ["a rank whose memory runs out", "on several ranks it needs the callback"]
+)
+def test_what_ranks_cannot_do_is_refused(words: str) -> None:
+    assert all(words in said for said in ranks_of(2)[words])

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.core.inside.common import Net, batch, nt_xent
-from tests.helpers import run_ranks
 from tests.lit.inside.common import Foreign, data, fit
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError
 
@@ -91,26 +90,6 @@ def test_what_a_module_holds_is_not_moved() -> None:
     fit(found, AUTO)
     fit(other, None)
     assert found.logged == pytest.approx(other.logged, rel=1e-12)
-
-
-class Gathering(Foreign):
-    """Compares with the rows of other ranks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out: Any = self.all_gather(self(batch[0]), sync_grads=True)
-        return nt_xent(out.flatten(0, 1), batch[1])
-
-
-def train_gathering(rank: int, world: int, options: Any) -> str:
-    try:
-        fit(Gathering(), options, strategy="ddp", devices=world)
-    except TrainkitError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_step_that_gathers_is_looked_at_on_each_rank_alone() -> None:
-    assert set(run_ranks(train_gathering, 2, AUTO)) == {"trained"}
 
 
 class Leaving(Net):

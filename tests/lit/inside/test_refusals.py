@@ -28,8 +28,9 @@ class Logging(Foreign):
         return out
 
 
-@pytest.mark.parametrize("proof", ["warn", "off", "require"])
-@pytest.mark.parametrize("how", ["log", "log_dict"])
+@pytest.mark.parametrize(
+    ("proof", "how"), [("warn", "log"), ("off", "log_dict"), ("require", "log")]
+)
 def test_logging_within_a_cut_is_refused(proof: Any, how: str) -> None:
     options = MicroBatching(size=4, inside="self")
     callback = AccumulationCallback(micro_batching=options, proof=proof)
@@ -38,6 +39,8 @@ def test_logging_within_a_cut_is_refused(proof: Any, how: str) -> None:
     with pytest.raises(TrainkitError, match=words):
         fit(module, None, callback)
     assert "log" not in vars(module)
+    with pytest.raises(TrainkitError, match=words):
+        check(module, batch(), micro_batches=options)
 
 
 def test_logging_outside_of_a_cut_is_not() -> None:
@@ -52,23 +55,24 @@ def test_auto_goes_around_what_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'found by inside="auto": net\n' in capsys.readouterr().out
 
 
-def test_check_refuses_logging_as_well() -> None:
-    options = MicroBatching(size=4, inside="self")
-    with pytest.raises(TrainkitError, match="self.log within self"):
-        check(Logging(), batch(), micro_batches=options)
+@pytest.mark.parametrize("kind", [Foreign, Own])
+def test_windows_of_several_batches_need_a_strategy(kind: Any) -> None:
+    with pytest.raises(TrainkitError, match="needs no strategy where one loader"):
+        fit(kind(), MicroBatching(size=4, inside="net"), accumulate=2)
+
+
+def test_a_path_that_leads_nowhere_is_refused_with_what_there_is() -> None:
+    with pytest.raises(TrainkitError, match="'encoder'. It has net"):
+        fit(Foreign(), MicroBatching(size=4, inside="encoder"))
 
 
 @pytest.mark.parametrize("has_mixin", [False, True])
 def test_no_strategy_is_refused_with_the_inner_cut_as_a_way(has_mixin: bool) -> None:
     words = r"received None\. .*PerSample\(\) .*compares rows .*size=8, inside='net'"
+    module = Own() if has_mixin else Foreign()
     with pytest.raises(TrainkitError, match=words):
-        fit(
-            Own() if has_mixin else Foreign(),
-            None,
-            *[AccumulationCallback()][has_mixin:],
-        )
-    how = MicroBatching(size=8, inside="net")
-    fit(Own() if has_mixin else Foreign(), how)
+        fit(module, None, *[AccumulationCallback()][has_mixin:])
+    fit(module, MicroBatching(size=8, inside="net"))
 
 
 def test_why_the_proof_is_not_measured_is_a_sentence(

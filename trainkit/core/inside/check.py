@@ -28,7 +28,7 @@ from trainkit.core.inside.outputs import (
     rows_of,
     with_columns,
 )
-from trainkit.core.inside.refusals import refuse_module, refusing
+from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
 from trainkit.core.inside.rows import Arguments, ByLength
 from trainkit.core.inside.trial import Trial
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
@@ -51,7 +51,7 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
             f"by all rows of a batch: {listed(names)}. Freeze it, use "
             f'BatchNormGuard("exact"), or name a module without it.'
         )
-    refuse_module(cut.module, cut.name)
+    refuse_parts(cut.module, cut.name, OF_ROWS)
     sums, begun = moment.sums(), States(arguments.devices)
 
     def put_all_back() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trainkit.core.in_place_of import InPlaceOf
+from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
-from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 
@@ -58,13 +57,7 @@ class Chunked(InPlaceOf):
         keep: int = 1,
         shared: Sequence[Path] = (),
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TrainkitError(
-                f"Chunked: must be given a torch module, received "
-                f"{type(module).__name__}."
-            )
-        if size is not None:
-            check_whole_number("Chunked size", size)
+        check_cut("Chunked", module, 1 if size is None else size)
         name = f"Chunked({type(module).__name__})"
         if lengths is not None and tokens is None:
             raise TrainkitError(

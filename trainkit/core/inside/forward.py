@@ -16,7 +16,7 @@ from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Cut, nothing_around
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
-from trainkit.core.inside.refusals import refuse_module
+from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.inside.rows import Arguments, Signature
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
@@ -62,7 +62,7 @@ class ChunkedForward(Cut):
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        refuse_module(self.module, self.name)
+        refuse_parts(self.module, self.name, OF_ROWS)
         if isinstance(vars(self.module).get("forward"), ChunkedForward):
             raise TrainkitError(
                 f"{self.name}: it runs in chunks already. Name it once, and remove() "

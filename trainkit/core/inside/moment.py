@@ -63,6 +63,15 @@ class States:
         return is_same and all([torch.equal(*pair) for pair in pairs])
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module and of those in it, by their paths."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, each in module.named_modules()
+        for name, value in (vars(each) | each._buffers).items()
+    }
+
+
 def settings_of(module: nn.Module) -> Settings:
     """The numbers and words in attributes of a module and of those in it; the modes of
     its layers are among them."""

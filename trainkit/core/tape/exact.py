@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.in_place_of import InPlaceOf
+from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.plan.options import check_whole_number
 from trainkit.core.ranks import find_ranks
 from trainkit.core.tape.forward import TapedForward
-from trainkit.errors import TrainkitError
 
 
 class ExactBatchNorm(InPlaceOf):
@@ -48,12 +46,7 @@ def exact_batch_norm(
         process_group: of the ranks that share a batch; default: all.
         memory: has no effect any more.
     """
-    if not isinstance(module, nn.Module):
-        raise TrainkitError(
-            f"exact_batch_norm: must be given a torch module, received "
-            f"{type(module).__name__}."
-        )
-    check_whole_number("exact_batch_norm size", size)
+    check_cut("exact_batch_norm", module, size)
     if memory is not None:
         warnings.warn(
             "exact_batch_norm: memory= has no effect any more, and goes with the next "
