@@ -223,10 +223,9 @@ def total(output: Any) -> Tensor:
     make=NESTED,
     rows=st.integers(4, 9),  # more than a list has plain values
     size=st.integers(1, 9),
-    keep=st.sampled_from([0, 1, 9]),
 )
 def test_any_structure(
-    args: list[Any], kwargs: dict[str, Any], make: Any, rows: int, size: int, keep: Any
+    args: list[Any], kwargs: dict[str, Any], make: Any, rows: int, size: int
 ) -> None:
     torch.manual_seed(rows)
     net, x = Folding(make), torch.randn(rows, 3, dtype=torch.float64)
@@ -242,7 +241,7 @@ def test_any_structure(
         return output, list(found)
 
     wanted_output, wanted = gradients()
-    with Chunked(net, size=size, keep=keep):
+    with Chunked(net, size=size):
         for _ in range(2):
             output, found = gradients()
             one, other = (take_apart(each)[0] for each in (output, wanted_output))
@@ -309,12 +308,11 @@ def test_only_some_rows_used_and_two_modules_at_once() -> None:
     assert off(twin(Net()), retrieval) <= EXACT
 
 
-@pytest.mark.parametrize("keep", [0, 9])
-def test_a_module_in_chunks_within_another(keep: int) -> None:
+def test_a_module_in_chunks_within_another() -> None:
     net = twin(Net())
     _, wanted = gradient(net, step)
-    with Chunked(net.body, size=2, keep=keep):
-        assert off(net, wanted=wanted, size=6, keep=keep) <= EXACT
+    with Chunked(net.body, size=2):
+        assert off(net, wanted=wanted, size=6) <= EXACT
 
 
 def test_tied_partly_frozen_and_shared_parameters() -> None:

@@ -29,7 +29,7 @@ from trainkit import Chunked, TrainkitError
 def test_copies_run_themselves_and_not_the_original() -> None:
     net = twin(Net())
     _, wanted = gradient(net, step)
-    cut = Chunked(net, size=4, keep=0)
+    cut = Chunked(net, size=4)
     step(net)  # no backward pass: it holds graphs and states
     pickled = pickle.loads(pickle.dumps(net))
     file = io.BytesIO()
@@ -97,7 +97,7 @@ def test_hooks_on_the_module_run_once() -> None:
     x = X.clone().requires_grad_()
     made = lambda net: nt_xent(net(x), LABELS)  # noqa: E731
     _, wanted = gradient(net, made)
-    with Chunked(net, size=8, keep=0):
+    with Chunked(net, size=8):
         for _ in range(2):
             gradient(net, made)
         for each in (runs, inner, backwards):
@@ -105,7 +105,7 @@ def test_hooks_on_the_module_run_once() -> None:
         assert off_by(gradient(net, made)[1], wanted) <= EXACT
     assert runs == [22, 22]
     assert backwards == [22]
-    assert len(inner) == 6  # three chunks, twice
+    assert len(inner) == 5  # three chunks, and two of them again
 
 
 def test_an_error_inside_leaves_everything_as_it_was() -> None:
@@ -118,7 +118,7 @@ def test_an_error_inside_leaves_everything_as_it_was() -> None:
             return super().forward(x)
 
     net = twin(Failing(dropout=0.5))
-    with Chunked(net, size=8, keep=0):
+    with Chunked(net, size=8):
         _, wanted = gradient(net, step)
         _, wanted = gradient(net, step)
         fails = 1

@@ -24,7 +24,7 @@ from tests.core.inside.common import (
     twin,
     vicreg,
 )
-from trainkit import Chunked, MicroBatching, TrainkitError
+from trainkit import Chunked
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,9 @@ def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> No
                 assert off_by(found, wanted) <= EXACT
 
 
-@pytest.mark.parametrize(
-    ("dropout", "calls", "keep"), [(0.0, 1, 0), (0.5, 1, 0), (0.5, 3, 1), (0.5, 3, 99)]
-)
+@pytest.mark.parametrize(("dropout", "calls"), [(0.0, 1), (0.5, 1), (0.5, 3)])
 def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
-    dropout: float, calls: int, keep: int
+    dropout: float, calls: int
 ) -> None:
     net = twin(Net(dropout=dropout))
     views = [X, X.flip(1), X.roll(1, 1)][:calls]
@@ -78,16 +76,13 @@ def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
     after = torch.get_rng_state()
     other = gradient(net, plain, seed=4)[1]
     assert (off_by(other, wanted) > NAIVE) == bool(dropout)  # the draws matter
-    assert off(net, whole, wanted=wanted, size=4, keep=keep) <= EXACT
-    with Chunked(net, size=4, keep=keep):
+    assert off(net, whole, wanted=wanted, size=4) <= EXACT
+    with Chunked(net, size=4):
         gradient(net, whole)
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.parametrize(("keep", "second"), [(0, 6), (1, 5), (2, 4), (99, 0)])
-def test_kept_chunks_run_once_and_a_graph_is_that_of_a_chunk(
-    keep: int, second: int
-) -> None:
+def test_the_last_chunk_runs_once_and_a_graph_is_that_of_a_chunk() -> None:
     rows: list[tuple[int, bool]] = []
 
     def counting(net: Any, x: Tensor) -> Tensor:
@@ -95,21 +90,13 @@ def test_kept_chunks_run_once_and_a_graph_is_that_of_a_chunk(
         return net.plain(x)
 
     net = twin(Net(counting))
-    with Chunked(net, size=4, keep=keep):
+    with Chunked(net, size=4):
         for _ in range(4):  # calls 1, 2 and 4 look at rows as well
             gradient(net, step)
         rows.clear()
         gradient(net, step)
-    assert len(rows) == 6 + second
+    assert len(rows) == 6 + 5
     assert max(size for size, has_graph in rows if has_graph) == 4
-
-
-@pytest.mark.parametrize("keep", ["auto", "2GB", None, -1, 1.5, True])
-def test_a_keep_that_is_no_number_is_refused(keep: Any) -> None:
-    with pytest.raises(TrainkitError, match="keep: must be a whole number from 0"):
-        Chunked(Net(), size=4, keep=keep)
-    with pytest.raises(TrainkitError, match="keep: must be a whole number from 0"):
-        MicroBatching(size=4, inside="net", keep=keep)
 
 
 def test_float32_is_off_by_rounding() -> None:

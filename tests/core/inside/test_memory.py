@@ -82,20 +82,20 @@ def hungry(dropout: float = 0.0) -> tuple[Any, Budget]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "keep"),
+    "limits",
     [
-        ({"most_without": 11, "most": 22}, 0),
-        ({"most_backward": 9}, 1),
-        ({"most_without": 22, "most": 13, "most_backward": 5}, 0),
-        ({"most": 1, "most_without": 2}, 1),
+        {"most_without": 11, "most": 22},
+        {"most_backward": 9},
+        {"most_without": 22, "most": 13, "most_backward": 5},
+        {"most": 1, "most_without": 2},
     ],
 )
-def test_chunks_get_finer_where_memory_ends(limits: dict[str, int], keep: Any) -> None:
+def test_chunks_get_finer_where_memory_ends(limits: dict[str, int]) -> None:
     net, budget = hungry()
     _, wanted = gradient(net, step)
     vars(budget).update(limits)
     failures = 0
-    with Chunked(net, size=None, keep=keep):
+    with Chunked(net, size=None):
         for _ in range(4):
             failures = budget.failures
             assert off_by(gradient(net, step)[1], wanted) <= EXACT
@@ -136,7 +136,7 @@ def test_what_cannot_be_cut_finer_raises_memory_errors_as_they_are(
 ) -> None:
     """A fixed size, and one row."""
     net, budget = hungry()
-    with Chunked(net, size=size, keep=0):
+    with Chunked(net, size=size):
         gradient(net, step)
         loss = step(net)
         budget.most_without = budget.most = budget.most_backward = 0
@@ -150,17 +150,16 @@ def test_no_graph_outlives_its_chunk_or_its_loss() -> None:
     net, budget = hungry()
     gc.disable()
     try:
-        for keep in (0, 1, 8):
-            with Chunked(net, size=5, keep=keep):
-                for _ in range(4):
-                    gradient(net, step)
-                assert budget.held == 0
-                budget.highest = 0
-                loss = step(net)
-                del loss  # never used
-                assert budget.held == 0
+        with Chunked(net, size=5):
+            for _ in range(4):
                 gradient(net, step)
-                assert budget.highest <= (5 * max(keep, 1))
+            assert budget.held == 0
+            budget.highest = 0
+            loss = step(net)
+            del loss  # never used
+            assert budget.held == 0
+            gradient(net, step)
+            assert budget.highest <= 5
     finally:
         gc.enable()
     gradient(net, step)
@@ -174,7 +173,7 @@ def peak(size: int | None) -> float:
     """The most bytes of the second step, as a multiple of the parameters'."""
     net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 16
     x = torch.randn(rows, 256)
-    with Chunked(net, size=4, keep=0):
+    with Chunked(net, size=4):
         net(x).square().mean().backward()  # which looks at rows as well
         net(x)
         net.zero_grad()
@@ -220,7 +219,7 @@ def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
     # The head's gradient has arrived when the body's has no room.
     net = twin(Net(lambda net, x: net.head(Stops.apply(net.body(x)))))
     _, wanted = gradient(net, step)
-    with Chunked(net, keep=0):
+    with Chunked(net):
         loss = step(net)
         if not again:
             monkeypatch.setattr(Shadows, "clear", lambda _: None)

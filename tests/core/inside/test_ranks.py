@@ -211,7 +211,7 @@ def by_hand(rank: int, world_size: int, part: str) -> Tensor:
         if part:
             fully_shard(model)
         if size is not None:
-            Chunked(model.net, size=size, keep=3)
+            Chunked(model.net, size=size)
         for _ in range(3):
             model.zero_grad()
             nt_xent(model(x), x).backward()

@@ -275,7 +275,7 @@ def private(net: Any, x: Tensor) -> Tensor:
 )
 def test_a_generator_of_its_own_is_refused(make: Any, late: int) -> None:
     net = twin(Net(private, own=make(), draws=not late))
-    with Chunked(net, size=8, keep=0):
+    with Chunked(net, size=8):
         for _ in range(late):
             gradient(net, step)
         net.draws = True
@@ -362,6 +362,6 @@ def test_a_counter_is_as_before_once_rows_were_looked_at() -> None:
         return net.plain(x)
 
     net = twin(Net(counting, calls=0))
-    with Chunked(net, size=4, keep=0):
+    with Chunked(net, size=4):
         gradient(net, step)
     assert net.calls == 6  # once for each chunk

@@ -108,10 +108,10 @@ def test_a_number_that_changes_before_the_backward_pass_is_put_back(
         net.heat = 0.5
         return loss
 
-    assert off(net, cooled, wanted=wanted, times=5, size=4, keep=0) <= EXACT
+    assert off(net, cooled, wanted=wanted, times=5, size=4) <= EXACT
     assert net.heat == 0.5
     net.heat = 1.0
-    with Chunked(net, size=4, keep=0):
+    with Chunked(net, size=4):
         for _ in range(2):
             step(net)
         monkeypatch.setattr(moment, "put_back", lambda *_: None)
@@ -176,8 +176,7 @@ def test_gan_with_both_nets_cut_and_the_critic_frozen_for_a_while() -> None:
     assert off_by(start, wanted) > NAIVE
 
 
-@pytest.mark.parametrize("keep", [0, 9])
-def test_backward_twice_and_a_second_gradient_is_refused(keep: int) -> None:
+def test_backward_twice_and_a_second_gradient_is_refused() -> None:
     net = twin(Net())
 
     def twice(net: Any) -> Tensor:
@@ -185,8 +184,8 @@ def test_backward_twice_and_a_second_gradient_is_refused(keep: int) -> None:
         loss.backward(retain_graph=True)
         return loss
 
-    assert off(net, twice, size=8, keep=keep) <= EXACT
-    with Chunked(net, size=8, keep=keep):
+    assert off(net, twice, size=8) <= EXACT
+    with Chunked(net, size=8):
         x = X.clone().requires_grad_()
         with pytest.raises(TrainkitError, match="create_graph"):
             torch.autograd.grad(net(x).sum(), x, create_graph=True)
@@ -205,9 +204,9 @@ def noisy(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("source", "late", "keep"), [("numpy", 0, 0), ("python", 5, 1), ("function", 5, 0)]
+    ("source", "late"), [("numpy", 0), ("python", 5), ("function", 5)]
 )
-def test_draws_of_all_generators_come_again(source: str, late: int, keep: int) -> None:
+def test_draws_of_all_generators_come_again(source: str, late: int) -> None:
     def seeded(make: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def run(net: Any) -> Tensor:
             np.random.seed(3)
@@ -227,7 +226,7 @@ def test_draws_of_all_generators_come_again(source: str, late: int, keep: int) -
     after = random.random(), np.random.rand()
     assert off_by(gradient(net, seeded(other))[1], wanted) > NAIVE
     net.source = "" if late else source
-    with Chunked(net, size=4, keep=keep):
+    with Chunked(net, size=4):
         for _ in range(late):
             gradient(net, step)
         net.source = source
@@ -250,8 +249,8 @@ class Recurrent(nn.Module):
         return self.lstm(x.view(len(x), 3, 2))[0][:, -1]
 
 
-@pytest.mark.parametrize(("kind", "keep"), [(Net, 9), (Recurrent, 0)])
-def test_hooks_on_parameters_fire_once_with_the_sum(kind: Any, keep: int) -> None:
+@pytest.mark.parametrize("kind", [Net, Recurrent])
+def test_hooks_on_parameters_fire_once_with_the_sum(kind: Any) -> None:
     net = twin(kind())
     seen: list[Tensor] = []
     after: list[Tensor] = []
@@ -266,7 +265,7 @@ def test_hooks_on_parameters_fire_once_with_the_sum(kind: Any, keep: int) -> Non
     assert len(seen) == 7 * counts[0]
     seen.clear()
     after.clear()
-    assert off(net, wanted=wanted, times=1, size=4, keep=keep) <= EXACT
+    assert off(net, wanted=wanted, times=1, size=4) <= EXACT
     assert (len(seen), len(after)) == counts
     torch.testing.assert_close(sum(map(torch.Tensor.sum, seen)), singly)
 

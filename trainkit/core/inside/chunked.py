@@ -43,7 +43,6 @@ class Chunked(InPlaceOf):
             there, and the loss must give padding no weight.
         lengths: the name of the argument that tells rows from padding: a mask, in which
             1 or True marks tokens; default: `"attention_mask"`.
-        keep: how many chunks of a call keep their graph and need no second pass.
         shared: names of the arguments that every chunk gets whole.
     """
 
@@ -54,7 +53,6 @@ class Chunked(InPlaceOf):
         size: int | None = None,
         tokens: int | None = None,
         lengths: str | None = None,
-        keep: int = 1,
         shared: Sequence[Path] = (),
     ) -> None:
         check_cut("Chunked", module, 1 if size is None else size)
@@ -65,5 +63,5 @@ class Chunked(InPlaceOf):
                 f"given. Add tokens=, or leave out lengths."
             )
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
-        cut = ChunkedForward(module, name, Sizes(size), keep, shared, by_tokens)
+        cut = ChunkedForward(module, name, Sizes(size), shared, by_tokens)
         super().__init__(module, cut)

@@ -33,7 +33,6 @@ class ChunkedForward(Cut):
         module: whose forward is replaced.
         name: of the module, for messages.
         sizes: how large a chunk may be.
-        keep: how many chunks keep their graph until the backward pass.
         shared: paths of the arguments that every chunk gets whole.
         by_tokens: cuts by the lengths of rows.
 
@@ -46,14 +45,13 @@ class ChunkedForward(Cut):
         module: nn.Module,
         name: str,
         sizes: Sizes,
-        keep: int = 1,
         shared: Sequence[Path] = (),
         by_tokens: ByTokens | None = None,
     ) -> None:
         copied = vars(module).get("forward")
         if isinstance(copied, ChunkedForward) and copied.is_copy:
             copied.remove()
-        super().__init__(module, name, sizes, keep)
+        super().__init__(module, name, sizes)
         self.is_copy = False
         self.by_tokens = by_tokens
         paths = [str(path) for path in shared]

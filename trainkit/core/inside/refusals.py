@@ -156,4 +156,4 @@ OF_ROWS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
+    return [each for each in module._parameters.values() if each is not None]

@@ -97,7 +97,7 @@ class InsideCuts:
         by_tokens = _by_tokens(options)
         has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
         if self._ranks is None or not has_layers:
-            of = self._sizes, options.keep, options.shared, by_tokens
+            of = self._sizes, options.shared, by_tokens
             return ChunkedForward(module, path, *of)
         if by_tokens is not None:
             raise TrainkitError(
