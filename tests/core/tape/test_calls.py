@@ -347,8 +347,6 @@ def test_options() -> None:
         assert net is own
         assert "forward" in vars(own)
     assert "forward" not in vars(own)
-    with pytest.warns(UserWarning, match=r"memory= has no effect any more"):
-        exact_batch_norm(Trap(), size=4, memory="flat")
     with pytest.raises(TrainkitError, match="size"):
         exact_batch_norm(Trap(), size=0)
     with pytest.raises(TrainkitError, match="must be given a torch module"):

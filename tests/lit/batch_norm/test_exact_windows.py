@@ -230,10 +230,3 @@ def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -
 def test_modules_without_batch_norm_are_not_refused() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 6 * 6, CLASSES))
     fit(Images(net), *exact(None), window=2)  # type: ignore[arg-type]
-
-
-def test_memory_has_no_effect_any_more() -> None:
-    with pytest.warns(UserWarning, match="memory= has no effect any more"):
-        BatchNormGuard("exact", memory="flat")
-    with pytest.raises(TrainkitError, match="it belongs to the policy 'exact'"):
-        BatchNormGuard("warn", memory="flat")

@@ -20,12 +20,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("melt", {}, r"policy: must be one of \['warn', .*received 'melt'"),
     ("sync", {}, r"Trainer\(sync_batchnorm=True\)"),
     ("renorm", {}, "take 'group_norm'"),
-    ("warn", {"min_samples": 0}, "min_samples: .* whole number of at least 1, .* 0"),
-    ("warn", {"min_samples": 1.5}, "min_samples: .* at least 1, received 1.5"),
-    ("warn", {"min_samples": "4"}, "min_samples: .* at least 1, received '4'"),
-    ("recalibrate", {"num_batches": 0}, "num_batches: .* at least 1, received 0"),
-    ("recalibrate", {"num_batches": 2.5}, "num_batches: .* at least 1, received 2.5"),
-    ("group_norm", {"groups": -3}, "groups: .* at least 1, received -3"),
+    ("warn", {"min_samples": 0}, "min_samples: .* whole number from 1 to .* 0"),
+    ("warn", {"min_samples": 1.5}, "min_samples: .* from 1 to .* received 1.5"),
+    ("warn", {"min_samples": "4"}, "min_samples: .* from 1 to .* received '4'"),
+    ("recalibrate", {"num_batches": 0}, "num_batches: .* from 1 to .* received 0"),
+    ("recalibrate", {"num_batches": 2.5}, "num_batches: .* from 1 to .* received 2.5"),
+    ("group_norm", {"groups": -3}, "groups: .* from 1 to .* received -3"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ class ExactBatchNorm(InPlaceOf):
 
 
 def exact_batch_norm(
-    module: nn.Module, *, size: int, process_group: Any = None, memory: Any = None
+    module: nn.Module, *, size: int, process_group: Any = None
 ) -> ExactBatchNorm:
     """Let the BatchNorm layers of a module see the whole batch, in any loop.
 
@@ -44,14 +43,7 @@ def exact_batch_norm(
         module: which holds the layers.
         size: the most rows in a chunk.
         process_group: of the ranks that share a batch; default: all.
-        memory: has no effect any more.
     """
     check_cut("exact_batch_norm", module, size)
-    if memory is not None:
-        warnings.warn(
-            "exact_batch_norm: memory= has no effect any more, and goes with the next "
-            "release. A call takes the memory of one chunk; leave memory= out.",
-            stacklevel=2,
-        )
     ranks = find_ranks(None, "none", process_group)
     return ExactBatchNorm(module, TapedForward(module, Sizes(size), ranks))
