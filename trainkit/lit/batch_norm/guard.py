@@ -70,7 +70,7 @@ def make_policy(policy: str, options: dict[str, Any]) -> Policy:
     defaults = inspect.signature(BatchNormGuard).parameters
     own = {name: inspect.signature(make).parameters for name, make in POLICIES.items()}
     for name, value in options.items():
-        # Each policy may be told what few samples are: it is of no harm.
+        # `min_samples` does no harm beside any policy.
         is_given = value != defaults[name].default and name != "min_samples"
         if is_given and name not in own[policy]:
             owner = next(each for each, takes in own.items() if name in takes)
