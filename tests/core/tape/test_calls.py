@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.tape.cases import images
-from tests.core.tape.common import EXACT, gradients, off_by, state, summed
+from tests.core.tape.common import EXACT, gradients, images, off_by, state, summed
 from tests.core.tape.nets import ResNet, pooled
 from tests.core.tape.ways import Case, Trap
 from trainkit import exact_batch_norm

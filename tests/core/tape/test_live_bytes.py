@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.benchmarks.live_bytes import LiveBytes
-from tests.core.tape.cases import images
-from tests.core.tape.common import summed
+from tests.core.tape.common import images, summed
 from tests.core.tape.nets import DenseNet, ResNet, UNet, pooled
 from trainkit import exact_batch_norm
 from trainkit.core.tape import call, forward

@@ -1,36 +1,37 @@
-"""BatchNormGuard("exact") trains as the whole batch does."""
+"""BatchNormGuard("exact") trains as the whole batch does, also on ranks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import Tensor
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
 
+from tests.helpers import raise_rank_errors, run_cases
 from tests.lit.batch_norm.exact_fits import (
     Bare,
-    Counts,
     Images,
     Listed,
     Mixed,
-    OwnBackward,
-    Said,
     Stem,
     Thawed,
     apart,
     evaluating,
     exact,
     fit,
+    images,
     partly_frozen,
     without_statistics,
 )
@@ -41,7 +42,7 @@ from trainkit import (
     MicroBatching,
     NoiseScale,
     PerSample,
-    Weighed,
+    TrainkitError,
     WindowMonitor,
 )
 
@@ -49,7 +50,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
-COUNTED = Weighed(by=lambda module, batch: module.number)
 
 
 class Average(WeightAveraging):
@@ -73,7 +73,6 @@ class Case:
         make: the module.
         cut: the options; None where the module has its own.
         others: makes more callbacks.
-        strategy: what counts.
         plain: the module that plain Lightning trains, if it is another one.
         naive: whether plain accumulation with the same callbacks is far off.
         options: of the Trainer.
@@ -82,7 +81,6 @@ class Case:
     make: Callable[[], Any] = Images
     cut: MicroBatching | None = SPLIT
     others: Callable[[], list[Any]] = list
-    strategy: Any = None
     plain: Callable[[], Any] | None = None
     naive: bool = True
     options: Any = None
@@ -95,10 +93,7 @@ CASES = {
     "in the step": Case(Bare),
     "mixin": Case(Mixed, None, plain=Images),
     "list": Case(Listed),
-    "own backward": Case(OwnBackward),
     "layer in the step": Case(Stem, INSIDE, naive=False),
-    "counted": Case(Counts, strategy=COUNTED),
-    "said": Case(Said, None, plain=Counts),
     "frozen": Case(partly_frozen),
     "late": Case(evaluating, others=lambda: [Thawed()]),
     "no statistics": Case(without_statistics, others=lambda: [Thawed()]),
@@ -111,7 +106,7 @@ CASES = {
 def ours(case: Case) -> list[Any]:
     if case.cut is None:
         return [BatchNormGuard("exact")]
-    return exact(case.cut, case.strategy)
+    return exact(case.cut)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,7 +128,7 @@ def test_training_equals_whole_batches_and_plain_accumulation_does_not(
         wanted = {k: float(v) for k, v in plain.callback_metrics.items()}
         assert logged == pytest.approx(wanted, rel=1e-6)
     if case.naive:
-        parts = AccumulationCallback(case.strategy or PerSample(), micro_batching=SPLIT)
+        parts = AccumulationCallback(PerSample(), micro_batching=SPLIT)
         fit(naive, *case.others(), *([parts] if case.cut else []), **options)
         assert apart(naive, whole) > 1e-3
 
@@ -177,42 +172,111 @@ def test_statistics_epoch_of_weight_averaging() -> None:
     assert float((buffers[2][name] - buffers[0][name]).abs().max()) > 1e-4
 
 
-class Looks(pl.Callback):
-    """Notes what each hook around a step sees."""
-
-    def __init__(self) -> None:
-        self.before, self.after = 0, 0
-        self.norms: list[float] = []
-        self.logits: list[Tensor] = []
-        self.names: list[list[str]] = []
-
-    def on_before_backward(self, *of: Any, **named: Any) -> None:
-        self.before += 1
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self.after += 1
-
-    def on_before_optimizer_step(self, *of: Any, **named: Any) -> None:
-        self.norms.append(float(of[1].net.first.weight.grad.norm()))
-
-    def on_train_batch_end(self, *of: Any, **named: Any) -> None:
-        self.names.append(list(of[1].state_dict()))
-        self.logits.append(of[2]["logits"].detach().clone())
-
-
-def test_hooks_and_outputs_are_those_of_a_step() -> None:
-    plain, looks = Looks(), Looks()
-    fit(Images(), plain, epochs=1)
-    fit(Images(), *exact(SPLIT), looks, epochs=1)
-    assert (looks.before, looks.after) == (plain.before, plain.after) == (3, 3)
-    assert looks.norms == pytest.approx(plain.norms, rel=1e-9)
-    assert looks.names == plain.names
-    for one, other in zip(plain.logits, looks.logits, strict=True):
-        assert torch.allclose(one, other, atol=1e-10)
-
-
 def test_noise_scale_says_that_it_cannot_measure() -> None:
     noise = NoiseScale(every_n_steps=1, if_impossible="say")
     fit(Images(), *exact(SPLIT), noise, epochs=1)
     assert noise.why_not is not None
     assert "have no gradient of their own" in noise.why_not
+
+
+SHARES: dict[int, list[tuple[int, ...]]] = {
+    2: [(9, 3, 12), (3, 10, 1)],
+    3: [(9, 3, 12), (3, 10, 1), (1, 1, 5)],
+}
+"""Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
+
+CUTS = {
+    "split": MicroBatching(size=4),
+    "whole": None,
+}
+
+
+def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
+    """The loader batches of a rank; of all of them together, without a rank."""
+    data, at, found = images(60), 0, []
+    for step in zip(*shares, strict=True):
+        rows = []
+        for index, number in enumerate(step):
+            if rank in (None, index):
+                rows += range(at, at + number)
+            at += number
+        found.append(rows)
+    return DataLoader(data, batch_sampler=found)
+
+
+def fit_on_ranks(
+    module: Images, callbacks: list[Any], rank: int, world_size: int
+) -> None:
+    fit(
+        module,
+        *callbacks,
+        batches=batches(SHARES[world_size], rank),
+        devices=world_size,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        use_distributed_sampler=False,
+    )
+
+
+def train(rank: int, world_size: int, cut: str, policy: Any) -> tuple[Any, int]:
+    """The state after a training, and how often its layers communicated."""
+    module, calls, own = Images(), list[Any](), dist.all_reduce
+    callbacks = [AccumulationCallback(PerSample(), micro_batching=CUTS[cut])]
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tuple(tensor.shape))
+        return own(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        guarded = [*callbacks, BatchNormGuard(policy)]
+        fit_on_ranks(module, guarded, rank, world_size)
+    finally:
+        dist.all_reduce = own
+    in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
+    return module.state_dict(), len(in_layers)
+
+
+def refused(rank: int, world_size: int, callbacks: list[Any]) -> str:
+    with pytest.raises(TrainkitError) as caught:
+        fit_on_ranks(Images(), callbacks, rank, world_size)
+    return str(caught.value)
+
+
+@cache
+def ranks_of(world_size: int) -> dict[str, list[Any]]:
+    auto = exact(MicroBatching("auto"))
+    cases: dict[str, Any] = {
+        "split": (train, "split", "exact"),
+        "whole": (train, "whole", "exact"),
+        "control": (train, "split", "ignore"),
+        "a rank whose memory runs out": (refused, auto),
+        "on several ranks it needs the callback": (refused, [BatchNormGuard("exact")]),
+    }
+    if world_size > 2:
+        cases = {"split": cases["split"]}
+    found = run_cases(world_size, cases)
+    return {name: raise_rank_errors(each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "split"), (2, "whole"), (2, "control"), (3, "split")]
+)
+def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
+    """Plain accumulation, the control, does not."""
+    whole = Images()
+    fit(whole, batches=batches(SHARES[world_size], None))
+    for state, calls in ranks_of(world_size)[name]:
+        module = Images()
+        module.load_state_dict(state)
+        if name == "control":
+            assert apart(module, whole) > 0.1 * apart(whole, Images())
+        else:
+            assert apart(module, whole) <= 1e-10
+            assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
+
+
+@pytest.mark.parametrize(
+    "words", ["a rank whose memory runs out", "on several ranks it needs the callback"]
+)
+def test_what_ranks_cannot_do_is_refused(words: str) -> None:
+    assert all(words in said for said in ranks_of(2)[words])

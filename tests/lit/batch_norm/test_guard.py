@@ -1,17 +1,37 @@
-"""What can be asked of the guard, and what is refused."""
+"""What can be asked of the guard; other layers in BatchNorm's place."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
 
 from tests.helpers import trainer
-from tests.lit.batch_norm.fits import At, ConvModule, batches, fit
+from tests.lit.batch_norm.fits import (
+    At,
+    Builds,
+    BuildsInSetup,
+    ConvModule,
+    MixinBuilds,
+    MixinBuildsInSetup,
+    Validated,
+    batches,
+    fit,
+)
 from trainkit import AccumulationCallback, BatchNormGuard, LRScaling, PerSample
+from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import PolicyName
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
 
 POLICIES = get_args(PolicyName)
 
@@ -106,3 +126,147 @@ def test_guard_outside_of_training_changes_and_saves_nothing() -> None:
         for name, buffer in module.named_buffers():
             assert buffer.eq(1.0 if "var" in name else 0.0).all()
         assert guard.state_dict() == {}
+
+
+POLICY = "group_norm"
+
+
+def count(module: nn.Module) -> int:
+    return sum(isinstance(m, nn.GroupNorm) for m in module.modules())
+
+
+def test_steps_with_group_norm_equal_the_big_batchs() -> None:
+    """What no BatchNorm can: the law holds to the last digits."""
+    known: list[set[int]] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        groups = trainer.optimizers[0].param_groups
+        known.append({id(p) for group in groups for p in group["params"]})
+
+    ends = {}
+    for policy in ("group_norm", "ignore"):
+        at_start = At("on_train_start", look)
+        small = fit(policy, at_start, data=batches(24), accumulate=3)
+        assert known.pop() == {id(p) for p in small.parameters()}
+        big = fit(policy, data=batches(24, 12), accumulate=1)
+        assert len(every_layer(small)) == (0 if policy == POLICY else 3)
+        pairs = zip(small.parameters(), big.parameters(), strict=True)
+        ends[policy] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert ends["group_norm"] <= 1e-12
+    assert ends["ignore"] > 1e-3
+
+
+def test_checkpoint_fits_in_every_stage_and_resumes(tmp_path: Path) -> None:
+    """The control: without the guard it does not fit."""
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
+    module = fit(POLICY, saving, enable_checkpointing=True, max_epochs=1)
+    path, data = tmp_path / "last.ckpt", batches()
+    for stage in ("validate", "test", "predict"):
+        other: Any = Validated()
+        run = trainer(1, callbacks=[BatchNormGuard(POLICY)])
+        quiet: Any = {} if stage == "predict" else {"verbose": False}
+        getattr(run, stage)(other, data, ckpt_path=path, **quiet)
+        assert count(other) == 3
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(other.state_dict()[name], tensor)
+    with pytest.raises(RuntimeError, match="running_mean"):
+        trainer(1).test(ConvModule(), data, ckpt_path=path, verbose=False)
+    resumed, whole = fit(POLICY, ckpt_path=path), fit(POLICY)
+    assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+    layers = [m for m in whole.modules() if isinstance(m, nn.GroupNorm)]
+    fit(POLICY, module=whole)  # replaces nothing more
+    assert layers == [m for m in whole.modules() if isinstance(m, nn.GroupNorm)]
+
+
+class WithActivation(nn.BatchNorm2d):
+    """As those of timm."""
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input).relu()
+
+
+def test_layers_that_cannot_be_replaced_are_refused() -> None:
+    module = ConvModule()
+    module.net.bn1 = WithActivation(module.net.bn1.num_features).double()
+    match = r"net\.bn1 is a WithActivation\. Its forward\(\) does more"
+    with pytest.raises(TrainkitError, match=match):
+        fit(POLICY, module=module)
+    module = ConvModule()
+    module.net.bn2 = nn.LazyBatchNorm2d()
+    with pytest.raises(TrainkitError, match=r"net\.bn2 is lazy"):
+        fit(POLICY, module=module)
+
+
+# ---- modules that build themselves ---------------------------------------------------
+
+
+class AboveMixin(MixinBuilds):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.more = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "layers"), [(MixinBuilds, 3), (AboveMixin, 4), (MixinBuildsInSetup, 3)]
+)
+def test_layers_that_come_late_are_replaced_with_the_mixin(
+    cls: Any, layers: int
+) -> None:
+    module = cls()
+    module.configure_model()  # outside of a Trainer it replaces nothing
+    assert not count(module)
+    assert count(fit(POLICY, module=cls(), exact=False)) == layers
+
+
+@pytest.mark.parametrize("cls", [Builds, BuildsInSetup])
+def test_those_of_a_plain_module_are_refused(cls: Any) -> None:
+    said = rf"net\.bn1, net\.bn2, net\.bn3 came into {cls.__name__} in its setup"
+    with pytest.raises(TrainkitError, match=said + ".*AccumulationMixin, or call"):
+        fit(POLICY, module=cls())
+
+
+def test_configure_model_may_convert_by_hand() -> None:
+    guard = BatchNormGuard(POLICY)
+
+    class ByHand(Builds):
+        def configure_model(self) -> None:
+            super().configure_model()
+            guard.convert(self)
+
+    assert count(fit(guard, module=ByHand())) == 3
+
+
+# ---- averaging -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, None])
+def test_averaging_before_the_guard_is_refused(at: int | None) -> None:
+    """Also where a callback of ours has put them into another order meanwhile."""
+    callbacks: list[Any] = [EMAWeightAveraging(), BatchNormGuard(POLICY)]
+    if at is not None:
+        callbacks.insert(at, AccumulationCallback(PerSample()))
+    with pytest.raises(TrainkitError, match="Put BatchNormGuard before it"):
+        trainer(1, callbacks=callbacks).fit(ConvModule(), batches())
+
+
+def test_averaging_after_the_guard_averages_the_new_layers() -> None:
+    averaging = EMAWeightAveraging(decay=0.5)
+    module = fit(POLICY, averaging)
+    assert count(module) == 3
+    average: Any = averaging._average_model
+    assert average is None or count(average) == 3
+
+
+def test_averaging_with_recalibrate_is_told() -> None:
+    with pytest.warns(UserWarning, match="WeightAveraging validates and saves"):
+        fit("recalibrate", EMAWeightAveraging(decay=0.5))
+
+
+# ---- the table -----------------------------------------------------------------------
+
+
+def test_table_says_what_was_replaced(capsys: Any) -> None:
+    fit(BatchNormGuard(POLICY, groups=1), max_epochs=1)
+    assert "GroupNorm (3 with 1 group)" in capsys.readouterr().out
+    fit(POLICY, max_epochs=1)
+    assert "GroupNorm (1 with 1 group, 2 with 2 groups)" in capsys.readouterr().out

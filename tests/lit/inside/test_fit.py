@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -101,33 +99,6 @@ def test_the_forward_is_given_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="as asked"):
         fit(module, MicroBatching(size=4, inside="net"))
     assert "forward" not in vars(module.net)
-
-
-def test_a_copy_and_a_pickle_made_in_fit_stand_alone() -> None:
-    class Copies(pl.Callback):
-        def on_before_zero_grad(
-            self, trainer: Any, pl_module: Any, optimizer: Any
-        ) -> None:
-            self.copy = copy.deepcopy(pl_module.net)
-            self.pickled = pickle.loads(pickle.dumps(pl_module.net))
-
-    callback, module = Copies(), Foreign()
-    fit(module, MicroBatching(size=4, inside="net"), callback)
-    x, _ = batch()
-    for each in (callback.copy, callback.pickled):
-        before = weights(module)
-        module.zero_grad()
-        each(x).sum().backward()
-        assert all(p.grad is None for p in module.net.parameters())
-        assert all(p.grad is not None for p in each.parameters())
-        assert torch.equal(weights(module), before)
-    plain, again = Foreign(), Foreign()
-    plain.net, again.net = copy.deepcopy(callback.pickled), callback.pickled
-    vars(plain.net).pop("forward")
-    fit(again, MicroBatching(size=4, inside="net"))
-    fit(plain, None)
-    assert deviation(again, plain, module) <= 1e-12
-    assert "forward" not in vars(again.net)
 
 
 def resumable(folder: Any, steps: int, ckpt_path: Any = None) -> Any:
