@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tests.benchmarks import inside_contrastive
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.helpers import gradients
-from trainkit.core.inside.chunked import Chunked
+from trainkit.core.inside.forward import Chunked
 
 WINDOW, CHUNKS, WIDTH = 256, (4, 16, 64), 64
 STEPS = 4

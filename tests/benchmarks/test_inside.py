@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.benchmarks.inside import NETS, Contestant, Step, deviation, loss_of, plain
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.helpers import NAIVE
-from trainkit.core.inside.chunked import Chunked
+from trainkit.core.inside.forward import Chunked
 
 
 class Named(nn.Module):

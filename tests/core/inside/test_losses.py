@@ -163,6 +163,22 @@ def test_names_of_parameters_stay() -> None:
     assert not net.body[3].training
 
 
+def test_extra_state_of_a_module_is_saved_and_loaded() -> None:
+    class Stateful(Net):
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            self.count = state
+
+    net: Any = Stateful(count=3)
+    cut = Chunked(net, size=4)
+    state = cut.state_dict()
+    net.count = 0
+    cut.load_state_dict(state)
+    assert state["_extra_state"] == net.count == 3
+
+
 def test_a_forward_of_the_instance_is_cut_and_given_back() -> None:
     net = twin(Net())
     net.forward = lambda x: Net.forward(net, 2 * x)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut, Node
-from trainkit.core.inside.moment import Moment, States, versions_of
+from trainkit.core.inside.moment import Moment, versions_of
 from trainkit.core.inside.outputs import Joined, Plan
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import Shadows, strangers_of

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
+from trainkit.core.generators import States
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, States, put_back, settings_of
+from trainkit.core.inside.moment import Moment, put_back, settings_of
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,

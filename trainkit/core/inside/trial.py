@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.generators import States
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, States, attributes_of, versions_of
+from trainkit.core.inside.moment import Moment, attributes_of, versions_of
 from trainkit.core.inside.outputs import Joint, Plan, Unfit
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import nodes_of, strangers_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,16 @@ class Store:
 
     def __init__(self, num_chunks: int, device: torch.device) -> None:
         self.device, self.copies = device, device.type == "cuda"
-        self._kept: list[dict[int, Tensor]] = [{} for _ in range(num_chunks)]
+        self._kept: list[dict[int, Any]] = [{} for _ in range(num_chunks)]
         self._places: dict[int, int] = {}
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
+    def _to_host(self, tensor: Tensor) -> Any:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor.detach(), non_blocking=True)
+        return host.copy_(tensor.detach(), non_blocking=True), tensor.device
 
-    def _from_host(self, kept: Tensor) -> Tensor:
-        return kept.to(self.device, non_blocking=True)
+    def _from_host(self, kept: Any) -> Tensor:
+        host, device = kept
+        return host.to(device, non_blocking=True)
 
     def has(self, chunk: int, slot: int) -> bool:
         return slot in self._kept[chunk]
