@@ -2,7 +2,7 @@ from .cli.fit.cli import TrainkitCLI as TrainkitCLI
 from .cli.wandb_logger.logger import WandbRunLogger as WandbRunLogger
 from .core.accumulator import Accumulator as Accumulator
 from .core.class_weights import PerClassWeight as PerClassWeight
-from .core.inside.chunked import Chunked as Chunked
+from .core.inside.forward import Chunked as Chunked
 from .core.noise.estimate import NoiseEstimate as NoiseEstimate
 from .core.noise.moments import NoiseMoments as NoiseMoments
 from .core.plan.effective_batch import BatchPlan as BatchPlan
@@ -15,7 +15,7 @@ from .core.strategies import AccumulationStrategy as AccumulationStrategy
 from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform
-from .core.tape.exact import exact_batch_norm as exact_batch_norm
+from .core.tape.forward import exact_batch_norm as exact_batch_norm
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
 from .data.length_grouped import LengthGroupedSampler as LengthGroupedSampler

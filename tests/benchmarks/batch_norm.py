@@ -119,7 +119,7 @@ def guards() -> dict[str, Any]:
     return {
         "plain accumulation": lambda: None,
         "`momentum`": lambda: BatchNormGuard("momentum"),
-        "`recalibrate`, layer by layer": lambda: BatchNormGuard("recalibrate"),
+        "`recalibrate`, all passes": lambda: BatchNormGuard("recalibrate"),
         "`recalibrate`, one pass": lambda: BatchNormGuard("recalibrate", exact=False),
         "`freeze` (as initialised)": lambda: BatchNormGuard("freeze"),
         "`group_norm`": lambda: BatchNormGuard("group_norm"),

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from tests.benchmarks.inside import Contestant, Step, distance, race, table
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.tape.resnet import resnet
-from tests.core.tape.test_live_bytes import ToNumPy
+from tests.core.tape.test_live_bytes import numpy_as_host
 from trainkit import exact_batch_norm
-from trainkit.core.tape import forward
 
 MIB = 2**20
 
@@ -104,15 +103,11 @@ def draw(window: int, size: int = 32, classes: int = 10) -> Data:
 
 def peak_of(step: Step) -> float:
     """In MiB, of the third of three steps, in which nothing is checked."""
-    before = forward.transport_to
-    forward.transport_to = lambda device: ToNumPy()
-    try:
+    with numpy_as_host():
         step()
         step()
         with LiveBytes() as live:
             step()
-    finally:
-        forward.transport_to = before
     return live.peak / MIB
 
 

@@ -1,6 +1,6 @@
 """What the inner cut costs in time and memory.
 
-    python -m tests.benchmarks.inside [--rounds 7] [--only peak time keep peer]
+    python -m tests.benchmarks.inside [--rounds 7] [--only peak time tokens peer]
 
 A convolutional net with GroupNorm and a two-layer transformer make one vector of each
 row, and a loss looks at the vectors of all rows. One step is the gradient of a window:
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tests.benchmarks import inside_contrastive
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.helpers import gradients
-from trainkit.core.inside.chunked import Chunked
+from trainkit.core.inside.forward import Chunked
 
 WINDOW, CHUNKS, WIDTH = 256, (4, 16, 64), 64
 STEPS = 4
@@ -127,8 +127,8 @@ def by_hand(net: nn.Module, rows: Tensor, chunk: int) -> Step:
     return step
 
 
-def inner(net: nn.Module, rows: Tensor, chunk: int, keep: int = 1) -> Step:
-    Chunked(net, size=chunk, keep=keep)
+def inner(net: nn.Module, rows: Tensor, chunk: int) -> Step:
+    Chunked(net, size=chunk)
     return whole(net, rows, chunk)
 
 
@@ -241,22 +241,6 @@ def measure_times(name: str, rounds: int) -> None:
     print(f"| {name}, median | | | | | {one:.2f} | {two:.2f} | |", flush=True)
 
 
-def measure_keep(name: str, rounds: int, chunk: int = 8) -> None:
-    make, draw = NETS[name]
-    net, rows = make(), draw(WINDOW)
-    kept = [0, 1, 2, 4, 8, 16, WINDOW // chunk]
-    reference = Contestant(plain, net, rows, chunk)
-    found = {k: Contestant(inner, net, rows, chunk, k) for k in kept}
-    race([reference, *found.values()], rounds)
-    least = reference.peak()
-    for keep, each in found.items():
-        ratio, peak = each.seconds / reference.seconds, each.peak()
-        print(
-            f"| {name}, {keep} | {ratio:.2f} | {peak:.1f} | {peak / least:.2f} |",
-            flush=True,
-        )
-
-
 class Ragged(Transformer):
     """A transformer that sees no padding, and pools the columns that are none."""
 
@@ -322,7 +306,7 @@ def table(head: str, *columns: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the inner cut costs.")
     parser.add_argument("--rounds", type=int, default=7)
-    parts = ("peak", "time", "keep", "tokens", "peer")
+    parts = ("peak", "time", "tokens", "peer")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -337,10 +321,6 @@ def main() -> None:
         table(head, *KINDS, "/ plain", "/ by hand", "off by")
         for name in NETS:
             measure_times(name, options.rounds)
-    if "keep" in options.only:
-        table("keep, chunks of 8", "time / plain", "peak, MiB", "peak / plain")
-        for name in NETS:
-            measure_keep(name, options.rounds)
     if "tokens" in options.only:
         table("ragged rows", "ms a step", "/ whole", "peak, MiB", "off by")
         measure_tokens(options.rounds)

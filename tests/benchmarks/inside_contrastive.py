@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.inside.chunked import Chunked
+from trainkit.core.inside.forward import Chunked
 
 ROWS, TOKENS, WORDS, WIDTH = 128, 48, 1000, 128
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.benchmarks.inside import NETS, Contestant, Step, deviation, loss_of, plain
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.helpers import NAIVE
-from trainkit.core.inside.chunked import Chunked
+from trainkit.core.inside.forward import Chunked
 
 
 class Named(nn.Module):
@@ -23,9 +23,9 @@ class Named(nn.Module):
         return {"vectors": self.net(rows)}
 
 
-def cut_by_name(net: nn.Module, rows: Tensor, chunk: int, keep: int) -> Step:
+def cut_by_name(net: nn.Module, rows: Tensor, chunk: int) -> Step:
     named = Named(net)
-    Chunked(named, size=chunk, keep=keep)
+    Chunked(named, size=chunk)
     return lambda: loss_of(named(rows)["vectors"]).backward()
 
 
@@ -46,8 +46,8 @@ def test_one_graph_of_a_chunk_lives_at_once_also_if_a_dict_is_returned(
     make, draw = NETS[name]
     net, rows = make(), draw(32)
     least = Contestant(plain, net, rows, 4).peak()
-    assert Contestant(cut_by_name, net, rows, 4, 0).peak() < 1.2 * least
-    assert Contestant(cut_by_name, net, rows, 4, 4).peak() > 1.2 * least
+    assert Contestant(cut_by_name, net, rows, 4).peak() < 1.2 * least
+    assert Contestant(cut_by_name, net, rows, 16).peak() > 1.2 * least
 
 
 def test_live_bytes_are_those_that_live_at_once() -> None:

@@ -1,6 +1,6 @@
 from .accumulator import Accumulator as Accumulator
 from .class_weights import PerClassWeight as PerClassWeight
-from .inside.chunked import Chunked as Chunked
+from .inside.forward import Chunked as Chunked
 from .noise.estimate import NoiseEstimate as NoiseEstimate
 from .noise.moments import NoiseMoments as NoiseMoments
 from .plan.effective_batch import BatchPlan as BatchPlan
@@ -13,5 +13,5 @@ from .strategies import AccumulationStrategy as AccumulationStrategy
 from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform
-from .tape.exact import exact_batch_norm as exact_batch_norm
+from .tape.forward import exact_batch_norm as exact_batch_norm
 from .window import WindowStats as WindowStats

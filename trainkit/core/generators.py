@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def generator_keeper(value: Any) -> Callable[[], None] | None:
@@ -48,6 +50,45 @@ def _nothing(_: Any) -> None:
     pass
 
 
+class States:
+    """The states of the random generators of torch, NumPy and Python at one moment.
+
+    Args:
+        devices: on which a module may draw, besides the CPU.
+        of_host: False leaves out NumPy's and Python's.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], *, of_host: bool = True
+    ) -> None:
+        self._of_torch: dict[Any, Tensor] = {None: torch.get_rng_state()}
+        for each in devices:
+            if each.type == "cuda":
+                self._of_torch[each] = torch.cuda.get_rng_state(each)
+        self._numpy: Any = sys.modules.get("numpy.random") if of_host else None
+        of_numpy = None if self._numpy is None else self._numpy.get_state()
+        self._of_host = random.getstate() if of_host else None, of_numpy
+
+    def put_back(self) -> None:
+        """Let all generators draw from here again."""
+        for device, state in self._of_torch.items():
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        of_python, of_numpy = self._of_host
+        if of_python is not None:
+            random.setstate(of_python)
+        if self._numpy is not None:
+            self._numpy.set_state(of_numpy)
+
+    def are(self, other: States) -> bool:
+        """Whether nothing was drawn between two moments."""
+        pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
+        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
+        return is_same and all([torch.equal(*pair) for pair in pairs])
+
+
 def read_states(device: torch.device) -> dict[str, Any]:
     """The states of all generators as tensors, numbers and tuples, so that a file of
     them loads as `weights_only`."""
@@ -79,12 +120,11 @@ def write_states(states: dict[str, Any], device: torch.device) -> None:
 @contextlib.contextmanager
 def random_kept(device: torch.device | None = None) -> Iterator[None]:
     """What is drawn within is drawn from no generator of the run, also if it fails."""
-    device = device or torch.device("cpu")
-    states = read_states(device)
+    states = States([] if device is None else [device])
     try:
         yield
     finally:
-        write_states(states, device)
+        states.put_back()
 
 
 def seed_all(number: int) -> None:
@@ -94,16 +134,6 @@ def seed_all(number: int) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(number % 2**32)
-
-
-def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between two `read_states`."""
-    return all(
-        torch.equal(state, other[name])
-        if isinstance(state, torch.Tensor)
-        else state == other[name]
-        for name, state in one.items()
-    )
 
 
 def _plain(number: Any) -> int | float:

@@ -6,6 +6,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from trainkit.core.plan.options import check_whole_number
+from trainkit.errors import TrainkitError
+
 SHARED = (
     "_parameters",
     "_buffers",
@@ -17,6 +20,21 @@ SHARED = (
 """What the two have in common."""
 
 Own = TypeVar("Own", bound="InPlaceOf")
+
+
+def check_cut(name: str, module: Any, size: Any) -> None:
+    """Refuse what is no module, and a size of chunks that is no whole number.
+
+    Args:
+        name: of what cuts it.
+        module: to be cut.
+        size: the most rows in a chunk.
+    """
+    if not isinstance(module, nn.Module):
+        raise TrainkitError(
+            f"{name}: must be given a torch module, received {type(module).__name__}."
+        )
+    check_whole_number(f"{name} size", size)
 
 
 class InPlaceOf(nn.Module):

@@ -64,8 +64,6 @@ def named() -> Any:
 
 ARGUMENTS: list[tuple[dict[str, Any], bool]] = [
     ({"extra": leaf(1, CLASSES)}, False),
-    ({"extra": leaf(CLASSES)}, False),
-    ({"extra": leaf(22, CLASSES)}, False),
     ({"extra": leaf()}, False),
     ({"table": leaf(22, CLASSES)}, True),
     ({"table": leaf(44, CLASSES)}, False),
@@ -76,11 +74,8 @@ ARGUMENTS: list[tuple[dict[str, Any], bool]] = [
 """Arguments, and whether one without rows is as long as the batch: it must be named."""
 
 
-@pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize(("arguments", "must_name"), ARGUMENTS)
-def test_arguments_with_and_without_rows(
-    arguments: Any, must_name: bool, size: int
-) -> None:
+def test_arguments_with_and_without_rows(arguments: Any, must_name: bool) -> None:
     net, shared = named(), [each for each in ("table", "mask") if each in arguments]
     leaves = [v for v in arguments.values() if isinstance(v, Tensor)]
     leaves = [each for each in leaves if each.requires_grad]
@@ -91,12 +86,12 @@ def test_arguments_with_and_without_rows(
         return list(torch.autograd.grad(loss, [*net.parameters(), *leaves]))
 
     wanted = gradients()
-    with Chunked(net, size=size, shared=shared):
+    with Chunked(net, size=4, shared=shared):
         net.seen.clear()
         for one, other in zip(gradients(), wanted, strict=True):
             assert off_by(one, other) <= EXACT
         assert len(net.seen) > 2
-        assert max(net.seen) <= max(2 * size, 4)  # so many are compared at first
+        assert max(net.seen) <= 8  # so many are compared at first
     if must_name:
         refused(net, f"22 of x, {shared[0]}, .* in shared=", X, **arguments)
 
@@ -112,8 +107,7 @@ def test_a_table_cut_by_its_length_would_be_wrong() -> None:
     assert off_by(gradient(net, naive)[1], wanted) > NAIVE
 
 
-@pytest.mark.parametrize("entries", [22, 30])
-@pytest.mark.parametrize("highest", [2, 22])
+@pytest.mark.parametrize(("entries", "highest"), [(22, 22), (30, 2)])
 def test_a_table_that_is_looked_up_is_given_whole(entries: int, highest: int) -> None:
     """It comes first, so that without shared= it tells the number of rows."""
 
@@ -162,23 +156,6 @@ def test_a_pair_of_numbers_beside_two_rows_must_be_named() -> None:
         net(X[:2], (3, 5))
     with Chunked(net, size=1):
         net(X, (3, 5))
-
-
-def test_one_tensor_twice_and_nested_arguments() -> None:
-    def nested(net: Any, pair: Any, other: Any) -> Tensor:
-        first, second = pair["both"]
-        return net.plain(first * second.exp()) + other[0][:, :CLASSES]
-
-    net, x = twin(Net(nested)), X.clone().requires_grad_()
-
-    def made(net: Any) -> Tensor:
-        x.grad = None
-        return nt_xent(net({"both": [x, x], "none": None}, (x, "text", 3)), LABELS)
-
-    gradient(net, made)
-    of_x: Any = x.grad
-    assert off(net, made) <= EXACT
-    assert off_by(x.grad, of_x) <= EXACT  # type: ignore[arg-type]
 
 
 # ---- any structure -------------------------------------------------------------------
@@ -239,17 +216,16 @@ def total(output: Any) -> Tensor:
     return torch.stack([p.double().square().mean().sqrt() for p in parts]).prod()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     args=st.lists(NESTED, max_size=2),
     kwargs=st.dictionaries(st.sampled_from(["k", "l"]), NESTED, max_size=2),
     make=NESTED,
     rows=st.integers(4, 9),  # more than a list has plain values
     size=st.integers(1, 9),
-    keep=st.sampled_from([0, 1, 9]),
 )
 def test_any_structure(
-    args: list[Any], kwargs: dict[str, Any], make: Any, rows: int, size: int, keep: Any
+    args: list[Any], kwargs: dict[str, Any], make: Any, rows: int, size: int
 ) -> None:
     torch.manual_seed(rows)
     net, x = Folding(make), torch.randn(rows, 3, dtype=torch.float64)
@@ -265,7 +241,7 @@ def test_any_structure(
         return output, list(found)
 
     wanted_output, wanted = gradients()
-    with Chunked(net, size=size, keep=keep):
+    with Chunked(net, size=size):
         for _ in range(2):
             output, found = gradients()
             one, other = (take_apart(each)[0] for each in (output, wanted_output))
@@ -319,10 +295,6 @@ def retrieval(net: Any) -> Tensor:
     return F.cross_entropy(queries @ passages.T, torch.arange(6) * 6)
 
 
-def test_calls_with_other_numbers_of_rows_in_one_step() -> None:
-    assert off(twin(Net()), retrieval) <= EXACT
-
-
 def test_only_some_rows_used_and_two_modules_at_once() -> None:
     both = twin(nn.ModuleList([Net(), Net(seed=1)]))
 
@@ -333,14 +305,14 @@ def test_only_some_rows_used_and_two_modules_at_once() -> None:
     _, wanted = gradient(both, clip)
     with Chunked(both[1], size=5):
         assert off(both, clip, of=both[0], wanted=wanted) <= EXACT
+    assert off(twin(Net()), retrieval) <= EXACT
 
 
-@pytest.mark.parametrize("keep", [0, 1, 9])
-def test_a_module_in_chunks_within_another(keep: int) -> None:
+def test_a_module_in_chunks_within_another() -> None:
     net = twin(Net())
     _, wanted = gradient(net, step)
-    with Chunked(net.body, size=2, keep=keep):
-        assert off(net, wanted=wanted, size=6, keep=keep) <= EXACT
+    with Chunked(net.body, size=2):
+        assert off(net, wanted=wanted, size=6) <= EXACT
 
 
 def test_tied_partly_frozen_and_shared_parameters() -> None:
@@ -366,14 +338,13 @@ def test_tied_partly_frozen_and_shared_parameters() -> None:
         assert off(net, tied, of=cut) <= EXACT
 
 
-@pytest.mark.parametrize("keep", [0, 9])
-def test_sparse_embeddings(keep: int) -> None:
+def test_sparse_embeddings() -> None:
     net: Any = nn.EmbeddingBag(9, 5, sparse=True, mode="sum").double()
     ids = torch.randint(0, 9, (22, 3))
     nt_xent(net(ids), LABELS).backward()
     wanted = net.weight.grad.to_dense()
     net.zero_grad()
-    with Chunked(net, size=4, keep=keep):
+    with Chunked(net, size=4):
         nt_xent(net(ids), LABELS).backward()
     assert net.weight.grad.is_sparse
     assert off_by(net.weight.grad.to_dense(), wanted) <= EXACT

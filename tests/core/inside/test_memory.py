@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.inside.common import (
@@ -20,7 +19,6 @@ from tests.core.inside.common import (
     batch,
     gradient,
     nt_xent,
-    off,
     off_by,
     twin,
 )
@@ -83,25 +81,21 @@ def hungry(dropout: float = 0.0) -> tuple[Any, Budget]:
     return Net(counted, dropout=dropout, sizes=sizes).double(), budget
 
 
-@pytest.mark.parametrize("keep", [0, 1])
 @pytest.mark.parametrize(
     "limits",
     [
-        {"most": 13},
-        {"most_without": 13, "most": 13},
         {"most_without": 11, "most": 22},
         {"most_backward": 9},
         {"most_without": 22, "most": 13, "most_backward": 5},
         {"most": 1, "most_without": 2},
     ],
-    ids=str,
 )
-def test_chunks_get_finer_where_memory_ends(limits: dict[str, int], keep: Any) -> None:
+def test_chunks_get_finer_where_memory_ends(limits: dict[str, int]) -> None:
     net, budget = hungry()
     _, wanted = gradient(net, step)
     vars(budget).update(limits)
     failures = 0
-    with Chunked(net, size=None, keep=keep):
+    with Chunked(net, size=None):
         for _ in range(4):
             failures = budget.failures
             assert off_by(gradient(net, step)[1], wanted) <= EXACT
@@ -110,16 +104,10 @@ def test_chunks_get_finer_where_memory_ends(limits: dict[str, int], keep: Any) -
     assert budget.held == 0
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-@pytest.mark.parametrize(
-    "limits", [{"most": 13}, {"most_without": 13, "most": 13}], ids=str
-)
-def test_chunks_that_draw_get_finer_in_the_forward_pass(
-    limits: dict[str, int], keep: Any
-) -> None:
+def test_chunks_that_draw_get_finer_in_the_forward_pass() -> None:
     net, budget = hungry(dropout=0.5)
-    with Chunked(net, size=None, keep=keep):
-        vars(budget).update(limits)
+    with Chunked(net, size=None):
+        budget.most = budget.most_without = 13
         gradient(net, step)  # finds a size
         _, found = gradient(net, step)
     vars(budget).update(vars(Budget()))
@@ -130,11 +118,10 @@ def test_chunks_that_draw_get_finer_in_the_forward_pass(
     assert off_by(gradient(net, step)[1], wanted) > NAIVE
 
 
-@pytest.mark.parametrize("keep", [0, 1, 9])
-def test_chunks_that_drew_are_not_cut_in_the_backward_pass(keep: int) -> None:
+def test_chunks_that_drew_are_not_cut_in_the_backward_pass() -> None:
     """Their halves would draw otherwise."""
     net, budget = hungry(dropout=0.5)
-    with Chunked(net, size=None, keep=keep):
+    with Chunked(net, size=None):
         for _ in range(2):
             gradient(net, step)
         loss = step(net)
@@ -149,7 +136,7 @@ def test_what_cannot_be_cut_finer_raises_memory_errors_as_they_are(
 ) -> None:
     """A fixed size, and one row."""
     net, budget = hungry()
-    with Chunked(net, size=size, keep=0):
+    with Chunked(net, size=size):
         gradient(net, step)
         loss = step(net)
         budget.most_without = budget.most = budget.most_backward = 0
@@ -163,17 +150,16 @@ def test_no_graph_outlives_its_chunk_or_its_loss() -> None:
     net, budget = hungry()
     gc.disable()
     try:
-        for keep in (0, 1, 2, 8):
-            with Chunked(net, size=5, keep=keep):
-                for _ in range(4):
-                    gradient(net, step)
-                assert budget.held == 0
-                budget.highest = 0
-                loss = step(net)
-                del loss  # never used
-                assert budget.held == 0
+        with Chunked(net, size=5):
+            for _ in range(4):
                 gradient(net, step)
-                assert budget.highest <= (5 * max(keep, 1))
+            assert budget.held == 0
+            budget.highest = 0
+            loss = step(net)
+            del loss  # never used
+            assert budget.held == 0
+            gradient(net, step)
+            assert budget.highest <= 5
     finally:
         gc.enable()
     gradient(net, step)
@@ -187,7 +173,7 @@ def peak(size: int | None) -> float:
     """The most bytes of the second step, as a multiple of the parameters'."""
     net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 16
     x = torch.randn(rows, 256)
-    with Chunked(net, size=4, keep=0):
+    with Chunked(net, size=4):
         net(x).square().mean().backward()  # which looks at rows as well
         net(x)
         net.zero_grad()
@@ -233,7 +219,7 @@ def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
     # The head's gradient has arrived when the body's has no room.
     net = twin(Net(lambda net, x: net.head(Stops.apply(net.body(x)))))
     _, wanted = gradient(net, step)
-    with Chunked(net, keep=0):
+    with Chunked(net):
         loss = step(net)
         if not again:
             monkeypatch.setattr(Shadows, "clear", lambda _: None)
@@ -243,25 +229,3 @@ def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
         found = torch.cat([p.grad.flatten() for p in net.parameters()])
     assert not Stops.left
     assert (off_by(found, wanted) <= EXACT) == again
-
-
-def test_a_pass_within_the_pass_is_left_alone() -> None:
-    """Its backward pass holds another one, over the same weight."""
-
-    @torch.enable_grad()
-    def inner(weight: Tensor, x: Tensor) -> Tensor:
-        slope = torch.autograd.grad(
-            (x @ weight).tanh().sum(), weight, create_graph=True
-        )[0]
-        return x @ (weight - 0.1 * slope / len(x))
-
-    def within(net: Any, x: Tensor) -> Tensor:
-        parts = [
-            checkpoint(inner, net.weight, row, use_reentrant=False)
-            for row in x.split(1)
-        ]
-        return torch.cat(parts)  # type: ignore[arg-type]
-
-    torch.manual_seed(0)
-    net = twin(Net(within, weight=nn.Parameter(torch.randn(6, 6))))
-    assert off(net, lambda m: nt_xent(m(X), LABELS), size=5) <= EXACT

@@ -119,8 +119,7 @@ def test_detached_outputs_and_copies_of_arguments_have_no_gradient() -> None:
             assert flags == [True, False, x.requires_grad, False]
 
 
-@pytest.mark.parametrize("keep", [0, 1, 9])
-def test_values_without_rows_get_their_gradient_once(keep: int) -> None:
+def test_values_without_rows_get_their_gradient_once() -> None:
     """As the scale that models of image and text return, or a parameter itself."""
 
     def scaled(net: Any, x: Tensor) -> Any:
@@ -142,7 +141,7 @@ def test_values_without_rows_get_their_gradient_once(keep: int) -> None:
 
     net = twin(Net(scaled, scale=nn.Parameter(torch.zeros(()))))
     _, wanted = gradient(net, contrast)
-    assert off(net, contrast, size=4, keep=keep) <= EXACT
+    assert off(net, contrast, size=4) <= EXACT
     assert off_by(gradient(net, each_chunk)[1], wanted) > NAIVE  # the control
 
 
@@ -192,27 +191,27 @@ SEEING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("way", SEEING)
-def test_rows_that_see_each_other_are_refused(
+def test_rows_that_see_each_other_are_refused_and_would_be_wrong(
     way: str, dtype: torch.dtype, dropout: float
 ) -> None:
     net = Net(lambda net, x: SEEING[way](net.plain(x)), dropout=dropout).to(dtype)
     refused(net, "(depends on|no rows)")
-    plain = Net(dropout=dropout).to(dtype)
-    with Chunked(plain, size=8):
-        for rows in (2, 3, 5, 22):
-            plain(X[:rows].to(dtype)).sum().backward()
+    if dtype is torch.float64 and not dropout and way != "sum of rows":
+        _, wanted = gradient(net, lambda net: net(X).square().std())
+        _, chunked = gradient(
+            net, lambda net: torch.cat([net(c) for c in X.split(8)]).square().std()
+        )
+        assert off_by(chunked, wanted) > NAIVE
 
 
-@pytest.mark.parametrize("way", list(SEEING)[:-1])
-def test_rows_that_see_each_other_would_be_wrong(way: str) -> None:
-    net = returning(SEEING[way])
-    _, wanted = gradient(net, lambda net: net(X).square().std())
-    _, chunked = gradient(
-        net, lambda net: torch.cat([net(c) for c in X.split(8)]).square().std()
-    )
-    assert off_by(chunked, wanted) > NAIVE
+def test_rows_that_do_not_see_each_other_are_not_refused() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        plain = Net(dropout=0.5).to(dtype)
+        with Chunked(plain, size=8):
+            for rows in (2, 3, 5, 22):
+                plain(X[:rows].to(dtype)).sum().backward()
 
 
 def test_links_between_rows_of_any_two_chunks_are_found() -> None:

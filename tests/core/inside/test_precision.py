@@ -42,21 +42,19 @@ def cast(make: Make, cached: bool = True) -> Make:
     return within
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("keep", [0, 1, 9])
-def test_autocast_holds_in_the_second_pass(keep: int, cached: bool) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_autocast_holds_in_the_second_pass(cached: bool) -> None:
     """The gradient is that of the same chunks in one graph, to the rounding of their
     sums; without autocast in the second pass it would be the float32 one."""
     net = Net()
     _, wanted = gradient(net, cast(in_parts, cached))
     rounding = off_by(wanted, gradient(net, step)[1])
     assert rounding > NAIVE
-    found = off(net, cast(step, cached), wanted=wanted, size=4, keep=keep)
+    found = off(net, cast(step, cached), wanted=wanted, size=4)
     assert found <= rounding / 2
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-def test_weights_cast_without_a_graph_do_not_serve_the_loss(keep: int) -> None:
+def test_weights_cast_without_a_graph_do_not_serve_the_loss() -> None:
     """A weight used inside and in the loss: autocast keeps its cast, made inside."""
 
     @cast
@@ -68,46 +66,8 @@ def test_weights_cast_without_a_graph_do_not_serve_the_loss(keep: int) -> None:
     net.head.weight.requires_grad_(False)
     _, without = gradient(net, tied)
     net.head.weight.requires_grad_(True)
-    assert off(net, tied, wanted=wanted, size=4, keep=keep) <= 0.05
+    assert off(net, tied, wanted=wanted, size=4) <= 0.05
     assert off_by(without, wanted) > 0.2
-
-
-def test_backward_within_autocast() -> None:
-    def found(net: Any) -> Tensor:
-        net.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(2):
-                step(net).backward()
-        return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-    net = Net()
-    wanted = found(net)
-    with Chunked(net, size=4):
-        for _ in range(3):
-            assert off_by(found(net), wanted) <= 0.05
-
-
-def test_scaler_on_the_cpu() -> None:
-    def train(net: Any) -> Tensor:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(step(net)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-    net = twin(Net())
-    start = torch.cat([p.detach().flatten() for p in net.parameters()])
-    wanted, other = train(twin(net)), twin(net)
-    with Chunked(other, size=4):
-        assert off_by(train(other) - start, wanted - start) <= EXACT
-        for p in other.parameters():
-            p.grad = None
-        scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
-        scaler.scale(1e300 * step(other)).backward()
-        assert not all(p.grad.isfinite().all() for p in other.parameters())
 
 
 # ---- half precision ------------------------------------------------------------------
@@ -146,20 +106,18 @@ def checkpointed(net: Any, x: Tensor) -> Tensor:
     return net.head(checkpoint(net.body, x, use_reentrant=net.reentrant))
 
 
-@pytest.mark.parametrize("keep", [0, 1, 9])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpoints_inside(dropout: float, keep: int) -> None:
+def test_checkpoints_inside(dropout: float) -> None:
     net = twin(Net(checkpointed, dropout=dropout, reentrant=False))
     _, wanted = gradient(net, in_parts)
-    assert off(net, wanted=wanted, size=4, keep=keep) <= EXACT
+    assert off(net, wanted=wanted) <= EXACT
     net.reentrant = True
     refused(net, "use_reentrant=False", X.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpoints_around(reentrant: bool, dropout: float) -> None:
-    net, x = twin(Net(dropout=dropout)), X.clone().requires_grad_()
+def test_checkpoints_around(reentrant: bool) -> None:
+    net, x = twin(Net(dropout=0.5)), X.clone().requires_grad_()
     _, wanted = gradient(net, in_parts)
 
     def around(net: Any) -> Tensor:
@@ -168,15 +126,9 @@ def test_checkpoints_around(reentrant: bool, dropout: float) -> None:
     assert off(net, around, wanted=wanted) <= EXACT
 
 
-def test_offloading_and_anomaly_mode_around() -> None:
-    net = twin(Net())
+def test_offloading_around() -> None:
     with torch.autograd.graph.save_on_cpu():
-        assert off(net) <= EXACT
-        with (
-            pytest.warns(UserWarning, match="Anomaly"),
-            torch.autograd.detect_anomaly(check_nan=False),
-        ):
-            assert off(net) <= EXACT
+        assert off(twin(Net())) <= EXACT
 
 
 # ---- compiling -----------------------------------------------------------------------
@@ -187,12 +139,6 @@ def compiler() -> Any:
     torch._dynamo.reset()
     yield lambda what: torch.compile(what, backend="aot_eager")
     torch._dynamo.reset()
-
-
-def test_a_compiled_module_in_chunks(compiler: Any) -> None:
-    net = twin(Net())
-    _, wanted = gradient(net, step)
-    assert off(compiler(net), wanted=wanted, size=8, keep=2) <= EXACT
 
 
 class Counting(Net):
@@ -216,9 +162,10 @@ def test_what_is_compiled_around_runs_the_module_in_chunks_uncompiled(
     compiled = step if in_place else compiler(step)
     if in_place:
         net.compile(backend="aot_eager")
+    assert off(compiler(net), wanted=wanted, size=8) <= EXACT
     net.rows = ()
     made = lambda net: compiled(net)  # noqa: E731
-    assert off(net, made, wanted=wanted, size=8, keep=0) <= EXACT
+    assert off(net, made, wanted=wanted, size=8) <= EXACT
     assert max(net.rows) <= 16  # two chunks are compared at first
 
 

@@ -26,7 +26,7 @@ from tests.core.inside.common import (
 )
 from tests.helpers import NAIVE
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.refusals import refuse_module
+from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.split.partition import even_runs
 
 EXACT = 1e-12
@@ -126,35 +126,20 @@ def on_ddp(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Tensor,
     return tuple(results)
 
 
-GRID: list[dict[str, Any]] = [
+PAIRS: list[dict[str, Any]] = [
     {},
-    {"find_unused_parameters": True},
-    {"gradient_as_bucket_view": True},
-    {"static_graph": True},
-    {"static_graph": True, "gradient_as_bucket_view": True},
-    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"find_unused_parameters": True, "calls": 2},
+    {"gradient_as_bucket_view": True, "calls": 2, "tied": True},
+    {"static_graph": True, "tied": True},
+    {"static_graph": True, "gradient_as_bucket_view": True, "loss": "gathered"},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True, "no_sync": True},
 ]
-USES: list[dict[str, Any]] = [
-    {},
-    {"calls": 2},
-    {"tied": True},
-    {"calls": 2, "tied": True},
-    {"no_sync": True},
-    {"loss": "gathered"},
-]
+"""How DDP wraps a model, and how that is used."""
 
 
-# DDP itself refuses no_sync in the first step of a static graph.
-PAIRS = [
-    (w, u) for w in GRID for u in USES if not {"static_graph", "no_sync"} <= {*w, *u}
-]
-
-
-@pytest.mark.parametrize(("wrapping", "use"), PAIRS, ids=str)
-def test_ddp_in_chunks_equals_ddp(
-    wrapping: dict[str, Any], use: dict[str, Any], on_ranks: OnRanks
-) -> None:
-    for wanted, found in on_ranks(on_ddp, 2, wrapping | use):
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+def test_ddp_in_chunks_equals_ddp(options: dict[str, Any], on_ranks: OnRanks) -> None:
+    for wanted, found in on_ranks(on_ddp, 2, options):
         assert off_by(found, wanted) <= EXACT
 
 
@@ -198,28 +183,6 @@ def test_dropout_under_ddp_is_that_of_the_chunks(on_ranks: OnRanks) -> None:
         assert off_by(whole, wanted) > NAIVE  # the control: other draws
 
 
-def averaged(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """DDP over micro-batches: what is done without a cut."""
-    found = []
-    for num in (1, 4):
-        model = Model().double()
-        wrapped = DDP(model)
-        x, labels = data(rank, 0)
-        runs = even_runs(len(x), num)
-        for number, run in enumerate(runs):
-            is_last = number == num - 1
-            with contextlib.nullcontext() if is_last else wrapped.no_sync():
-                rows = slice(*run)
-                (nt_xent(wrapped(x[rows]), labels[rows]) / num).backward()
-        found.append(flat([p.grad for p in model.parameters()], model))
-    return found[0], found[1]
-
-
-def test_micro_batches_under_ddp_are_not_the_whole_batch(on_ranks: OnRanks) -> None:
-    for wanted, found in on_ranks(averaged, 2):
-        assert off_by(found, wanted) > NAIVE
-
-
 def different_chunks(rank: int, world_size: int) -> tuple[Tensor, ...]:
     found = []
     for size in (None, 6):
@@ -248,7 +211,7 @@ def by_hand(rank: int, world_size: int, part: str) -> Tensor:
         if part:
             fully_shard(model)
         if size is not None:
-            Chunked(model.net, size=size, keep=3)
+            Chunked(model.net, size=size)
         for _ in range(3):
             model.zero_grad()
             nt_xent(model(x), x).backward()
@@ -282,7 +245,7 @@ def by_parts(rank: int, world_size: int) -> str:
 def test_parts_of_a_cut_that_fsdp2_shards_are_refused(on_ranks: OnRanks) -> None:
     for found in on_ranks(by_parts, 2):
         assert re.search(
-            "sharded by fully_shard .FSDP2. each for .* as one grou", found
+            "sharded by fully_shard .FSDP2. for itself.* as one grou", found
         )
 
 
@@ -290,5 +253,5 @@ def test_the_first_fsdp_within_is_refused() -> None:
     wrapper: Any = FullyShardedDataParallel
     wrapped = wrapper.__new__(wrapper)
     nn.Module.__init__(wrapped)  # it wants a GPU to be made
-    with pytest.raises(TrainkitError, match="net: FullyShardedDataParallel flattens"):
-        refuse_module(nn.ModuleList([wrapped]), "net")
+    with pytest.raises(TrainkitError, match="net: 0 is flattened by Fully"):
+        refuse_parts(nn.ModuleList([wrapped]), "net", OF_ROWS)

@@ -146,7 +146,7 @@ def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
         with Chunked(nn.Linear(6, 5), size=2) as linear:
             with pytest.raises(TrainkitError, match="input is a .* tensor"):
                 linear(kind)
-    with pytest.raises(TrainkitError, match="lazy ones get theirs"):
+    with pytest.raises(TrainkitError, match="it has lazy parameters"):
         Chunked(nn.LazyLinear(5), size=2)
     with pytest.raises(TrainkitError, match=r"'tables'.*input"):
         Chunked(nn.Linear(6, 5), size=2, shared=["tables"])

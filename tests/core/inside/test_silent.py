@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.core.inside.common import (
     CLASSES,
@@ -93,8 +94,10 @@ MIXING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("arguments_alone", [False, True])
-@pytest.mark.parametrize("change", MIXING)
+@pytest.mark.parametrize(
+    ("change", "arguments_alone"),
+    [*((change, False) for change in MIXING), ("normed", True)],
+)
 def test_a_backward_pass_that_sees_rows_is_refused(
     change: str, arguments_alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +275,7 @@ def private(net: Any, x: Tensor) -> Tensor:
 )
 def test_a_generator_of_its_own_is_refused(make: Any, late: int) -> None:
     net = twin(Net(private, own=make(), draws=not late))
-    with Chunked(net, size=8, keep=0):
+    with Chunked(net, size=8):
         for _ in range(late):
             gradient(net, step)
         net.draws = True
@@ -302,11 +305,25 @@ def only_trains(net: Any, x: Tensor) -> Tensor:
     return net.plain(x)
 
 
+@torch.enable_grad()
+def inner(weight: Tensor, x: Tensor) -> Tensor:
+    loss = (x @ weight).tanh().sum()
+    slope = torch.autograd.grad(loss, weight, create_graph=True)[0]
+    return x @ (weight - 0.1 * slope / len(x))
+
+
+def stepping(net: Any, x: Tensor) -> Tensor:
+    """Its backward pass holds another one, over the same weight."""
+    parts = [checkpoint(inner, net.w, row, use_reentrant=False) for row in x.split(1)]
+    return torch.cat(parts)  # type: ignore[arg-type]
+
+
 RIGHT: dict[str, Callable[[], Any]] = {
     "sparse operators": lambda: Net(
         lambda net, x: net.plain((net.mesh @ x.T).T), mesh=torch.eye(WIDTH).to_sparse()
     ),
     "slopes": lambda: Net(sloped),
+    "a pass within": lambda: Net(stepping, w=nn.Parameter(torch.eye(WIDTH))),
     "a table": lambda: Net(caching, table=None),
     "another sign backwards": lambda: between(function(lambda given: -given)),
     "a leaf made anew": lambda: Net(
@@ -345,6 +362,6 @@ def test_a_counter_is_as_before_once_rows_were_looked_at() -> None:
         return net.plain(x)
 
     net = twin(Net(counting, calls=0))
-    with Chunked(net, size=4, keep=0):
+    with Chunked(net, size=4):
         gradient(net, step)
     assert net.calls == 6  # once for each chunk

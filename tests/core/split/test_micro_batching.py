@@ -46,7 +46,6 @@ from trainkit.core.split.micro_batching import MicroBatching
         ({"inside": []}, r"inside: must be the path of a submodule or several"),
         ({"inside": 3}, r"inside: must be the path of a submodule.*received 3"),
         ({"inside": "net", "collate": list}, r"inside: the loader batch is not cut"),
-        ({"size": 4, "keep": 2}, r"keep: is for the inner cut, received keep=2"),
     ],
 )
 def test_option_that_means_nothing_is_refused(options: Any, text: str) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.tape import ways
-from tests.core.tape.cases import images
-from tests.core.tape.common import EXACT, gradients, off_by, state, summed
+from tests.core.tape.common import EXACT, gradients, images, off_by, state, summed
 from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
 from tests.core.tape.ways import FOREIGN, Case
 from trainkit import exact_batch_norm

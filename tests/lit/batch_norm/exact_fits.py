@@ -19,7 +19,6 @@ from trainkit import (
     BatchNormGuard,
     MicroBatching,
     PerSample,
-    Weighed,
 )
 
 CLASSES = 4
@@ -120,56 +119,6 @@ class Listed(Images):
         return F.cross_entropy(self.head(hidden.mean((2, 3))), batch[1])
 
 
-class Counts(Images):
-    """Leaves what its loss divides by, before or after it calls the net."""
-
-    is_early = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        if self.is_early:
-            self.number = int((y > 0).sum())
-        losses = F.cross_entropy(self.net(x), y, reduction="none")
-        self.number = self.number if self.is_early else int((y > 0).sum())
-        return losses[y > 0].mean()
-
-
-class CountsLate(Counts):
-    is_early = False
-
-
-class Said(AccumulationMixin, Images):
-    """Its loss divides by what only the step knows."""
-
-    accumulation = Weighed()
-    micro_batching = MicroBatching(size=4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        chosen = batch[1] > 0
-        self.weigh(chosen.sum())
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        return (losses * chosen).sum() / chosen.sum()
-
-
-class OwnBackward(Images):
-    """Something that trains runs before its net."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Conv2d(3, 3, 1).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(self.before(batch[0])), batch[1])
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        loss.backward(**options)
-
-
-class BareBackward(OwnBackward):
-    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-        loss.backward()
-
-
 class Stem(Images):
     """Calls a layer of its own in the step, and has no forward pass."""
 
@@ -243,24 +192,21 @@ def loader(batch_size: int = 10, number: int = 26) -> DataLoader[Any]:
     return DataLoader(images(number), batch_size=batch_size)
 
 
-def exact(cut: MicroBatching, strategy: Any = None) -> list[pl.Callback]:
+def exact(cut: MicroBatching | None, proof: Any = "warn") -> list[pl.Callback]:
     """The callbacks of a training whose micro-batches share statistics."""
-    strategy = strategy or PerSample()
-    return [
-        AccumulationCallback(strategy, micro_batching=cut),
-        BatchNormGuard("exact"),
-    ]
+    ours = AccumulationCallback(PerSample(), micro_batching=cut, proof=proof)
+    return [ours, BatchNormGuard("exact")]
 
 
 def fit(
     module: pl.LightningModule,
     *callbacks: pl.Callback,
     window: int = 1,
-    epochs: int = 4,
+    epochs: int = 2,
     batches: Any = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Twelve steps, unless something else is asked for."""
+    """Six steps, unless something else is asked for."""
     fitted = trainer(window, callbacks=list(callbacks), max_epochs=epochs, **options)
     fitted.fit(module, batches or loader())
     return fitted

@@ -1,43 +1,40 @@
-"""BatchNormGuard("exact") trains as the whole batch does."""
+"""BatchNormGuard("exact") trains as the whole batch does, also on ranks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import Tensor
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from tests.helpers import raise_rank_errors, run_cases
 from tests.lit.batch_norm.exact_fits import (
     Bare,
-    BareBackward,
-    Counts,
-    CountsLate,
     Images,
     Listed,
     Mixed,
-    OwnBackward,
-    Said,
     Stem,
     Thawed,
     apart,
     evaluating,
     exact,
     fit,
+    images,
     partly_frozen,
     without_statistics,
 )
-from tests.lit.batch_norm.exact_fits import loader as batches
 from trainkit import (
     AccumulationCallback,
     BatchNormGuard,
@@ -45,7 +42,7 @@ from trainkit import (
     MicroBatching,
     NoiseScale,
     PerSample,
-    Weighed,
+    TrainkitError,
     WindowMonitor,
 )
 
@@ -53,7 +50,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
-COUNTED = Weighed(by=lambda module, batch: module.number)
 
 
 class Average(WeightAveraging):
@@ -77,7 +73,6 @@ class Case:
         make: the module.
         cut: the options; None where the module has its own.
         others: makes more callbacks.
-        strategy: what counts.
         plain: the module that plain Lightning trains, if it is another one.
         naive: whether plain accumulation with the same callbacks is far off.
         options: of the Trainer.
@@ -86,7 +81,6 @@ class Case:
     make: Callable[[], Any] = Images
     cut: MicroBatching | None = SPLIT
     others: Callable[[], list[Any]] = list
-    strategy: Any = None
     plain: Callable[[], Any] | None = None
     naive: bool = True
     options: Any = None
@@ -94,28 +88,17 @@ class Case:
 
 CASES = {
     "split": Case(),
-    "single rows": Case(cut=MicroBatching(size=1)),
-    "inside": Case(cut=INSIDE),
     "inside, found": Case(cut=MicroBatching(inside="auto", size=3)),
     "no batch exceeds the size": Case(cut=MicroBatching(size=64), naive=False),
     "in the step": Case(Bare),
     "mixin": Case(Mixed, None, plain=Images),
     "list": Case(Listed),
-    "own backward": Case(OwnBackward),
-    "bare backward": Case(BareBackward),
     "layer in the step": Case(Stem, INSIDE, naive=False),
-    "counted before": Case(Counts, strategy=COUNTED),
-    "counted after": Case(CountsLate, strategy=COUNTED),
-    "said": Case(Said, None, plain=Counts),
     "frozen": Case(partly_frozen),
     "late": Case(evaluating, others=lambda: [Thawed()]),
-    "late, inside": Case(evaluating, INSIDE, lambda: [Thawed()]),
     "no statistics": Case(without_statistics, others=lambda: [Thawed()]),
-    "no statistics, inside": Case(without_statistics, INSIDE, lambda: [Thawed()]),
     "averages": Case(others=lambda: [Average()]),
-    "averages, inside": Case(cut=INSIDE, others=lambda: [Average()]),
     "schedule of one": Case(others=lambda: [GradientAccumulationScheduler({0: 1})]),
-    "clipped": Case(options={"gradient_clip_val": 0.05}),
     "clipped, inside": Case(cut=INSIDE, options={"gradient_clip_val": 0.05}),
 }
 
@@ -123,7 +106,7 @@ CASES = {
 def ours(case: Case) -> list[Any]:
     if case.cut is None:
         return [BatchNormGuard("exact")]
-    return exact(case.cut, case.strategy)
+    return exact(case.cut)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,7 +120,7 @@ def test_training_equals_whole_batches_and_plain_accumulation_does_not(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*ran whole")
         fitted = fit(module, *case.others(), *ours(case), **options)
-    assert apart(module, whole) <= 1e-10
+    assert apart(module, whole) <= 1e-10  # buffers too
     assert not [n for n, m in module.named_modules() if "forward" in vars(m)]
     assert list(module.state_dict()) == list(whole.state_dict())
     if case.plain is None:
@@ -145,19 +128,9 @@ def test_training_equals_whole_batches_and_plain_accumulation_does_not(
         wanted = {k: float(v) for k, v in plain.callback_metrics.items()}
         assert logged == pytest.approx(wanted, rel=1e-6)
     if case.naive:
-        parts = AccumulationCallback(case.strategy or PerSample(), micro_batching=SPLIT)
+        parts = AccumulationCallback(PerSample(), micro_batching=SPLIT)
         fit(naive, *case.others(), *([parts] if case.cut else []), **options)
         assert apart(naive, whole) > 1e-3
-
-
-def test_frozen_layers_stay_and_running_statistics_move_once_a_step() -> None:
-    start, module, whole = partly_frozen(), partly_frozen(), Images()
-    fit(module, *exact(SPLIT))
-    fit(whole, *exact(SPLIT))
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        one, other = (getattr(each.net[4], name) for each in (module, start))  # type: ignore[index]
-        assert torch.equal(one, other)
-    assert int(whole.net.norm.num_batches_tracked) == 12  # type: ignore[union-attr, arg-type]
 
 
 def test_rates_and_windows_numbers_are_those_of_one_batch(capsys: Any) -> None:
@@ -175,19 +148,19 @@ def test_rates_and_windows_numbers_are_those_of_one_batch(capsys: Any) -> None:
     assert "blocks.0, blocks.1 in chunks of at most 4 rows" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
-def test_statistics_epoch_of_weight_averaging(cut: MicroBatching) -> None:
+def test_statistics_epoch_of_weight_averaging() -> None:
     """The last epoch takes no step: its statistics are those of loader batches."""
     trained = []
     for callbacks in (
         [],
         [AccumulationCallback(PerSample())],
-        exact(cut),
+        exact(SPLIT),
         [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
     ):
         module = Images()
         module.net.last_norm.momentum = 0.2  # type: ignore[union-attr]
-        fit(module, StochasticWeightAveraging(0.05, swa_epoch_start=2), *callbacks)
+        average = StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        fit(module, average, *callbacks, epochs=4)
         trained.append(module)
     plain, whole, module, naive = trained  # plain Lightning steps at the epoch's end
     assert apart(module, whole) <= 1e-10
@@ -199,40 +172,6 @@ def test_statistics_epoch_of_weight_averaging(cut: MicroBatching) -> None:
     assert float((buffers[2][name] - buffers[0][name]).abs().max()) > 1e-4
 
 
-class Looks(pl.Callback):
-    """Notes what each hook around a step sees."""
-
-    def __init__(self) -> None:
-        self.before, self.after = 0, 0
-        self.norms: list[float] = []
-        self.logits: list[Tensor] = []
-        self.names: list[list[str]] = []
-
-    def on_before_backward(self, *of: Any, **named: Any) -> None:
-        self.before += 1
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self.after += 1
-
-    def on_before_optimizer_step(self, *of: Any, **named: Any) -> None:
-        self.norms.append(float(of[1].net.first.weight.grad.norm()))
-
-    def on_train_batch_end(self, *of: Any, **named: Any) -> None:
-        self.names.append(list(of[1].state_dict()))
-        self.logits.append(of[2]["logits"].detach().clone())
-
-
-def test_hooks_and_outputs_are_those_of_a_step() -> None:
-    plain, looks = Looks(), Looks()
-    fit(Images(), plain, epochs=1)
-    fit(Images(), *exact(SPLIT), looks, epochs=1)
-    assert (looks.before, looks.after) == (plain.before, plain.after) == (3, 3)
-    assert looks.norms == pytest.approx(plain.norms, rel=1e-9)
-    assert looks.names == plain.names
-    for one, other in zip(plain.logits, looks.logits, strict=True):
-        assert torch.allclose(one, other, atol=1e-10)
-
-
 def test_noise_scale_says_that_it_cannot_measure() -> None:
     noise = NoiseScale(every_n_steps=1, if_impossible="say")
     fit(Images(), *exact(SPLIT), noise, epochs=1)
@@ -240,29 +179,104 @@ def test_noise_scale_says_that_it_cannot_measure() -> None:
     assert "have no gradient of their own" in noise.why_not
 
 
-def test_precision_of_half() -> None:
-    """In bfloat16 the window is as far from float64 as the whole batch is, over several
-    nets: how one of them is rounded is decided by the processor."""
+SHARES: dict[int, list[tuple[int, ...]]] = {
+    2: [(9, 3, 12), (3, 10, 1)],
+    3: [(9, 3, 12), (3, 10, 1), (1, 1, 5)],
+}
+"""Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
 
-    def run(seed: int, precision: Any, *callbacks: pl.Callback) -> Images:
+CUTS = {
+    "split": MicroBatching(size=4),
+    "whole": None,
+}
+
+
+def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
+    """The loader batches of a rank; of all of them together, without a rank."""
+    data, at, found = images(60), 0, []
+    for step in zip(*shares, strict=True):
+        rows = []
+        for index, number in enumerate(step):
+            if rank in (None, index):
+                rows += range(at, at + number)
+            at += number
+        found.append(rows)
+    return DataLoader(data, batch_sampler=found)
+
+
+def fit_on_ranks(
+    module: Images, callbacks: list[Any], rank: int, world_size: int
+) -> None:
+    fit(
+        module,
+        *callbacks,
+        batches=batches(SHARES[world_size], rank),
+        devices=world_size,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        use_distributed_sampler=False,
+    )
+
+
+def train(rank: int, world_size: int, cut: str, policy: Any) -> tuple[Any, int]:
+    """The state after a training, and how often its layers communicated."""
+    module, calls, own = Images(), list[Any](), dist.all_reduce
+    callbacks = [AccumulationCallback(PerSample(), micro_batching=CUTS[cut])]
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tuple(tensor.shape))
+        return own(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        guarded = [*callbacks, BatchNormGuard(policy)]
+        fit_on_ranks(module, guarded, rank, world_size)
+    finally:
+        dist.all_reduce = own
+    in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
+    return module.state_dict(), len(in_layers)
+
+
+def refused(rank: int, world_size: int, callbacks: list[Any]) -> str:
+    with pytest.raises(TrainkitError) as caught:
+        fit_on_ranks(Images(), callbacks, rank, world_size)
+    return str(caught.value)
+
+
+@cache
+def ranks_of(world_size: int) -> dict[str, list[Any]]:
+    auto = exact(MicroBatching("auto"))
+    cases: dict[str, Any] = {
+        "split": (train, "split", "exact"),
+        "whole": (train, "whole", "exact"),
+        "control": (train, "split", "ignore"),
+        "a rank whose memory runs out": (refused, auto),
+        "on several ranks it needs the callback": (refused, [BatchNormGuard("exact")]),
+    }
+    if world_size > 2:
+        cases = {"split": cases["split"]}
+    found = run_cases(world_size, cases)
+    return {name: raise_rank_errors(each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "split"), (2, "whole"), (2, "control"), (3, "split")]
+)
+def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
+    """Plain accumulation, the control, does not."""
+    whole = Images()
+    fit(whole, batches=batches(SHARES[world_size], None))
+    for state, calls in ranks_of(world_size)[name]:
         module = Images()
-        torch.manual_seed(seed)
-        for parameter in module.parameters():
-            parameter.data.add_(0.05 * torch.randn_like(parameter))
-        if precision == "64-true":
-            fit(module, epochs=1, precision=precision)
-            return module
-        floats = [(x.float(), y) for x, y in batches()]
-        data: Any = DataLoader(floats, batch_size=None)  # type: ignore[arg-type]
-        fit(module.float(), *callbacks, batches=data, epochs=1, precision=precision)
-        return module
+        module.load_state_dict(state)
+        if name == "control":
+            assert apart(module, whole) > 0.1 * apart(whole, Images())
+        else:
+            assert apart(module, whole) <= 1e-10
+            assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
 
-    whole, exactly, naive = 0.0, 0.0, 0.0
-    for seed in range(5):
-        true = run(seed, "64-true")
-        whole += apart(run(seed, "bf16-mixed"), true) ** 2
-        exactly += apart(run(seed, "bf16-mixed", *exact(SPLIT)), true) ** 2
-        parts = AccumulationCallback(PerSample(), micro_batching=SPLIT)
-        naive += apart(run(seed, "bf16-mixed", parts), true) ** 2
-    assert exactly <= 2**2 * whole
-    assert naive > 3**2 * exactly
+
+@pytest.mark.parametrize(
+    "words", ["a rank whose memory runs out", "on several ranks it needs the callback"]
+)
+def test_what_ranks_cannot_do_is_refused(words: str) -> None:
+    assert all(words in said for said in ranks_of(2)[words])

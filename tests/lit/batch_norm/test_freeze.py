@@ -1,4 +1,5 @@
-"""Frozen statistics stay to the last bit, whoever calls `train()`."""
+"""Frozen statistics stay to the last bit; the guard looks at the layers that really
+train, when they do."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 
-from tests.core.batch_norm.nets import furthest, statistics
+from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.helpers import trainer
 from tests.lit.batch_norm.fits import (
     WINDOW,
@@ -18,6 +20,7 @@ from tests.lit.batch_norm.fits import (
     Validated,
     batches,
     fit,
+    inputs,
 )
 from trainkit import BatchNormGuard
 from trainkit.core.batch_norm.layers import every_layer
@@ -25,7 +28,8 @@ from trainkit.errors import TrainkitError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
-    pytest.mark.filterwarnings("ignore:Found 1 module"),
+    pytest.mark.filterwarnings("ignore:Found .* module"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but"),
 ]
 
 
@@ -33,67 +37,47 @@ def is_frozen(layer: Any) -> bool:
     return "train" in vars(layer)
 
 
-HOOKS = [
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-]
-
-
-def pretrained(cls: type[ConvModule] = ConvModule) -> Any:
+def pretrained(cls: type[ConvModule] = Validated) -> Any:
     module = cls()
     module.net(batches().dataset.tensors[0])
     return module
 
 
-THAWS = [
-    lambda module: module.train(),
-    lambda module: module.net.train(True),
-    lambda module: module.net.bn1.train(),
-]
+THAWS = {
+    "on_train_start": lambda module: module.train(),
+    "on_train_epoch_start": lambda module: module.net.train(True),
+    "on_train_batch_start": lambda module: module.net.bn1.train(),
+    "on_train_batch_end": lambda module: module.train(),
+}
+
+
+@pytest.mark.parametrize("hook", THAWS)
+def test_statistics_stay_whoever_calls_train(hook: str) -> None:
+    """The control: `eval()` by hand lasts until the next `train()`."""
+    module, by_hand = pretrained(), pretrained()
+    before = statistics(module.net)
+    thaw = At(hook, lambda t, m: THAWS[hook](m))
+    fit("freeze", thaw, module=module, val=batches(batch_size=27))
+    assert furthest(statistics(module.net), before) == 0
+    assert module.net.bn1.num_batches_tracked == 1
+    by_hand.eval()
+    fit(None, thaw, module=by_hand, val=batches())
+    assert furthest(statistics(by_hand.net), before) > 1e-2
 
 
 @pytest.mark.parametrize(
-    ("hook", "thaw"), [*zip(HOOKS, THAWS * 2, strict=True), (HOOKS[3], THAWS[1])]
+    ("affine", "text"), [(True, "weights and statistics"), (False, "statistics")]
 )
-def test_statistics_stay_whoever_calls_train(hook: str, thaw: Any) -> None:
-    module = pretrained(Validated)
-    before = statistics(module.net)
-    call = At(hook, lambda t, m: thaw(m))
-    fit("freeze", call, module=module, val=batches(batch_size=27))
-    assert furthest(statistics(module.net), before) == 0
-    assert module.net.bn1.num_batches_tracked == 1
+def test_weights_of_the_layers_train_unless_they_are_frozen_too(
+    affine: bool, text: str, capsys: Any
+) -> None:
+    class Filters(ConvModule):
+        def configure_optimizers(self) -> Any:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            self.number = len(trained)
+            return torch.optim.SGD(trained, lr=0.1)
 
-
-@pytest.mark.parametrize("frozen_by_hand", [True, False])
-def test_statistics_move_without_the_guard(frozen_by_hand: bool) -> None:
-    """The negative control: `eval()` by hand lasts until the next `train()`."""
-    module = pretrained(Validated)
-    before = statistics(module.net)
-
-    def start(trainer: Any, module: Any) -> None:
-        if frozen_by_hand:
-            module.net.bn1.eval()
-
-    def thaw(trainer: Any, module: Any) -> None:
-        module.train()
-
-    fit(
-        None,
-        At("on_train_start", start),
-        At("on_train_batch_start", thaw),
-        module=module,
-        val=batches(),
-    )
-    assert furthest(statistics(module.net), before) > 1e-2
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_weights_of_the_layers_train_unless_they_are_frozen_too(affine: bool) -> None:
-    module = pretrained()
+    module = pretrained(Filters)
     layers = every_layer(module.net).values()
     before = [layer.weight.detach().clone() for layer in layers]
     head = module.net.head.weight.detach().clone()
@@ -101,23 +85,13 @@ def test_weights_of_the_layers_train_unless_they_are_frozen_too(affine: bool) ->
     for layer, weight in zip(layers, before, strict=True):
         assert torch.equal(layer.weight, weight) is affine
     assert not torch.equal(module.net.head.weight, head)
-
-
-def test_optimizer_sees_that_the_weights_are_frozen() -> None:
-    class Filters(ConvModule):
-        def configure_optimizers(self) -> Any:
-            trained = [p for p in self.parameters() if p.requires_grad]
-            self.number = len(trained)
-            return torch.optim.SGD(trained, lr=0.1)
-
-    module = Filters()
-    total = len(list(module.parameters()))
-    fit(BatchNormGuard("freeze", freeze_affine=True), module=module)
-    assert module.number == total - 6
+    assert module.number == len(list(module.parameters())) - 6 * affine
+    said = capsys.readouterr().out
+    assert f"BatchNorm: 3 layers frozen, {text} stay as they are" in said
 
 
 def test_layers_train_again_afterwards_and_gradients_are_back() -> None:
-    module = pretrained()
+    module = pretrained(ConvModule)
     module.net.bn2.bias.requires_grad_(False)  # by the user, and stays so
     needs = {name: p.requires_grad for name, p in module.named_parameters()}
     guard = BatchNormGuard("freeze", freeze_affine=True)
@@ -146,9 +120,12 @@ def test_layers_train_again_after_an_exception() -> None:
         fit(guard, At("on_train_batch_end", fail), module=module)
     assert not is_frozen(module.net.bn1)
     assert module.net.bn1.weight.requires_grad
+    trainer(1, callbacks=[guard]).validate(module, batches(), verbose=False)
+    assert module.net.bn1.weight.requires_grad
+    assert not is_frozen(module.net.bn1)
 
 
-def test_weights_made_in_configure_model_are_frozen_with_the_mixin() -> None:
+def test_weights_made_in_configure_model_are_frozen_with_the_mixin_or_refused() -> None:
     guard = BatchNormGuard("freeze", freeze_affine=True)
     seen: list[bool] = []
     look = At("on_train_start", lambda t, m: seen.append(m.net.bn1.bias.requires_grad))
@@ -156,32 +133,112 @@ def test_weights_made_in_configure_model_are_frozen_with_the_mixin() -> None:
     assert seen == [False]
     assert torch.equal(module.net.bn1.bias, ConvModule().net.bn1.bias)
     assert module.net.bn1.bias.requires_grad
-
-
-def test_weights_made_in_configure_model_of_a_plain_module_are_refused() -> None:
-    guard = BatchNormGuard("freeze", freeze_affine=True)
     with pytest.raises(TrainkitError, match=r"net\.bn1, net\.bn2, net\.bn3 came into"):
         fit(guard, module=Builds())
     fit("freeze", module=Builds())  # statistics alone can be frozen later
 
 
-def test_validation_alone_leaves_the_module_as_it_was() -> None:
-    module = pretrained(Validated)
-    guard = BatchNormGuard("freeze", freeze_affine=True)
-    trainer(1, callbacks=[guard]).validate(module, batches(), verbose=False)
-    assert module.net.bn1.weight.requires_grad
-    assert not is_frozen(module.net.bn1)
+def test_frozen_layers_are_not_complained_of() -> None:
+    """A last batch of one row is no harm in evaluation mode; warnings are errors."""
+    fit("freeze", data=batches(25))
+
+
+def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.1)
+    with pytest.raises(TrainkitError, match="throws the statistics away"):
+        fit("freeze", averaging, max_epochs=3)
+
+
+EXACT = 1e-10
+BACKBONE = ("bn1", "bn2")
+
+
+class FrozenBackbone(Validated):
+    """Puts its pretrained part in evaluation mode where users do."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.net(torch.cat([inputs(batches()) * 2 + 1]))  # statistics worth keeping
+        setattr(self, hook, self.freeze_backbone)
+
+    def freeze_backbone(self) -> None:
+        for name in BACKBONE:
+            getattr(self.net, name).eval()
 
 
 @pytest.mark.parametrize(
-    ("affine", "text"), [(True, "weights and statistics"), (False, "statistics")]
+    ("policy", "hook"),
+    [
+        ("recalibrate", "on_train_start"),
+        ("recalibrate", "on_train_epoch_start"),
+        ("momentum", "on_fit_start"),
+        ("freeze", "on_train_start"),
+        ("ignore", "on_train_epoch_start"),
+    ],
 )
-def test_table_says_what_is_frozen(affine: bool, text: str, capsys: Any) -> None:
-    fit(BatchNormGuard("freeze", freeze_affine=affine))
-    said = capsys.readouterr().out
-    assert f"BatchNorm: 3 layers frozen, {text} stay as they are" in said
+def test_frozen_backbone_keeps_its_statistics(policy: str, hook: str) -> None:
+    module = FrozenBackbone(hook)
+    before = statistics(module.net)
+    fit(policy, module=module, val=batches(batch_size=27))
+    after = statistics(module.net)
+    for key, value in before.items():
+        kept = key.startswith(BACKBONE)
+        assert torch.equal(after[key], value) is (kept or policy == "freeze"), key
+    assert not module.net.bn1.training
+    assert module.net.bn1.momentum == 0.1
 
 
-def test_frozen_layers_are_not_complained_of() -> None:
-    """A last batch of one row is no harm in evaluation mode; warnings are errors."""
-    fit("freeze", data=batches(25), accumulate=WINDOW)
+@pytest.mark.parametrize(
+    "hook", ["on_train_start", "on_train_epoch_start", "on_fit_start"]
+)
+def test_frozen_backbone_is_not_spoken_of(hook: str) -> None:
+    with pytest.warns(UserWarning, match=r"BatchNorm: net\.bn3 normalises"):
+        fit("warn", module=FrozenBackbone(hook))
+
+
+def test_module_that_evaluates_throughout_is_left_alone() -> None:
+    module = ConvModule()
+    module.eval()
+    before = statistics(module.net)
+    for policy in ("warn", "recalibrate", "freeze", "momentum"):
+        fit(policy, module=module)
+        assert furthest(statistics(module.net), before) == 0
+        assert not any(layer.training for layer in every_layer(module).values())
+
+
+# ---- finetuning ----------------------------------------------------------------------
+
+
+class Unfreezes(BaseFinetuning):
+    """From the second epoch on, BatchNorm of the first part too."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        for name in BACKBONE:
+            self.freeze(getattr(pl_module.net, name), train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            for name in BACKBONE:
+                self.make_trainable(getattr(pl_module.net, name))
+
+
+def test_layers_set_free_later_are_recalibrated() -> None:
+    module = fit("recalibrate", Unfreezes(), module=Validated(), val=batches())
+    wanted = of_big_batch(module.net, inputs(batches()))
+    assert furthest(statistics(module.net), wanted) <= EXACT
+
+
+def test_layers_set_free_later_are_frozen() -> None:
+    module = ConvModule()
+    before = statistics(module.net)
+    fit("freeze", Unfreezes(), module=module)
+    assert furthest(statistics(module.net), before) == 0
+
+
+def test_layers_set_free_later_get_the_momentum() -> None:
+    seen: list[float] = []
+    note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
+    module = fit("momentum", Unfreezes(), note)
+    assert seen[:7] == [0.1] * 7
+    assert seen[7] == pytest.approx(1 - 0.9 ** (1 / WINDOW))
+    assert module.net.bn1.momentum == 0.1

@@ -1,4 +1,4 @@
-"""Running statistics forget as slowly as the big batch's."""
+"""Running statistics forget as slowly as the big batch's, however windows are cut."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.core.batch_norm.nets import momenta
+from tests.helpers import raise_rank_errors, run_ranks
 from tests.lit.batch_norm.fits import (
     At,
     ConvModule,
     ConvNet,
-    batches,
+    FromWhereItWas,
+    StepsByTwo,
+    dataset,
     fit,
 )
+from tests.lit.split.short_of_memory import Memory
 from trainkit import (
-    AccumulationMixin,
+    AccumulationCallback,
     AccumulationSchedule,
     BatchNormGuard,
+    MicroBatching,
     PerSample,
 )
 
@@ -34,110 +40,135 @@ pytestmark = [
 START = 1e6
 """A mean so far off that what is left of it is the product of all decays."""
 
+SIZES = (4, 14, 17, 9, 2)
+"""Rows of loader batches: by fours in 1, 4, 5, 3 and 1 micro-batches."""
+
 
 class Still(ConvModule):
-    """Does not learn, so that the running mean moves by its momentum alone."""
+    """Does not learn, and every layer's input is zero: so the running mean moves by its
+    momentum alone, and the decay is seen to the last digit."""
 
-    def __init__(self, net: Any = ConvNet) -> None:
+    proof = "off"
+
+    def __init__(self, net: Any = ConvNet, fails: tuple[int, ...] = ()) -> None:
         super().__init__(net, lr=0.0)
-        for layer in (self.net.bn1, self.net.bn2, self.net.bn3):
+        for layer in (self.net.conv1, self.net.conv2, self.net.flat):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        for layer in self.layers():
             layer.running_mean.fill_(START)
+        # In an object of its own, which is not put back when a window is run again.
+        self.memory = Memory(calls=fails)
+
+    def layers(self) -> list[Any]:
+        return [self.net.bn1, self.net.bn2, self.net.bn3]
 
     def left(self) -> list[float]:
         """What is left of the running means that training began with."""
-        layers = (self.net.bn1, self.net.bn2, self.net.bn3)
-        return [float(layer.running_mean.mean()) / START for layer in layers]
+        return [float(layer.running_mean.mean()) / START for layer in self.layers()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.memory.need("forward", 0, len(batch[0]), len(batch[0]))
+        return super().training_step(batch, batch_idx)
 
 
-def zeroed(net: Any = ConvNet) -> Still:
-    """Every layer's input is zero, so that the decay is seen to the last digit."""
-    module = Still(net)
-    for layer in (module.net.conv1, module.net.conv2, module.net.flat):
-        nn.init.zeros_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    return module
+class ByHand(StepsByTwo, Still):
+    """Steps by itself, with windows of two."""
 
 
-class Manual(AccumulationMixin, Still):
-    """Steps by itself."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.accumulate(loss, batch)
-        if self.window_ends(batch_idx):
-            self.finish_window()
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
+def synchronised() -> Still:
+    return Still(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
 
 
-def synchronised() -> Any:
-    return nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+def of_sizes(sizes: tuple[int, ...]) -> DataLoader[Any]:
+    """Batches of so many rows."""
+    return DataLoader(dataset(60), batch_sampler=[list(range(n)) for n in sizes])
 
 
-def schedule(sizes: dict[int, int], unit: Any) -> list[Any]:
-    return [AccumulationSchedule(sizes, unit=unit)]
+def split(sizes: tuple[int, ...] = SIZES, window: int = 1, **cut: Any) -> Any:
+    """How split windows are trained."""
+    options = MicroBatching(**(cut or {"size": 4}))
+    callback = AccumulationCallback(PerSample(), micro_batching=options, proof="off")
+    how = {"accumulate": window, "exact": False, "data": of_sizes(sizes)}
+    return {**how, "others": [callback]}
+
+
+def schedule(sizes: dict[int, int], unit: Any) -> Any:
+    return {"accumulate": 1, "others": [AccumulationSchedule(sizes, unit=unit)]}
 
 
 FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
     # Steps (None: as many as were taken), momentum, and how it is trained. An epoch has
     # seven batches: most sizes leave a short last window, a step as well.
-    "1": (14, 0.1, {"accumulate": 1}),
+    "1": (14, 0.9, {"accumulate": 1}),
     "2": (8, 0.5, {"accumulate": 2}),
     "3": (6, 0.01, {}),
     "5": (4, 1.0, {"accumulate": 5}),
-    "7": (2, 0.9, {"accumulate": 7}),
-    "3, large": (6, 0.9, {}),
-    "3, all": (6, 1.0, {}),
-    "1, large": (14, 0.9, {"accumulate": 1}),
     "without a callback": (6, 0.1, {"exact": False}),
-    "synchronised": (6, 0.1, {"module": lambda: zeroed(synchronised)}),
-    "by hand": (6, 0.1, {"module": Manual, "exact": False}),
-    "by epochs": (7, 0.1, {"accumulate": 1, "of": schedule({0: 3, 1: 2}, "epoch")}),
-    "by steps": (  # 1 1 4 1, then 5 2
-        6,
-        0.1,
-        {"accumulate": 1, "of": schedule({0: 1, 2: 4, 3: 5}, "step")},
-    ),
-    "back and forth": (
-        None,
-        0.1,
-        {"accumulate": 1, "of": schedule({0: 2, 1: 3, 5: 1}, "step")},
-    ),
-    **{
-        f"{n} of the epoch": (2 * -(-n // 3), 0.1, {"limit_train_batches": n})
-        for n in (1, 2, 4, 5)
-    },
+    "synchronised": (6, 0.1, {"module": synchronised}),
+    "by epochs": (7, 0.1, schedule({0: 3, 1: 2}, "epoch")),
+    "by steps": (6, 0.1, schedule({0: 1, 2: 4, 3: 5}, "step")),  # 1 1 4 1, then 5 2
+    "back and forth": (None, 0.1, schedule({0: 2, 1: 3, 5: 1}, "step")),
+    "1 of the epoch": (2, 0.1, {"limit_train_batches": 1}),
+    "5 of the epoch": (4, 0.1, {"limit_train_batches": 5}),
+    # Each forgets once a step, though in other shares: the first window too, one of one
+    # part, and the short last one.
+    "split": (10, 0.1, split()),
+    "split, 2": (6, 0.1, split(SIZES[::-1], 2)),
+    "split, 3": (4, 0.1, split((14, 2, 17, 9), 3)),
+    # Windows that run out of memory are run again in smaller parts.
+    "again": (10, 0.1, {**split(how="auto", start=1000), "fails": (1, 3)}),
+    "again, 2": (6, 0.1, {**split(window=2, how="auto", start=1000), "fails": (1, 4)}),
 }
 
 
 @pytest.mark.parametrize("name", FORGETS)
 def test_decay_equals_the_big_batchs(name: str) -> None:
     steps, momentum, how = FORGETS[name]
-    taken: list[int] = []
+    how, taken = dict(how), list[int]()
     count = At("on_train_end", lambda t, m: taken.append(t.global_step))
-    module = how.get("module", zeroed)()
-    for layer in (module.net.bn1, module.net.bn2, module.net.bn3):
+    make, fails = how.pop("module", Still), how.pop("fails", ())
+    module = make(fails=fails) if fails else make()
+    for layer in module.layers():
         layer.momentum = momentum
-    options = {k: v for k, v in how.items() if k not in ("module", "of")}
-    fit("momentum", *how.get("of", []), count, module=module, **options)
+    fit("momentum", *how.pop("others", []), count, module=module, **how)
     assert taken == [steps or taken[0]]
-    wanted = (1 - momentum) ** taken[0]
-    limit = 1e-5 if name == "by hand" else 1e-12
-    assert module.left() == pytest.approx([wanted] * 3, abs=limit)
+    assert bool(module.memory.num_failures) == bool(fails)
+    assert module.left() == pytest.approx([(1 - momentum) ** taken[0]] * 3, abs=1e-12)
+    assert set(momenta(module).values()) == {momentum}
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_decay_without_the_guard_is_that_of_every_micro_batch(exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "updates"), [({}, 14), ({"exact": False}, 14), (split(), 28)]
+)
+def test_decay_without_the_guard_is_that_of_every_micro_batch(
+    how: Any, updates: int
+) -> None:
     """The negative control: giotto-deep#75, DeepLearningExamples#625."""
-    module = fit(module=zeroed(), exact=exact)
-    assert module.left() == pytest.approx([0.9**14] * 3, abs=1e-12)
+    options = {k: v for k, v in how.items() if k != "others"}
+    module = fit(None, *how.get("others", []), module=Still(), **options)
+    assert module.left() == pytest.approx([0.9**updates] * 3, abs=1e-12)
+
+
+def on_rank(rank: int, world: int) -> list[float]:
+    """Rank 0 runs more micro-batches than rank 1, or fewer."""
+    how = split(((14, 3, 9), (3, 17, 2))[rank])
+    how |= {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
+    return fit("momentum", *how.pop("others"), module=Still(), **how).left()
+
+
+def test_forgetting_on_ranks_of_unlike_cuts() -> None:
+    for left in raise_rank_errors(run_ranks(on_rank, 2)):
+        assert left == pytest.approx([0.9**6] * 3, abs=1e-12)
+
+
+def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
+    seen: list[float] = []
+    note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
+    fit("momentum", note, module=ByHand(), accumulate=1, exact=False)
+    # From the second batch on: the first has said what a window is.
+    assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
+    assert seen[6] == pytest.approx(0.1)  # the short last window
 
 
 @pytest.fixture(scope="module")
@@ -150,40 +181,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if batch > 6:
             trainer.save_checkpoint(folder / f"{batch}.ckpt")
 
-    fit("momentum", At("on_train_batch_end", save), module=zeroed())
+    fit("momentum", At("on_train_batch_end", save), module=Still())
     return folder
 
 
-@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.parametrize("stop", [1, 3, 5, 7])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
 def test_decay_of_a_resumed_run_equals_that_of_an_unbroken_one(
     saved: Path, stop: int
 ) -> None:
-    """Resumed at every batch of the second epoch, in mid-window too."""
-    path = saved / f"{6 + stop}.ckpt"
-    module = zeroed()
+    """In mid-window, at its end and at the epoch's."""
+    path, module = saved / f"{6 + stop}.ckpt", Still()
     fit("momentum", module=module, data=FromWhereItWas(stop), ckpt_path=path)
     assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
     assert set(momenta(module.net).values()) == {0.1}
-
-
-class FromWhereItWas:
-    """Gives the rest of the epoch."""
-
-    def __init__(self, given: int) -> None:
-        self.given = given
-
-    def __len__(self) -> int:
-        return 7
-
-    def __iter__(self) -> Any:
-        given, self.given = self.given, 0
-        return iter(list(batches())[given:])
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 def test_layers_of_the_plain_mean_are_left_alone() -> None:
@@ -197,41 +208,49 @@ def test_layers_of_the_plain_mean_are_left_alone() -> None:
     module = fit("momentum", look, module=ConvModule(plain))
     twin = fit(module=ConvModule(plain))
     assert {each["bn2"] for each in seen} == {None}
-    three, one = 1 - 0.9 ** (1 / 3), 0.1
-    epoch = [three] * 6 + [one]
+    epoch = [1 - 0.9 ** (1 / 3)] * 6 + [0.1]
     assert [each["bn1"] for each in seen] == pytest.approx(epoch * 2)
     assert torch.equal(module.net.bn2.running_mean, twin.net.bn2.running_mean)
 
 
-def test_momentum_is_given_back_after_fit_and_between_two() -> None:
-    module = ConvModule()
+@pytest.mark.parametrize("fails", [False, True])
+def test_momentum_is_given_back_after_fit_and_after_an_error(
+    fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(trainer: Any, module: Any) -> None:
+        if fails:
+            assert set(momenta(module.net).values()) != {0.3, 0.1}
+            raise KeyError("a user's mistake")
+
+    module, guard = ConvModule(), BatchNormGuard("momentum")
     module.net.bn1.momentum = 0.3
-    wanted = momenta(module.net)
-    guard = BatchNormGuard("momentum")
-    starts: list[Any] = []
+    wanted, starts = momenta(module.net), list[Any]()
     look = At("on_fit_start", lambda t, m: starts.append(momenta(m.net)))
     for _ in range(2):
-        fit(guard, look, module=module)
+        try:
+            fit(guard, look, At("on_train_batch_end", end), module=module, max_epochs=1)
+        except KeyError:
+            assert fails
         assert momenta(module.net) == wanted
     assert starts == [wanted, wanted]
+    said = "3 layers momentum 0.1 -> 1 - 0.9^(1/N), 0.3 -> 1 - 0.7^(1/N)"
+    assert said in capsys.readouterr().out
 
 
-def test_momentum_is_given_back_after_an_exception() -> None:
-    def fail(trainer: Any, module: Any) -> None:
-        assert set(momenta(module.net).values()) != {0.1}
-        raise KeyError("a user's mistake")
-
-    module = ConvModule()
-    with pytest.raises(KeyError, match="a user's mistake"):
-        fit("momentum", At("on_train_batch_end", fail), module=module)
-    assert set(momenta(module.net).values()) == {0.1}
-
-
-def test_momentum_that_the_user_has_changed_stays_theirs() -> None:
+@pytest.mark.parametrize("how", [{}, split()])
+def test_momentum_that_the_user_has_changed_stays_theirs(how: Any) -> None:
     def change(trainer: Any, module: Any) -> None:
-        module.net.bn1.momentum = 0.25
+        if trainer.fit_loop.total_batch_idx == 3:
+            module.net.bn1.momentum = 0.25
 
-    module = fit("momentum", At("on_train_epoch_end", change))
+    options = {k: v for k, v in how.items() if k != "others"}
+    module = fit(
+        "momentum",
+        At("on_train_batch_end", change),
+        *how.get("others", []),
+        module=Still(),
+        **options,
+    )
     assert momenta(module.net) == {"bn1": 0.25, "bn2": 0.1, "bn3": 0.1}
 
 
@@ -246,30 +265,20 @@ def test_stochastic_weight_averaging_keeps_its_plain_mean() -> None:
     ends = []
     for policy in ("momentum", None):
         averaging = StochasticWeightAveraging(0.05, swa_epoch_start=2)
-        module = fit(policy, look, averaging, max_epochs=4)
-        ends.append(module)
+        ends.append(fit(policy, look, averaging, max_epochs=4))
         last = max(epoch for epoch, _ in seen)
         assert {m for epoch, m in seen if epoch == last} == {None}
-        assert set(momenta(module.net).values()) == {0.1}
+        assert set(momenta(ends[-1].net).values()) == {0.1}
         seen.clear()
     # In training nothing is normalised by running statistics: both learn the same.
-    for mine, plain in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
-        assert torch.equal(mine, plain)
-    torch.testing.assert_close(
-        ends[0].net.bn3.running_mean, ends[1].net.bn3.running_mean
-    )
+    assert all(map(torch.equal, ends[0].parameters(), ends[1].parameters()))
+    means = [each.net.bn3.running_mean for each in ends]
+    torch.testing.assert_close(*means)
 
 
-@pytest.mark.parametrize(
-    ("momenta_", "text"),
-    [
-        ((0.5, 0.1, 0.1), "3 layers momentum 0.1 -> 1 - 0.9^(1/N), 0.5 -> 1 - 0.5^(1/"),
-        ((None, None, None), "momentum=None, the plain mean of all"),
-    ],
-)
-def test_table_names_the_momenta(momenta_: Any, text: str, capsys: Any) -> None:
+def test_table_says_that_the_plain_mean_is_left_as_it_is(capsys: Any) -> None:
     module = ConvModule()
-    for name, each in zip(("bn1", "bn2", "bn3"), momenta_, strict=True):
-        getattr(module.net, name).momentum = each
-    fit("momentum", module=module)
-    assert text in capsys.readouterr().out
+    for name in ("bn1", "bn2", "bn3"):
+        getattr(module.net, name).momentum = None
+    fit("momentum", module=module, max_epochs=1)
+    assert "momentum=None, the plain mean of all" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Statistics are those of the data whenever they are used or kept."""
+"""Statistics are those of the data whenever they are used or kept, and nothing else is
+another one."""
 
 from __future__ import annotations
 
@@ -10,18 +11,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
-from tests.helpers import (
-    raise_rank_errors,
-    run_ranks,
-    trainer,
-)
+from tests.helpers import raise_rank_errors, run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     FEW,
     At,
     ConvModule,
+    Manual,
     Validated,
     batches,
     count_passes,
@@ -45,25 +45,33 @@ EXACT = 1e-10
 # ---- when ----------------------------------------------------------------------------
 
 
-def test_statistics_at_the_end_equal_all_rows_as_one_batch() -> None:
-    module = fit("recalibrate", data=batches(shuffle=True))
-    assert furthest(statistics(module.net), reference(module)) <= EXACT
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_plain_running_statistics_do_not_equal_them(exact: bool) -> None:
-    """The negative control; exact gradients change nothing about it."""
-    module = fit(exact=exact)
-    assert furthest(statistics(module.net), reference(module)) > 1e-2
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize("averages", [False, True])
+def test_statistics_at_the_end_equal_all_rows_as_one_batch(averages: bool) -> None:
+    """The control is another policy; exact gradients change nothing about it. The last
+    epoch of StochasticWeightAveraging is a mean of micro-batches."""
+    ends = []
+    for policy in ("recalibrate", "ignore"):
+        swa = [StochasticWeightAveraging(0.05, swa_epoch_start=2)] * averages
+        epochs = 4 if averages else 2
+        module = fit(
+            policy, *swa, data=batches(shuffle=not averages), max_epochs=epochs
+        )
+        ends.append(module)
+        off = furthest(statistics(module.net), reference(module))
+        assert off <= EXACT if policy == "recalibrate" else off > 1e-3
+        if not averages:
+            assert module.net.bn1.num_batches_tracked == 14
+    if averages:
+        assert all(map(torch.equal, ends[0].parameters(), ends[1].parameters()))
 
 
 def test_one_pass_equals_in_the_first_layer_only() -> None:
     module = fit(BatchNormGuard("recalibrate", exact=False))
     found, wanted = statistics(module.net), reference(module)
-    for key in ("running_mean", "running_var"):
-        off = {n: (found[n] - wanted[n]).abs().max() for n in found if key in n}
-        assert off[f"bn1.{key}"] <= EXACT
-        assert off[f"bn3.{key}"] > 1e-3
+    off = {n: (found[n] - wanted[n]).abs().max() for n in found if "var" in n}
+    assert off["bn1.running_var"] <= EXACT
+    assert off["bn3.running_var"] > 1e-3
 
 
 @pytest.mark.parametrize("how", [{}, {"val_check_interval": 2}])
@@ -93,8 +101,61 @@ def test_nothing_runs_while_sanity_checking_nor_twice_for_one_step(
     ]
     how = {"num_sanity_val_steps": 2, "enable_checkpointing": True}
     fit("recalibrate", *saving, module=Validated(), val=batches(), **how)
-    # To learn the order, and for each of three layers.
-    assert passes == [3] * 4 + [6] * 4
+    assert passes == [3] * 3 + [6] * 3  # three layers follow each other
+
+
+CHECKPOINTS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    # options, whether it validates, and whether weights alone are saved
+    "every epoch": ({"every_n_epochs": 1, "save_top_k": -1}, False, True),
+    "every second step": ({"every_n_train_steps": 2, "save_top_k": -1}, True, True),
+    "last": ({"save_last": True}, True, False),
+    "end of the epoch": (
+        {"save_on_train_epoch_end": True, "save_top_k": -1},
+        False,
+        False,
+    ),
+    "monitored": ({"monitor": "val"}, True, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [*(("recalibrate", name) for name in CHECKPOINTS), (None, "last")],
+)
+def test_checkpoints_hold_the_statistics_of_their_own_weights(
+    tmp_path: Path, policy: Any, name: str
+) -> None:
+    """Those of plain Lightning, the control, do not."""
+    options, validates, only = CHECKPOINTS[name]
+    saving = ModelCheckpoint(tmp_path, save_weights_only=only, **options)
+    module = Validated() if validates else ConvModule()
+    val = batches(batch_size=27) if validates else None
+    fit(policy, saving, module=module, val=val, enable_checkpointing=True)
+    paths = list(tmp_path.glob("*.ckpt"))
+    assert paths
+    for path in paths:
+        twin = ConvModule()
+        twin.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        off = furthest(statistics(twin.net), reference(twin))
+        assert off <= EXACT if policy else off > 1e-2
+
+
+def test_checkpoint_on_an_exception_is_written_as_it_is(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Who knows what still works then: nothing more is computed."""
+
+    def fail(trainer: Any, module: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 4:
+            raise KeyError("a user's mistake")
+
+    passes = count_passes(monkeypatch)
+    saving = ModelCheckpoint(tmp_path, save_on_exception=True)
+    failing = At("on_train_batch_end", fail)
+    with pytest.raises(KeyError, match="a user's mistake"):
+        fit("recalibrate", failing, saving, enable_checkpointing=True)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
+    assert passes == []
 
 
 # ---- what is as before ---------------------------------------------------------------
@@ -116,19 +177,21 @@ class Draws(torch.nn.Module):
         return x + noise, y
 
 
-MOVES = pytest.mark.filterwarnings("ignore:training_step has changed queue:UserWarning")
-
-
-class Busy(AccumulationMixin, ConvModule):
-    """Logs, draws, and keeps a state that its forward pass moves."""
+class Busy(AccumulationMixin, Validated):
+    """Logs, draws, measures, and keeps a state that its forward pass moves."""
 
     accumulation = PerSample()
+    proof = "off"
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("queue", torch.zeros(3, dtype=torch.float64))
         self.seen: list[Any] = []
+        self.passes: dict[int, list[float]] = {}
         self.stages: list[Any] = []
+        self.rows, self.mean = SumMetric(), MeanMetric()
+        self.table = nn.ModuleDict({"a": nn.ModuleList([SumMetric()])})
+        self.both = MetricCollection({"accuracy": MulticlassAccuracy(3)})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.stages.append((self.training, self.trainer.training))
@@ -138,15 +201,20 @@ class Busy(AccumulationMixin, ConvModule):
         self.queue = self.queue.roll(1)
         self.log_dict({"a": loss, "b": 2 * loss})
         self.log_exact("exact", loss, batch)
+        table: Any = self.table
+        for metric in (self.rows, table["a"][0]):
+            metric.update(len(x))
+        self.both.update(self.net(x), batch[1])
+        self.mean(loss)
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
         if torch.is_grad_enabled():
             self.seen.append(batch[0].sum().item())
+        else:
+            self.passes.setdefault(batch_idx, []).append(batch[0].sum().item())
         return loss
 
 
-class BusyValidated(Busy, Validated): ...
-
-
-def busy(policy: Any, *more: Any, **options: Any) -> tuple[Any, dict[str, float]]:
+def busy(policy: Any, **options: Any) -> tuple[Any, dict[str, float]]:
     logged: dict[str, float] = {}
 
     def note(trainer: Any, module: Any) -> None:
@@ -155,89 +223,42 @@ def busy(policy: Any, *more: Any, **options: Any) -> tuple[Any, dict[str, float]
                 logged[f"{trainer.current_epoch} {name}"] = float(value)
 
     look = At("on_train_epoch_end", note)
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    module = BusyValidated()
-    workers = options.pop("workers", {})
-    loader = torch.utils.data.DataLoader(
-        Draws(),  # type: ignore[arg-type]
-        batch_size=4,
-        shuffle=True,
-        **workers,
-    )
-    options = {"val_check_interval": 2, "max_epochs": 2, **options}
-    fit(
-        policy,
-        look,
-        *more,
-        module=module,
-        data=loader,
-        val=batches(batch_size=27),
-        exact=False,
-        **options,
-    )
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(11)
+    module, val = Busy(), batches(batch_size=27)
+    data = torch.utils.data.DataLoader(Draws(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    how: Any = {"val_check_interval": 2, "val": val, "exact": False}
+    fit(policy, look, module=module, data=data, **how)
     return module, logged
 
 
-WORKERS: list[Any] = [
-    {},
-    {"num_workers": 1},
-    {"num_workers": 1, "persistent_workers": True},
-]
-
-
-@MOVES
-@pytest.mark.parametrize("workers", WORKERS)
-def test_training_goes_on_bit_by_bit_as_without_the_guard(workers: Any) -> None:
-    """Order of the data, augmentation, dropout, logs, buffers: all but statistics."""
-    how: Any = {}
-    if workers:  # each validation starts workers for each layer
-        epochs = 2 if "persistent_workers" in workers else 1
-        how = {"val_check_interval": 4, "workers": workers, "max_epochs": epochs}
-    (module, logged), (plain, wanted) = (
-        busy(policy, **how) for policy in ("recalibrate", "ignore")
-    )
+@pytest.mark.filterwarnings("ignore:training_step has changed queue:UserWarning")
+def test_training_goes_on_bit_by_bit_as_without_the_guard() -> None:
+    """Order of the data, augmentation, dropout, logs, metrics, buffers: all but
+    statistics. Every pass sees the same augmented rows."""
+    (module, logged), (plain, wanted) = map(busy, ("recalibrate", "ignore"))
     assert module.seen == plain.seen
     assert logged == wanted
-    assert f"{how.get('max_epochs', 2) - 1} exact" in logged
+    assert {"1 exact", "1 mean"} <= logged.keys()
     for name, tensor in others(plain).items():
         assert torch.equal(module.state_dict()[name], tensor), name
     assert furthest(statistics(module.net), statistics(plain.net)) > 1e-3
     assert set(module.stages) == {(True, True)}
-
-
-@MOVES
-def test_every_pass_sees_the_same_augmented_rows() -> None:
-    """Each ends at another layer, and has drawn more or fewer numbers on the way."""
-    rows: dict[int, list[float]] = {}
-
-    class Looks(Busy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if not torch.is_grad_enabled():
-                rows.setdefault(batch_idx, []).append(batch[0].sum().item())
-            return super().training_step(batch, batch_idx)
-
-    def draw(*_: Any) -> None:
-        torch.rand(3)
-        random.random()
-        np.random.rand()
-
-    torch.manual_seed(1)
-    data = torch.utils.data.DataLoader(Draws(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    module = Looks()
-    module.net.conv2.register_forward_pre_hook(draw)  # not in the first pass
-    fit("recalibrate", module=module, data=data, exact=False)
-    assert len(rows) == 4
-    for batch_idx, seen in rows.items():
-        assert len(seen) >= 3 * (batch_idx > 0)
-        assert len(set(seen)) == 1
+    for each in (module, plain):
+        table: Any = each.table
+        assert [m.compute() for m in (each.rows, table["a"][0])] == [2 * FEW] * 2
+    assert module.both.compute() == plain.both.compute()
+    assert len(module.passes) == 4
+    passes = [seen[:3] for seen in module.passes.values()]
+    assert all(len(seen) == 3 and len(set(seen)) == 1 for seen in passes)
 
 
 def test_checkpoint_in_mid_window_changes_nothing_else(tmp_path: Path) -> None:
     """The window's gradients, saved and not saved, are as they were."""
 
     def save(trainer: Any, module: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx not in (0, 3, 4):
+            return
         before = [p.grad.clone() for p in module.net.parameters() if p.grad is not None]
         modes = [m.training for m in module.modules()]
         trainer.save_checkpoint(tmp_path / "one.ckpt")
@@ -248,43 +269,23 @@ def test_checkpoint_in_mid_window_changes_nothing_else(tmp_path: Path) -> None:
         state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
         assert furthest(running(state), reference(module)) <= EXACT
 
-    def in_mid_window(trainer: Any, module: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx in (0, 3, 4):
-            save(trainer, module)
-
-    saved = fit("recalibrate", At("on_train_batch_end", in_mid_window), max_epochs=1)
+    saved = fit("recalibrate", At("on_train_batch_end", save), max_epochs=1)
     plain = fit("recalibrate", max_epochs=1)
     assert all(map(torch.equal, saved.parameters(), plain.parameters()))
 
 
-def test_numbers_of_batches_stay() -> None:
-    module = fit("recalibrate")
-    assert module.net.bn1.num_batches_tracked == 14
-
-
 def test_forward_pass_that_raises_leaves_all_as_it_was() -> None:
-    class Breaks(Validated):
-        broken = 0
+    def explode(module: Any, batch: Any) -> None:
+        module.net(batch[0])
+        raise KeyError("a user's mistake")
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if not torch.is_grad_enabled() and batch_idx == 3:
-                raise KeyError("a user's mistake")
-            return loss
-
-    module, before = Breaks(), {}
+    module, before = Validated(), {}
     note = At("on_train_batch_end", lambda t, m: before.update(statistics(m.net)))
-    guard = BatchNormGuard(
-        "recalibrate", forward=lambda m, batch: explode(m.net(batch[0]))
-    )
+    guard = BatchNormGuard("recalibrate", forward=explode)
     with pytest.raises(KeyError, match="a user's mistake"):
         fit(guard, note, module=module, val=batches())
     assert furthest(statistics(module.net), before) == 0
     assert "log" not in vars(module)
-
-
-def explode(y: Tensor) -> None:
-    raise KeyError("a user's mistake")
 
 
 # ---- several ranks -------------------------------------------------------------------
@@ -296,15 +297,9 @@ def on_rank(rank: int, world: int, sampler: bool) -> tuple[float, dict[str, Tens
     if not sampler:  # each rank has rows of its own
         data = torch.utils.data.TensorDataset(*(t[rank::world] for t in rows.tensors))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=sampler)
-    module = ConvModule()
-    guard = BatchNormGuard("recalibrate")
-    trainer(
-        2,
-        strategy="ddp",
-        devices=world,
-        use_distributed_sampler=sampler,
-        callbacks=[guard],
-    ).fit(module, loader)
+    module, guards = ConvModule(), [BatchNormGuard("recalibrate")]
+    ddp: Any = {"strategy": "ddp", "devices": world, "callbacks": guards}
+    trainer(2, use_distributed_sampler=sampler, **ddp).fit(module, loader)
     wanted = of_big_batch(module.net, rows.tensors[0])
     return furthest(statistics(module.net), wanted), statistics(module.net)
 
@@ -324,42 +319,27 @@ def test_ranks_equal_all_rows_as_one_batch() -> None:
 # ---- refusals ------------------------------------------------------------------------
 
 
-class Manual(ConvModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Fetches(ConvModule):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        raise AssertionError
 
 
-def test_manual_optimization_is_refused_without_a_forward() -> None:
-    match = r"Manual steps its optimizers itself.*forward=lambda module, batch"
-    with pytest.raises(TrainkitError, match=match):
-        fit("recalibrate", module=Manual(), exact=False, accumulate=1)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "manual": (
+        lambda: {"module": Manual(), "accumulate": 1},
+        r"Manual steps its optimizers itself.*forward=lambda module, batch",
+    ),
+    "fetches": (lambda: {"module": Fetches()}, "Fetches fetches its own batches"),
+    "once": (
+        lambda: {"data": (batch for batch in batches()), "max_epochs": 1},
+        "are a generator, which can be read only",
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_step_that_fetches_its_batches_is_refused() -> None:
-    class Fetches(ConvModule):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            raise AssertionError
-
-    with pytest.raises(TrainkitError, match="Fetches fetches its own batches"):
-        fit("recalibrate", module=Fetches(), exact=False)
-
-
-def test_data_that_can_be_read_once_are_refused() -> None:
-    once = (batch for batch in batches())
-    with pytest.raises(TrainkitError, match="are a generator, which can be read only"):
-        fit("recalibrate", data=once, max_epochs=1)
-
-
-@pytest.mark.filterwarnings("ignore:Swapping scheduler")
-def test_averaged_weights_end_with_the_statistics_of_all_rows() -> None:
-    """StochasticWeightAveraging's own last epoch is a mean of micro-batches."""
-    ends = []
-    for policy in ("recalibrate", "ignore"):
-        averaging = StochasticWeightAveraging(0.05, swa_epoch_start=2)
-        module = fit(policy, averaging, max_epochs=4)
-        ends.append(module)
-        off = furthest(statistics(module.net), reference(module))
-        assert (off <= EXACT) is (policy == "recalibrate")
-    assert all(map(torch.equal, ends[0].parameters(), ends[1].parameters()))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_once_more_is_refused(name: str) -> None:
+    how, words = REFUSED[name]
+    with pytest.raises(TrainkitError, match=words):
+        fit("recalibrate", exact=False, **how())

@@ -1,7 +1,8 @@
-"""Finding the BatchNorm layers of a module."""
+"""Finding the BatchNorm layers of a module, and freezing them."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -89,6 +90,23 @@ def momentum_per_micro_batch(momentum: float, num_micro_batches: int) -> float:
         return momentum
     # 1 - (1 - momentum) ** (1 / n), but exact for the smallest momenta.
     return -math.expm1(math.log1p(-momentum) / num_micro_batches)
+
+
+def freeze(layer: BatchNorm) -> None:
+    """Keep a layer in evaluation mode, even after `train()` on it or a parent."""
+    layer.eval()
+    layer.train = functools.partial(_stay_frozen, layer)  # type: ignore[method-assign]
+
+
+def thaw(layer: BatchNorm) -> None:
+    """Undo `freeze`; the layer trains again."""
+    del layer.train
+    layer.train()
+
+
+def _stay_frozen(layer: BatchNorm, mode: bool = True) -> BatchNorm:
+    layer.training = False
+    return layer
 
 
 def listed(names: list[str], *, at_most: int = 5) -> str:

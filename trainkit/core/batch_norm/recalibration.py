@@ -7,10 +7,8 @@ are used, by the mean and variance over many samples under the present weights.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -33,9 +31,10 @@ def recalibrate(
 ) -> int:
     """Replace running statistics by the data's, under the present weights.
 
-    With `exact`, one layer after another gets its statistics, in one pass over the data
-    each. Its inputs come from layers that already normalise by the statistics of all
-    data, so the result equals all data as one batch. Without `exact` there is one pass,
+    With `exact`, there are as many passes over the data as layers follow each other.
+    Each pass gives all layers the statistics of what they get. A layer whose inputs
+    come from layers that already normalise by the statistics of all data then has them
+    too, so the result equals all data as one batch. Without `exact` there is one pass,
     in which every layer normalises each micro-batch by itself. That is exact for the
     first layer only.
 
@@ -45,7 +44,7 @@ def recalibrate(
         layers: the layers by name, equal on all ranks.
         batches: returns the micro-batches of a pass; equal ones at each call.
         forward: runs the model on a micro-batch.
-        exact: layer by layer, or in one pass.
+        exact: until nothing changes any more, or in one pass.
         ranks: the ranks that share the statistics, each with its own data.
 
     Returns:
@@ -53,88 +52,44 @@ def recalibrate(
     """
     ranks = ranks or Ranks()
     saved = {n: [b.clone() for b in _buffers(layer)] for n, layer in layers.items()}
-    with _in_evaluation(layers):
-        try:
-            if exact:
-                return _layer_by_layer(layers, batches, forward, ranks)
-            _in_one_pass(layers, batches, forward, ranks)
-            return 1
-        except BaseException:
-            for name, layer in layers.items():
-                for buffer, copy in zip(_buffers(layer), saved[name], strict=True):
-                    buffer.copy_(copy)
-            raise
-
-
-def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> int:
-    found: dict[str, Tensor] = {}
-    for name in _agreed_order(layers, batches, forward, ranks):
-        found[name] = _none(layers[name])
-
-        def collect(layer: Any, x: Tensor, name: str = name) -> None:
-            found[name] = _added(found[name], statistics_of(x))
-
-        with _hooked([layers[name]], collect):
-            for batch in batches():
-                forward(batch)
-        found[name] = _over(ranks, found[name])
-        _put(layers[name], found[name], unbiased=False)
+    num_passes, found = 0, {name: _none(layer) for name, layer in layers.items()}
+    try:
+        with _in_evaluation(layers):
+            while num_passes < (len(layers) if exact else 1):
+                num_passes += 1
+                before, found = found, _one_pass(layers, batches, forward, exact, ranks)
+                if all(torch.equal(found[name], before[name]) for name in layers):
+                    break
+                for name, statistics in found.items():
+                    _put(layers[name], statistics, unbiased=False)
+    except BaseException:
+        for name, layer in layers.items():
+            for buffer, copy in zip(_buffers(layer), saved[name], strict=True):
+                buffer.copy_(copy)
+        raise
     for name, statistics in found.items():
         _put(layers[name], statistics, unbiased=True)
-    return len(found)
+    return num_passes
 
 
-def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> None:
+def _one_pass(
+    layers: Layers, batches: Any, forward: Any, exact: bool, ranks: Ranks
+) -> dict[str, Tensor]:
+    """The statistics of what each layer gets, on all ranks."""
     names = {id(layer): name for name, layer in layers.items()}
     found = {name: _none(layer) for name, layer in layers.items()}
 
     def collect(layer: Any, x: Tensor) -> None:
         own, name = statistics_of(x), names[id(layer)]
-        found[name] = _added(found[name], own)
-        _put(layer, own, unbiased=False)  # so that it normalises by this micro-batch
+        found[name] = joined(torch.stack([found[name], own.to(found[name].dtype)]))
+        if not exact:
+            _put(layer, own, unbiased=False)  # it normalises by this micro-batch
 
     with _hooked(layers.values(), collect):
         for batch in batches():
             forward(batch)
-    for name, statistics in found.items():
-        total = _over(ranks, statistics)
-        if total[0] > 0:  # a layer that was never called keeps its statistics
-            _put(layers[name], total, unbiased=True)
-
-
-def _agreed_order(
-    layers: Layers, batches: Any, forward: Any, ranks: Ranks
-) -> list[str]:
-    """An order, equal on all ranks, in which layers come after those that feed them.
-
-    A batch may leave layers out, and a rank may have no batch. So the order is made
-    from the pairs of layers that followed each other in any forward pass.
-    """
-    names = {id(layer): name for name, layer in layers.items()}
-    calls: list[list[str]] = []
-    with _hooked(layers.values(), lambda m, x: calls[-1].append(names[id(m)])):
-        for batch in batches():
-            calls.append([])
-            forward(batch)
-    device = _buffers(next(iter(layers.values())))[0].device
-    index = {name: i for i, name in enumerate(layers)}
-    follows = torch.zeros(len(layers), len(layers), dtype=totals_dtype(device))
-    for called in calls:
-        for name in called:
-            follows[index[name], index[name]] = 1  # it is called at all
-        for before, after in itertools.pairwise(called):
-            follows[index[after], index[before]] = 1
-    table = ranks.gather_rows(follows.flatten().to(device)).wait()
-    after_before = table.amax(0).view_as(follows).tolist()
-    graph = {
-        name: [other for other in layers if row[index[other]] and other != name]
-        for name, row in zip(layers, after_before, strict=True)
-        if row[index[name]]
-    }
-    try:
-        return list(TopologicalSorter(graph).static_order())
-    except CycleError:  # a layer that is called at two depths has no definite place
-        return list(graph)
+    # Equal on each rank to the last bit.
+    return {name: joined(ranks.gather_rows(x).wait()) for name, x in found.items()}
 
 
 @contextmanager
@@ -174,17 +129,8 @@ def _none(layer: BatchNorm) -> Tensor:
     return torch.zeros(num, dtype=totals_dtype(device), device=device)
 
 
-def _added(one: Tensor, other: Tensor) -> Tensor:
-    return joined(torch.stack([one, other.to(one.dtype)]))
-
-
-def _over(ranks: Ranks, own: Tensor) -> Tensor:
-    """Statistics of all ranks together, equal on each rank to the last bit."""
-    return joined(ranks.gather_rows(own).wait())
-
-
 def _put(layer: BatchNorm, statistics: Tensor, *, unbiased: bool) -> None:
-    """Write statistics into a layer's running ones.
+    """Write statistics into a layer's running ones, unless they are those of no rows.
 
     Args:
         layer: the layer to change.
@@ -193,9 +139,10 @@ def _put(layer: BatchNorm, statistics: Tensor, *, unbiased: bool) -> None:
             the variance over count, by which torch normalises in training.
     """
     count, (mean, squares) = statistics[0], statistics[1:].view(2, -1)
-    running_mean, running_var = _buffers(layer)
-    running_mean.copy_(mean)
-    running_var.copy_(squares / (count - 1 if unbiased else count).clamp(min=1))
+    if count > 0:
+        running_mean, running_var = _buffers(layer)
+        running_mean.copy_(mean)
+        running_var.copy_(squares / (count - 1 if unbiased else count).clamp(min=1))
 
 
 def _buffers(layer: BatchNorm) -> list[Tensor]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut, Node
-from trainkit.core.inside.moment import Moment, States, versions_of
+from trainkit.core.inside.moment import Moment, versions_of
 from trainkit.core.inside.outputs import Joined, Plan
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import Shadows, strangers_of
@@ -79,7 +80,7 @@ class Call:
         self._has_gradient: list[bool] = []  # by the leaves of the output
         self._tensors: list[int] = []  # the places of those that are tensors
         self.chunks: list[Chunk] = []
-        self._kept: dict[Chunk, Graph] = {}
+        self._kept: Graph | None = None
         self._first: list[Any] | None = None
 
     @property
@@ -96,8 +97,8 @@ class Call:
     # ---- forward ---------------------------------------------------------------------
 
     def leaves(self) -> list[Any]:
-        """Run all chunks; the leaves of the output. With gradients on, the last chunks
-        run with a graph, which shows what of the output has a gradient."""
+        """Run all chunks; the leaves of the output. With gradients on, the last chunk
+        keeps its graph, which shows what of the output has a gradient."""
         values, has_graph = self._values, torch.is_grad_enabled()
         versions = versions_of(values)
         run = partial(self._run, values, has_graph=has_graph)
@@ -128,23 +129,22 @@ class Call:
         width = by_length.width if by_length else 0
         joined = Joined(self._plan, arguments.rows, self.name, width)
         self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
-        self._kept, self._first = {}, None
+        self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
-        without = len(self.chunks) - has_graph * max(cut.keep, 1)
         for number, chunk in enumerate(self.chunks):
             chunk.states = self._states()
-            if number >= without:
+            if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
                 outputs = self._outputs(chunk, arguments.of(chunk, values))
-            if self._is_checked and not number and chunk not in self._kept:
-                self._first = [_copied(each) for each in outputs]
+                if self._is_checked and not number:
+                    self._first = [_copied(each) for each in outputs]
             joined.add(chunk, outputs)
         self._ended = self._states()
         return joined
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
-        if not self._kept and torch.is_autocast_cache_enabled():
+        if torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
         with self._shadows.in_place():
@@ -154,8 +154,7 @@ class Call:
         for index, each in enumerate(graph.outputs[: len(self._plan)]):
             if isinstance(each, Tensor) and each.requires_grad:
                 self._has_gradient[index] = True
-        if self._cut.keep:
-            self._kept[chunk] = graph
+        self._kept = graph
         return graph.outputs
 
     def _halves(self) -> bool:
@@ -194,7 +193,8 @@ class Call:
             gradients[place] = gradient
         if self._watch is not None:
             self._watch(gradients, self._plan, self.chunks, self.name)
-        shadows, (kept, self._kept) = self._shadows, (self._kept, {})
+        shadows, kept = self._shadows, [self._kept]
+        self._kept = None
 
         def begin_again() -> None:
             kept.clear()
@@ -220,7 +220,7 @@ class Call:
         self,
         values: Sequence[Any],
         gradients: Sequence[Tensor | None],
-        kept: dict[Chunk, Graph],
+        kept: list[Graph | None],
     ) -> dict[int, Tensor]:
         """Run the backward pass of all chunks; the gradients of arguments.
 
@@ -229,9 +229,9 @@ class Call:
         """
         found: dict[int, Tensor] = {}
         draws = not self.chunks[0].states.are(self._ended)
-        for chunk in reversed(self.chunks):  # the last comes first: it may be kept
+        for chunk in reversed(self.chunks):  # the last comes first: it is kept
             now = self._states() if draws else None
-            graph = kept.pop(chunk, None)
+            graph = kept.pop() if kept else None
             if graph is None:
                 if draws:
                     chunk.states.put_back()

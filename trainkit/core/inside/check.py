@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
+from trainkit.core.generators import States
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, States, put_back, settings_of
+from trainkit.core.inside.moment import Moment, put_back, settings_of
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,
@@ -28,7 +29,7 @@ from trainkit.core.inside.outputs import (
     rows_of,
     with_columns,
 )
-from trainkit.core.inside.refusals import refuse_module, refusing
+from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
 from trainkit.core.inside.rows import Arguments, ByLength
 from trainkit.core.inside.trial import Trial
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
@@ -51,7 +52,7 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
             f"by all rows of a batch: {listed(names)}. Freeze it, use "
             f'BatchNormGuard("exact"), or name a module without it.'
         )
-    refuse_module(cut.module, cut.name)
+    refuse_parts(cut.module, cut.name, OF_ROWS)
     sums, begun = moment.sums(), States(arguments.devices)
 
     def put_all_back() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.plan.options import check_whole_number
-
 Span = tuple[int, int]
 
 
@@ -83,9 +81,3 @@ class Sizes:
             return False
         self.limit = first.stop // 2
         return True
-
-
-def checked_keep(keep: Any) -> int:
-    """A number of chunks; refuses all else."""
-    check_whole_number("keep", keep, least=0)
-    return keep

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.inside.chunks import Chunk, Sizes, checked_keep
+from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import Shadows
 from trainkit.core.nested import Build, Field, take_apart
@@ -86,14 +86,10 @@ class Cut(Replaced):
         module: whose forward runs in chunks.
         name: of the module, for messages.
         sizes: how large a chunk may be.
-        keep: how many chunks keep their graph until the backward pass.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, sizes: Sizes, keep: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         super().__init__(module, name, sizes)
-        self.keep = checked_keep(keep)
         self._shadows: Shadows | None = None
 
     def run(

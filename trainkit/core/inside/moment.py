@@ -4,9 +4,6 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-import pickle
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,43 +21,13 @@ OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch gives each module."""
 
 
-class States:
-    """The states of the random generators of torch, NumPy and Python at one moment.
-
-    Args:
-        devices: on which a module may draw, besides the CPU.
-        of_host: False leaves out NumPy's and Python's.
-    """
-
-    def __init__(
-        self, devices: Iterable[torch.device], *, of_host: bool = True
-    ) -> None:
-        self._of_torch: dict[Any, Tensor] = {None: torch.get_rng_state()}
-        for each in devices:
-            if each.type == "cuda":
-                self._of_torch[each] = torch.cuda.get_rng_state(each)
-        self._numpy: Any = sys.modules.get("numpy.random") if of_host else None
-        of_numpy = None if self._numpy is None else self._numpy.get_state()
-        self._of_host = random.getstate() if of_host else None, of_numpy
-
-    def put_back(self) -> None:
-        """Let all generators draw from here again."""
-        for device, state in self._of_torch.items():
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
-        of_python, of_numpy = self._of_host
-        if of_python is not None:
-            random.setstate(of_python)
-        if self._numpy is not None:
-            self._numpy.set_state(of_numpy)
-
-    def are(self, other: States) -> bool:
-        """Whether nothing was drawn between two moments."""
-        pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
-        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
-        return is_same and all([torch.equal(*pair) for pair in pairs])
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module and of those in it, by their paths."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, each in module.named_modules()
+        for name, value in (vars(each) | each._buffers).items()
+    }
 
 
 def settings_of(module: nn.Module) -> Settings:

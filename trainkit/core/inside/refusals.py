@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,33 +117,43 @@ def paths_within(module: nn.Module, name: str) -> list[str]:
     return [path for path, _ in deep or large][:3]
 
 
-def refuse_module(module: nn.Module, name: str) -> None:
-    """Refuse a module that no chunk of rows can run.
+def refuse_parts(
+    module: nn.Module, name: str, reasons: Mapping[str, Callable[[str, Any], Any]]
+) -> None:
+    """Refuse a module with a part that cannot run in chunks of rows.
 
     Args:
         module: which is cut.
         name: of it, for messages.
+        reasons: what to say of a part, and whether it is so of a path and its module.
     """
-    within = [each for each in module.modules() if each is not module]
-    flat: Any = (FullyShardedDataParallel, FlatParameter)
-    every = [*within, module, *module.parameters()]
-    refused = {
-        "its parameters must have a shape, and lazy ones get theirs in a first forward "
-        "pass. Run one batch before it is cut": any(map(is_lazy, module.parameters())),
-        "a scripted module cannot run in chunks. Give the module that was scripted": (
-            isinstance(module, torch.jit.ScriptModule)
-        ),
-        "parts of it are sharded by fully_shard (FSDP2) each for itself, and they free "
-        "and reduce their weights in each chunk. Shard the module that is cut as one "
-        "group, or one around it; or use DDP": (
-            any(isinstance(each, FSDPModule) for each in within)
-        ),
-        "FullyShardedDataParallel flattens weights and frees them after each forward "
-        "pass, so that chunks get no gradient. Shard by torch.distributed.fsdp."
-        "fully_shard (FSDP2; ModelParallelStrategy in Lightning), or use DDP": (
-            any(isinstance(each, flat) for each in every)
-        ),
-    }
-    for reason, is_so in refused.items():
-        if is_so:
-            raise TrainkitError(f"{name}: {reason}.")
+    for path, each in module.named_modules():
+        for why, is_so in reasons.items():
+            if is_so(path, each):
+                raise TrainkitError(f"{name}: {path or 'it'} {why}.")
+
+
+FLAT: Any = (FullyShardedDataParallel, FlatParameter)
+OF_ROWS: dict[str, Callable[[str, Any], Any]] = {
+    "has lazy parameters, which get their shape in a first forward pass. Run one batch "
+    "before it is cut": lambda path, each: any(map(is_lazy, own_parameters(each))),
+    "is scripted, and cannot run in chunks. Give the module that was scripted": (
+        lambda path, each: not path and isinstance(each, torch.jit.ScriptModule)
+    ),
+    "is sharded by fully_shard (FSDP2) for itself, and frees its weights in each "
+    "chunk. Shard the module that is cut as one group, or one around it; or use DDP": (
+        lambda path, each: path and isinstance(each, FSDPModule)
+    ),
+    "is flattened by FullyShardedDataParallel, which frees weights after each forward "
+    "pass, so that chunks get no gradient. Shard by torch.distributed.fsdp.fully_shard "
+    "(FSDP2; ModelParallelStrategy in Lightning), or use DDP": (
+        lambda path, each: any(
+            isinstance(x, FLAT) for x in [each, *own_parameters(each)]
+        )
+    ),
+}
+"""What the inner cut refuses."""
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module._parameters.values() if each is not None]

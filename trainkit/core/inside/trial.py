@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.generators import States
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, States, versions_of
+from trainkit.core.inside.moment import Moment, attributes_of, versions_of
 from trainkit.core.inside.outputs import Joint, Plan, Unfit
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import nodes_of, strangers_of
@@ -130,9 +131,8 @@ class Trial:
                 "parameter of it nor an argument"
             )
         names = [
-            f"{path}.{name}".lstrip(".")
-            for path, each in module.named_modules()
-            for name, value in vars(each).items()
+            name
+            for name, value in attributes_of(module).items()
             if isinstance(value, Tensor) and value.grad_fn is not None
         ]
         if not names and not _are_alive(held):

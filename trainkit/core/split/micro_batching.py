@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from trainkit.core.inside.chunks import checked_keep
 from trainkit.core.nested import Path
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
@@ -69,8 +68,6 @@ class MicroBatching(_Chosen):
             anything, and needs no strategy. `"auto"` finds the submodules, `"self"` is
             the module's own `forward`. With it, `size`, `tokens`, `lengths` are
             about chunks, and `shared` names arguments.
-        keep: of the inner cut: how many chunks of a call keep their graph and need no
-            second pass.
     """
 
     how: Literal["auto"] = "auto"
@@ -86,7 +83,6 @@ class MicroBatching(_Chosen):
     attention: float = 0.0
     start: int | None = None
     inside: str | Sequence[str] | None = None
-    keep: int = 1
 
     def __post_init__(self) -> None:
         for name, (fits, rule) in _RULES.items():
@@ -98,7 +94,6 @@ class MicroBatching(_Chosen):
         for name in ("size", "tokens", "start"):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
-        checked_keep(self.keep)
         # Configurations bring lists of their own kind.
         ragged = {path: _several(dims) for path, dims in self.ragged.items()}
         object.__setattr__(self, "ragged", ragged)
@@ -115,11 +110,6 @@ class MicroBatching(_Chosen):
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
         of_host = ("collate", "ragged", "start")
         self._exclude("inside", of_host, "the loader batch is not cut")
-        if self.inside is None and self.keep != 1:
-            raise TrainkitError(
-                f"MicroBatching keep: is for the inner cut, received "
-                f"keep={self.keep!r} without inside=. Name a submodule there."
-            )
 
     @property
     def is_auto(self) -> bool:

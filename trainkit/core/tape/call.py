@@ -94,7 +94,7 @@ class Tape:
             gradients: of the outputs.
         """
         numbers = range(len(self.layout.sizes))
-        chunks = Store(len(numbers), self.store.transport)
+        chunks = Store(len(numbers), self.store.device)
         pairs = zip(self.outputs.items(), gradients, strict=True)
         for (slot, dim), gradient in pairs:
             if gradient is not None and slot in self.trains:

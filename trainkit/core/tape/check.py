@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import Operators, without_hooks
-from trainkit.core.generators import generator_keeper
+from trainkit.core.generators import States, generator_keeper
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.closeness import apart
-from trainkit.core.inside.moment import States
 from trainkit.core.inside.outputs import Joint, rows_of
 from trainkit.core.inside.shadows import renew_list
 from trainkit.core.nested import tensors, with_tensors

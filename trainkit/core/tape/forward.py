@@ -1,8 +1,9 @@
-"""The forward of a module whose BatchNorm layers see the whole batch."""
+"""Exact BatchNorm for any loop: a forward whose layers see the whole batch."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,19 +14,22 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.generators import States
+from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Replaced
-from trainkit.core.inside.moment import States
+from trainkit.core.inside.moment import attributes_of
+from trainkit.core.inside.refusals import refuse_parts
 from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
-from trainkit.core.ranks import Ranks
+from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape.call import Recorded, Tape
 from trainkit.core.tape.check import check, few_rows
 from trainkit.core.tape.functions import is_recording, recording
 from trainkit.core.tape.operations import Surroundings
 from trainkit.core.tape.recorder import Recorder
 from trainkit.core.tape.rows import Layout
-from trainkit.core.tape.store import Store, transport_to
+from trainkit.core.tape.store import Store
 from trainkit.errors import TrainkitError
 
 
@@ -60,7 +64,12 @@ class TapedForward(Replaced):
         if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
             return self.original(*args, **kwargs)
         self.was_cut = True
-        _refuse_module(self.module, self.name)
+        if is_transformed():
+            raise TrainkitError(
+                f"{self.name}: exact BatchNorm cannot run in a transform of "
+                f"torch.func. Use loss.backward()."
+            )
+        refuse_parts(self.module, self.name, OF_TAPES)
         begun = States({x.device for x in tensors((args, kwargs))})
         return in_smaller_parts(
             lambda: self._run((args, kwargs), rows),
@@ -82,7 +91,7 @@ class TapedForward(Replaced):
         """Run the forward for all rows, in chunks of at most so many."""
         layout = Layout(rows, size)
         device = next(x for x in tensors(given) if x.ndim).device
-        store = Store(len(layout.sizes), transport_to(device))
+        store = Store(len(layout.sizes), device)
         tape = Tape(self.name, layout, store, Surroundings(device))
         recorder = Recorder(self.name, tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
@@ -122,12 +131,8 @@ class TapedForward(Replaced):
         gc.collect()
         held = recorder.values.held()
         for slot in held.keys() - known:
-            where = [
-                f"{path}.{name}".lstrip(".")
-                for path, each in self.module.named_modules()
-                for name, value in (vars(each) | each._buffers).items()
-                if value is held[slot]
-            ]
+            held_by = attributes_of(self.module).items()
+            where = [name for name, value in held_by if value is held[slot]]
             raise TrainkitError(
                 f"exact BatchNorm: {self.name} runs in chunks of rows, and "
                 f"{listed(where) or 'something outside'} keeps a tensor of shape "
@@ -136,27 +141,53 @@ class TapedForward(Replaced):
             )
 
 
-def _refuse_module(module: nn.Module, name: str) -> None:
-    """Refuse modules whose operations cannot be written down, or repeated."""
-    if is_transformed():
-        raise TrainkitError(
-            f"{name}: exact BatchNorm cannot run in a transform of torch.func. Use "
-            f"loss.backward()."
-        )
-    reasons: dict[str, Any] = {
-        "has sharded weights, so use DDP": lambda each: isinstance(each, FSDPModule),
-        "is scripted, so give the plain one": lambda each: isinstance(
-            each, torch.jit.ScriptModule
-        ),
-        "is compiled, so give the plain one": lambda each: hasattr(each, "_orig_mod"),
-        "has backward hooks, which would see one chunk": lambda each: (
-            each is not module and (each._backward_hooks or each._backward_pre_hooks)
-        ),
-    }
-    for path, each in module.named_modules():
-        for why, is_so in reasons.items():
-            if is_so(each):
-                raise TrainkitError(
-                    f"{name}: exact BatchNorm writes down what a forward does, and "
-                    f"{path or 'it'} {why}."
-                )
+OF_TAPES: dict[str, Callable[[str, Any], Any]] = {
+    "has sharded weights, so that exact BatchNorm cannot run. Use DDP": (
+        lambda path, each: isinstance(each, FSDPModule)
+    ),
+    "is scripted, and exact BatchNorm writes down what a forward does. Give the plain "
+    "one": lambda path, each: isinstance(each, torch.jit.ScriptModule),
+    "is compiled, and exact BatchNorm writes down what a forward does. Give the plain "
+    "one": lambda path, each: hasattr(each, "_orig_mod"),
+    "has backward hooks, which would see one chunk of exact BatchNorm": (
+        lambda path, each: path and (each._backward_hooks or each._backward_pre_hooks)
+    ),
+}
+"""What exact BatchNorm refuses: operations that cannot be written down, or repeated."""
+
+
+class ExactBatchNorm(InPlaceOf):
+    """A module whose BatchNorm layers are normalised by the whole batch.
+
+    `exact_batch_norm` makes it. It has the module's parameters under their own names,
+    and can be called in its place.
+    """
+
+
+def exact_batch_norm(
+    module: nn.Module, *, size: int, process_group: Any = None
+) -> ExactBatchNorm:
+    """Let the BatchNorm layers of a module see the whole batch, in any loop.
+
+    The module runs in chunks of rows. Each layer is normalised by the mean and variance
+    of all rows, on all ranks; its running statistics move once; the gradient is the big
+    batch's.
+
+        net = exact_batch_norm(net, size=8)
+        loss = any_loss(net(batch), labels)
+        loss.backward()
+
+    The forward of the module runs once, on the first chunk, and the others repeat its
+    operations: so it may see of a value no more than its shape, type and device. What
+    cannot be repeated is refused. Layers in evaluation mode stay as they are; a
+    SyncBatchNorm keeps its group. `remove`, or the end of a `with` block, gives the
+    module its own forward back.
+
+    Args:
+        module: which holds the layers.
+        size: the most rows in a chunk.
+        process_group: of the ranks that share a batch; default: all.
+    """
+    check_cut("exact_batch_norm", module, size)
+    ranks = find_ranks(None, "none", process_group)
+    return ExactBatchNorm(module, TapedForward(module, Sizes(size), ranks))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.inside.moment import States
+from trainkit.core.generators import States
 from trainkit.core.nested import describe
 from trainkit.core.tape.rows import NumberOfRows
 from trainkit.core.tape.statistics import Meeting

@@ -269,7 +269,7 @@ class Recorder(TorchFunctionMode):
             if each < self._tape.num_arguments:
                 self.refuse(name, "it writes into an argument, which others may need")
             self._tape.segments[-1].copied.add(each)
-            if not store.transport.copies:
+            if not store.copies:
                 for number in {0, last}:
                     store.put(number, each, store.get(number, each).clone())
 

@@ -9,59 +9,41 @@ import torch
 from torch import Tensor
 
 
-class OnDevice:
-    """Keeps tensors where they are.
+class Store:
+    """The values of each chunk, by the numbers of their slots.
+
+    The values of a GPU are kept in pinned memory of the host. Copies run on the stream
+    that computes, between its kernels: so they are in order without an event, and torch
+    gives pinned memory to another tensor only once the copy has ended. The host does
+    not wait.
+
+    Args:
+        num_chunks: how many there are.
+        device: that computes them.
 
     Attributes:
         copies: whether what is kept is a copy.
     """
 
-    copies = False
+    def __init__(self, num_chunks: int, device: torch.device) -> None:
+        self.device, self.copies = device, device.type == "cuda"
+        self._kept: list[dict[int, Any]] = [{} for _ in range(num_chunks)]
+        self._places: dict[int, int] = {}
 
-    def put(self, tensor: Tensor) -> Any:
-        return tensor.detach()
-
-    def get(self, kept: Any) -> Tensor:
-        return kept
-
-
-class OnHost:
-    """Keeps tensors of a GPU in pinned memory of the host.
-
-    Copies run on the stream that computes, between its kernels: so they are in order
-    without an event, and torch gives pinned memory to another tensor only once the copy
-    has ended. The host does not wait.
-    """
-
-    copies = True
-
-    def put(self, tensor: Tensor) -> Any:
+    def _to_host(self, tensor: Tensor) -> Any:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return host.copy_(tensor.detach(), non_blocking=True), tensor.device
 
-    def get(self, kept: Any) -> Tensor:
+    def _from_host(self, kept: Any) -> Tensor:
         host, device = kept
         return host.to(device, non_blocking=True)
-
-
-def transport_to(device: torch.device) -> OnDevice | OnHost:
-    """What keeps the values that a device computes."""
-    return OnHost() if device.type == "cuda" else OnDevice()
-
-
-class Store:
-    """The values of each chunk, by the numbers of their slots."""
-
-    def __init__(self, num_chunks: int, transport: Any) -> None:
-        self.transport = transport
-        self._kept: list[dict[int, Any]] = [{} for _ in range(num_chunks)]
-        self._places: dict[int, int] = {}
 
     def has(self, chunk: int, slot: int) -> bool:
         return slot in self._kept[chunk]
 
     def put(self, chunk: int, slot: int, tensor: Tensor) -> None:
-        self._kept[chunk][slot] = self.transport.put(tensor)
+        kept = self._to_host(tensor) if self.copies else tensor.detach()
+        self._kept[chunk][slot] = kept
         if chunk == 0:
             self._places[slot] = _place(tensor)
 
@@ -71,10 +53,13 @@ class Store:
         return [s for s, each in self._places.items() if each == place and place]
 
     def get(self, chunk: int, slot: int) -> Tensor:
-        return self.transport.get(self._kept[chunk][slot])
+        kept = self._kept[chunk][slot]
+        return self._from_host(kept) if self.copies else kept
 
     def pop(self, chunk: int, slot: int) -> Tensor:
-        return self.transport.get(self._kept[chunk].pop(slot))
+        found = self.get(chunk, slot)
+        del self._kept[chunk][slot]
+        return found
 
     def add(self, chunk: int, slot: int, tensor: Tensor) -> None:
         """Add to a value, or put it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,15 +26,8 @@ from trainkit.lit.callback.base import WindowOwner, windows_of
 class ExactStatistics(Policy):
     """Normalises by the statistics of the whole window, on all ranks."""
 
-    def __init__(self, *, memory: Any) -> None:
+    def __init__(self) -> None:
         self._trainer: Any = None
-        if memory is not None:
-            warnings.warn(
-                "BatchNormGuard('exact'): memory= has no effect any more, and goes "
-                "with the next release. A window takes the memory of one chunk; leave "
-                "memory= out.",
-                stacklevel=4,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
+from trainkit.core.plan.options import check_choice, check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
@@ -41,24 +42,21 @@ ELSEWHERE = {
 }
 """Where to go for what was a policy, or might be taken for one."""
 
-# What makes a policy, and the options that belong to it, with their defaults.
-POLICIES: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
-    "warn": (Announce, {}),
-    "error": (partial(Announce, "error"), {}),
-    "ignore": (Policy, {}),
-    "exact": (ExactStatistics, {"memory": None}),
-    "freeze": (Freeze, {"freeze_affine": False}),
-    "momentum": (Momentum, {}),
-    "recalibrate": (
-        Recalibrate,
-        {"num_batches": 200, "exact": True, "forward": None},
-    ),
-    "group_norm": (GroupNormInstead, {"groups": 32}),
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "warn": Announce,
+    "error": partial(Announce, "error"),
+    "ignore": Policy,
+    "exact": ExactStatistics,
+    "freeze": Freeze,
+    "momentum": Momentum,
+    "recalibrate": Recalibrate,
+    "group_norm": GroupNormInstead,
 }
+"""What makes a policy; the options are those of the guard that it takes by name."""
 
 
-def make_policy(policy: str, min_samples: int, **options: Any) -> Policy:
-    """A policy of this name.
+def make_policy(policy: str, options: dict[str, Any]) -> Policy:
+    """A policy of this name, with those of the guard's options that belong to it.
 
     Raises:
         TrainkitError: there is no such policy, an option is not a number as it should
@@ -66,30 +64,21 @@ def make_policy(policy: str, min_samples: int, **options: Any) -> Policy:
     """
     if policy in ELSEWHERE:
         raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
-    if policy not in POLICIES:
-        raise TrainkitError(
-            f"BatchNormGuard policy: must be one of {list(POLICIES)}, received "
-            f"{policy!r}."
-        )
-    numbers_ = {"min_samples": min_samples, **options}
+    check_choice("BatchNormGuard policy", policy, list(POLICIES))
     for name in ("min_samples", "num_batches", "groups"):
-        value = numbers_[name]
-        if not isinstance(value, numbers.Integral) or value < 1:
+        check_whole_number(f"BatchNormGuard {name}", options[name])
+    defaults = inspect.signature(BatchNormGuard).parameters
+    own = {name: inspect.signature(make).parameters for name, make in POLICIES.items()}
+    for name, value in options.items():
+        # `min_samples` does no harm beside any policy.
+        is_given = value != defaults[name].default and name != "min_samples"
+        if is_given and name not in own[policy]:
+            owner = next(each for each, takes in own.items() if name in takes)
             raise TrainkitError(
-                f"BatchNormGuard {name}: must be a whole number of at least 1, "
-                f"received {value!r}."
+                f"BatchNormGuard {name}: it belongs to the policy {owner!r}, and the "
+                f"policy is {policy!r}. Leave it out, or take that policy."
             )
-    for owner, (_, defaults) in POLICIES.items():
-        for name, default in defaults.items():
-            if owner != policy and options[name] != default:
-                raise TrainkitError(
-                    f"BatchNormGuard {name}: it belongs to the policy {owner!r}, and "
-                    f"the policy is {policy!r}. Leave it out, or take that policy."
-                )
-    make, own = POLICIES[policy]
-    if policy in ("warn", "error"):
-        return make(min_samples=min_samples)
-    return make(**{name: options[name] for name in own})
+    return POLICIES[policy](**{n: x for n, x in options.items() if n in own[policy]})
 
 
 class BatchNormGuard(OrderedCallback):
@@ -122,13 +111,12 @@ class BatchNormGuard(OrderedCallback):
         min_samples: there is no warning about statistics from so many samples or more.
         freeze_affine: with `"freeze"`: keep weights and biases too.
         num_batches: with `"recalibrate"`: the number of micro-batches on each rank.
-        exact: with `"recalibrate"`: go layer by layer, one pass for each, for the
-            statistics of all data as one batch. False makes one pass, which is exact
-            for the first layer only.
+        exact: with `"recalibrate"`: as many passes as layers follow each other, for
+            the statistics of all data as one batch. False makes one pass, which is
+            exact for the first layer only.
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
-        memory: has no effect any more.
     """
 
     order = 3
@@ -143,20 +131,18 @@ class BatchNormGuard(OrderedCallback):
         exact: bool = True,
         forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
-        memory: Any = None,
     ) -> None:
         super().__init__()
         self.policy = policy
-        self._policy = make_policy(
-            policy,
-            min_samples,
-            freeze_affine=freeze_affine,
-            num_batches=num_batches,
-            exact=exact,
-            forward=forward,
-            groups=groups,
-            memory=memory,
-        )
+        options = {
+            "min_samples": min_samples,
+            "freeze_affine": freeze_affine,
+            "num_batches": num_batches,
+            "exact": exact,
+            "forward": forward,
+            "groups": groups,
+        }
+        self._policy = make_policy(policy, options)
         self._layers: dict[str, BatchNorm] = {}
         self._num_layers = 0
         self._window: int | None = None  # loader batches in a full window

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.batch_norm.freeze import freeze, thaw
 from trainkit.core.batch_norm.layers import (
     BatchNorm,
+    freeze,
     layers_to_train,
     listed,
     momentum_per_micro_batch,
+    thaw,
 )
 from trainkit.core.batch_norm.replace import to_group_norm
 from trainkit.errors import TrainkitError

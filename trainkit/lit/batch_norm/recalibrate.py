@@ -99,7 +99,7 @@ class Recalibrate(Policy):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return
-                # A pass ends at a layer, so it may draw fewer numbers than another.
+                # Batches draw from their numbers, whatever a forward pass has drawn.
                 seed_all(SEED + index + 1)
 
         with (
@@ -133,8 +133,8 @@ class Recalibrate(Policy):
         over = f"over up to {self._num_batches} batches a rank, before each use"
         if self._exact:
             return (
-                f"recalibrated layer by layer ({num_layers} passes {over}; exact=False "
-                f"makes one, exact for the first layer only)"
+                f"recalibrated in up to {num_layers} passes {over} (exact=False makes "
+                f"one, exact for the first layer only)"
             )
         return f"recalibrated in one pass {over} (exact for the first layer only)"
 

@@ -14,6 +14,7 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import random_kept
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.moment import attributes_of
 from trainkit.core.inside.refusals import paths_within
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
@@ -199,19 +200,15 @@ class _Chooser:
         cut.around = refusing_logs(self.pl_module, module, name)
         try:
             probe(*called.arguments[0], **called.arguments[1])
-            cached = _tensors_in_attributes(module)
+            cached = _tensors_in(module)
             probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:
             return in_one_line(error).removeprefix(f"{name}: ").split(". ")[0]
-        now = _tensors_in_attributes(module)
+        now = _tensors_in(module)
         left = [path for path, tensor in now.items() if cached.get(path) is not tensor]
         return f"its forward leaves values in {listed(left)}" if left else ""
 
 
-def _tensors_in_attributes(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, each in module.named_modules()
-        for name, value in vars(each).items()
-        if isinstance(value, Tensor)
-    }
+def _tensors_in(module: nn.Module) -> dict[str, Tensor]:
+    held = attributes_of(module).items()
+    return {name: value for name, value in held if isinstance(value, Tensor)}

@@ -28,13 +28,17 @@ class InsideCuts:
     Args:
         pl_module: what trains.
         options: with `inside`.
+
+    Attributes:
+        cuts: the forwards that run in chunks; none before they were found.
+        paths: of the submodules; none before they were found.
     """
 
     def __init__(self, pl_module: Any, options: MicroBatching) -> None:
         self._module, self._options = pl_module, options
         self._sizes = Sizes(options.size)
-        self._cuts: list[ChunkedForward | TapedForward] = []
-        self._paths: list[str] = []
+        self.cuts: list[ChunkedForward | TapedForward] = []
+        self.paths: list[str] = []
         self._is_checked = False
         self._ranks: Ranks | None = None
 
@@ -46,28 +50,28 @@ class InsideCuts:
     def join_statistics(self, ranks: Ranks) -> None:
         """Let BatchNorm layers see all chunks of a call, and those of these ranks."""
         self._ranks = ranks
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.remove()
-        if self._cuts:
-            self._cuts = []
-            self._install(self._paths)
+        if self.cuts:
+            self.cuts = []
+            self._install(self.paths)
 
     def around_chunks(self, around: Any) -> None:
         """Let each chunk run in a context, made of its call and its rows."""
-        for cut in self._cuts:
+        for cut in self.cuts:
             of = self._module, cut.module, cut.name
             if isinstance(cut, ChunkedForward):
                 cut.around = refusing_logs(*of, around)
 
     def stop(self) -> None:
         """Give all submodules their own forward back."""
-        for cut in self._cuts:
+        for cut in self.cuts:
             cut.remove()
-        self._cuts, self._ranks = [], None
+        self.cuts, self._ranks = [], None
 
     def find(self, trainer: Any, windows: Any, batch: Any) -> None:
         """Find submodules on rows of the first batch, if none is cut yet."""
-        if self._cuts:
+        if self.cuts:
             return
         paths = choose(trainer, self._module, windows, batch)
         self._install(paths)
@@ -75,25 +79,25 @@ class InsideCuts:
             say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
 
     def _install(self, paths: Sequence[str]) -> None:
-        self._paths = list(paths)
+        self.paths = list(paths)
         modules = [_submodule(self._module, path) for path in paths]
         if len(set(modules)) < len(modules):
             raise TrainkitError(
                 f"MicroBatching inside: each path must lead to a module of its own, "
-                f"and two of {listed(self._paths)} lead to one. Name it once."
+                f"and two of {listed(self.paths)} lead to one. Name it once."
             )
         for path in paths:
             cut = self._cut(_submodule(self._module, path), path)
             cut.around = refusing_logs(self._module, cut.module, path)
             cut.install()
-            self._cuts.append(cut)
+            self.cuts.append(cut)
 
     def _cut(self, module: nn.Module, path: str) -> ChunkedForward | TapedForward:
         options = self._options
         by_tokens = _by_tokens(options)
         has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
         if self._ranks is None or not has_layers:
-            of = self._sizes, options.keep, options.shared, by_tokens
+            of = self._sizes, options.shared, by_tokens
             return ChunkedForward(module, path, *of)
         if by_tokens is not None:
             raise TrainkitError(
@@ -116,7 +120,7 @@ class InsideCuts:
         if self._is_checked:
             return
         self._is_checked = True
-        uncalled = [cut.name for cut in self._cuts if not cut.was_called]
+        uncalled = [cut.name for cut in self.cuts if not cut.was_called]
         if uncalled:
             warnings.warn(
                 f"trainkit | inside: training_step did not call {listed(uncalled)}, so "
@@ -127,7 +131,7 @@ class InsideCuts:
             )
 
         rows = num_samples(batch)
-        for cut in self._cuts:
+        for cut in self.cuts:
             if cut.was_called and not cut.was_cut and cut.most_rows < rows:
                 warnings.warn(
                     f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
@@ -140,19 +144,9 @@ class InsideCuts:
     # ---- what others ask -------------------------------------------------------------
 
     @property
-    def paths(self) -> list[str]:
-        """The paths of the submodules; none before they were found."""
-        return self._paths
-
-    @property
     def names(self) -> str:
         """The paths of the submodules, for messages."""
-        return listed(self._paths)
-
-    @property
-    def cuts(self) -> list[ChunkedForward | TapedForward]:
-        """The forwards that run in chunks; none before they were found."""
-        return self._cuts
+        return listed(self.paths)
 
     @property
     def size(self) -> int | None:
