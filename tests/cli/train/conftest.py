@@ -1,4 +1,4 @@
-"""Each test is alone in a folder of its own, and trains as users do."""
+"""Each test is alone in a folder of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import allow_targets
-from trainkit.lit.proof.start import ProofAtStart
 
 allow_targets("tests")
 
@@ -17,8 +16,3 @@ allow_targets("tests")
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
-
-
-@pytest.fixture(autouse=True)
-def with_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProofAtStart, "is_on", True)
