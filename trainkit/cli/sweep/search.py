@@ -65,7 +65,7 @@ def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | Non
 def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, Any]:
     """What Optuna draws; a trial that was stopped counts with its last value.
 
-    Each proposal has a study of its own, which is told all results.
+    Each proposal has a study of its own, made of all results.
     """
     spaces = {
         name: space for name, each in sweep.leaves.items() if (space := _space(each))

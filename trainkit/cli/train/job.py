@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
-from trainkit.cli.report.noise import facts_of_noise
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training, throughput_of
@@ -161,7 +160,6 @@ def _fit_and_report(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         is_over = status == "finished"
-        facts.update(facts_of_noise(trainer, folder, is_over=is_over))
         facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
