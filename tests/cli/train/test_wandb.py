@@ -88,10 +88,7 @@ def test_a_resumed_training_goes_on_with_its_run_on_the_server(
     assert [row["trainer/global_step"] for row in rows] == [1, 2, 3]
     assert run.num_rows_received == len(run.history)
     assert run.config["trainer"]["max_steps"] == 3
-    assert axes(run.metrics) == {
-        "*": "trainer/global_step",
-        "window_by_seen/*": "window/seen",
-    }
+    assert axes(run.metrics) == {"*": "trainer/global_step"}
     assert run.summary["val/loss"] == pytest.approx(
         summary_of(the_run(private_wandb))["metrics"]["val/loss"]
     )

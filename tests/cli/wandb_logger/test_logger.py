@@ -100,27 +100,13 @@ def test_the_server_receives_rows_configuration_and_description(
     fit(logger)
     run = only_run(online)
     assert len(window_losses(run.history)) == STEPS
+    assert all("window/seen" in row for row in run.history if "window/loss" in row)
+    assert axes(run.metrics) == {"*": "trainer/global_step"}
     assert run.config["optimizer"] == {"lr": 0.5}
     assert (run.group, run.tags, run.job_type) == ("g", ["a", "b"], "j")
     assert run.fields["project"] == "q"
     assert (run.state, run.exit_code) == ("finished", 0)
     assert online.unknown == []
-
-
-def test_window_metrics_are_drawn_over_steps_and_over_what_was_seen(
-    online: WandbServer, private_wandb: Path
-) -> None:
-    fit(WandbRunLogger(save_dir=private_wandb))
-    run = only_run(online)
-    windows = [row for row in run.history if "window/loss" in row]
-    for name in ("loss", "weight", "grad_norm"):
-        copies = [row[f"window_by_seen/{name}"] for row in windows]
-        assert copies == [row[f"window/{name}"] for row in windows]
-    assert "window_by_seen/seen" not in windows[0]
-    assert axes(run.metrics) == {
-        "*": "trainer/global_step",
-        "window_by_seen/*": "window/seen",
-    }
 
 
 def test_a_second_training_in_the_folder_goes_on_with_the_run(

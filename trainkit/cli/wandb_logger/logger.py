@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -25,7 +24,6 @@ from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
 
 _BY_SIGTERM = 128 + signal.SIGTERM
-_WINDOW_KEY = re.compile(r"window/((?:\d+/)?)(\w+)")
 
 
 class WandbRunLogger(WandbLogger):
@@ -44,9 +42,8 @@ class WandbRunLogger(WandbLogger):
     - **Nothing of the environment is sent**: no command line, variables (W&B itself
       records SLURM's), git remotes, code or console. What looks like a secret in a
       configuration is replaced.
-    - **Two x-axes.** All metrics are drawn over optimizer steps. W&B has one x-axis for
-      each metric, so those of `WindowMonitor` are logged a second time, as
-      `window_by_seen/*`, over the tokens or samples seen.
+    - **The x-axis** of all metrics is the optimizer step. In a chart's settings W&B
+      offers `window/seen` too, the tokens or samples seen.
 
     The run ends with `fit`; logging after that opens it again.
 
@@ -119,7 +116,6 @@ class WandbRunLogger(WandbLogger):
         self._wanted_id = id
         self.stays_open = False
         self._has_opened = False
-        self._axes: set[str] = set()
         self._logged: dict[str, Any] = {}
 
     # ---- the run ---------------------------------------------------------------------
@@ -143,7 +139,6 @@ class WandbRunLogger(WandbLogger):
         run = wandb.run  # opened by the user's script, or by another logger
         if run is None:
             run = self._start(resolve_mode(self._mode))
-        self._axes.clear()
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return run
@@ -222,33 +217,6 @@ class WandbRunLogger(WandbLogger):
                 free[key] = {**before, **value}
         self._logged.update(free)
         super().log_hyperparams(free)
-
-    @rank_zero_only
-    def log_metrics(
-        self, metrics: Mapping[str, float], step: int | None = None
-    ) -> None:
-        super().log_metrics({**metrics, **self._over_seen(metrics)}, step)
-
-    def _over_seen(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Copies of the window's numbers for the second x-axis."""
-        copies = {}
-        for key, value in metrics.items():
-            found = _WINDOW_KEY.fullmatch(key)
-            if found is None or found[2] in ("seen", "samples_seen"):
-                continue
-            optimizer, name = found.groups()
-            if f"window/{optimizer}seen" in metrics:
-                self._define_axis(optimizer)
-                copies[f"window_by_seen/{optimizer}{name}"] = value
-        return copies
-
-    def _define_axis(self, optimizer: str) -> None:
-        run = self.experiment
-        if optimizer not in self._axes:
-            self._axes.add(optimizer)
-            run.define_metric(
-                f"window_by_seen/{optimizer}*", step_metric=f"window/{optimizer}seen"
-            )
 
     # ---- the end ---------------------------------------------------------------------
 
