@@ -17,7 +17,6 @@ from argcomplete.lexers import split_line
 from trainkit.cli.arguments import Arguments, offer
 from trainkit.cli.check.main import CHECKED
 from trainkit.cli.completion import overrides
-from trainkit.cli.completion.lightning_options import parser_of
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
 
@@ -50,7 +49,7 @@ def answer() -> NoReturn:
     if command == "train":
         offer(_parser_of_train(), options=False)
     elif about in (COMMANDS["fit"][0], EVALUATE):
-        offer(parser_of(command))
+        raise SystemExit(0)  # Lightning's options, whose parser takes seconds to make
     trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
 

@@ -15,9 +15,8 @@ In the shell's start-up file:
   zsh    eval "$(trainkit completion zsh)"
   fish   trainkit completion fish | source
 
-It completes the command `trainkit`, not `python -m trainkit`. The options of fit,
-validate, test and predict take some seconds the first time, and are then kept in
-$XDG_CACHE_HOME/trainkit.
+It completes the command `trainkit`, not `python -m trainkit`, and not the options of
+the Lightning CLI, which trainkit fit --help lists.
 """
 
 BEFORE = {
