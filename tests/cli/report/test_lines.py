@@ -20,7 +20,7 @@ def line(numbers: list[float]) -> Line:
     return Line("loss", tuple(map(float, range(len(numbers)))), tuple(numbers))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(NUMBERS)
 def test_what_is_drawn_keeps_the_extremes_and_the_last_step(
     numbers: list[float],

@@ -54,9 +54,6 @@ DAMAGED = {
     "json/summary.json": b"{",
     "lacks/summary.json": b'{"status": "finished"}',
     "array/summary.json": b"[1]",
-    "plan/learning_rate_plan.json": b"{",
-    "letters/learning_rate_plan.json": b'{"steps": [0], "rates": {"lr": ["b"]}}',
-    "longer/learning_rate_plan.json": b'{"steps": [0], "rates": {"lr": [1, 2]}}',
 }
 FILES = {
     "empty/metrics.csv": b"",
@@ -82,7 +79,6 @@ FILES = {
             for file in DAMAGED
         ),
         ("a --to page.html", "--to: is for the page of several runs, and there is one"),
-        ("a multi --to page.txt", "--to: must be a file that ends in .html, received"),
         ("a multi --to full/report.html", "the page cannot be written: .*Is a direct"),
         ("a multi --to no/p.html", "the page cannot be written: .*No such file"),
         ("a multi --to", "--to"),

@@ -18,8 +18,8 @@ from tests.helpers import loader as loader_of
 from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, WindowMonitor
 from trainkit.cli.report import step_times
+from trainkit.cli.report.run import read_step_times, throughput
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.throughput import read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
 
 STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0

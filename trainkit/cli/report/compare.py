@@ -14,7 +14,7 @@ import yaml
 from trainkit.cli.report.charts import METRIC, Chart
 from trainkit.cli.report.lines import Line
 from trainkit.cli.report.page import page
-from trainkit.cli.report.write import Run, read
+from trainkit.cli.report.run import Run, read
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.pages.frame import table
 
@@ -61,10 +61,9 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
         for chart in run.charts:
             is_ours = not chart.key.startswith(METRIC)
             for line in chart.lines:
-                if line.colour != "plan":
-                    key = (chart.title if is_ours else line.name, line.name)
-                    _, lines = found.setdefault(key, (chart, []))
-                    lines.append(replace(line, **look))
+                key = (chart.title if is_ours else line.name, line.name)
+                _, lines = found.setdefault(key, (chart, []))
+                lines.append(replace(line, **look))
     titles = [title for title, _ in found]
     for (title, name), (chart, lines) in found.items():
         is_only = titles.count(title) == 1

@@ -17,9 +17,9 @@ class RunFolder:
     """Reads and writes the files of a run.
 
     `config.yaml` has the resolved configuration, `overrides.yaml` the command line,
-    `summary.json` the end, `learning_rate_plan.json` the planned rates; `report.html`
-    and `pictures/` show them. `train.log` has what stood on the screen. Loggers and
-    callbacks write `metrics.csv`, `checkpoints/` and `wandb/`.
+    `summary.json` the end; `report.html` and `pictures/` show them. `train.log` has
+    what stood on the screen. Loggers and callbacks write `metrics.csv`, `checkpoints/`
+    and `wandb/`.
 
     Args:
         path: the folder; it need not exist yet.
@@ -31,7 +31,6 @@ class RunFolder:
     METRICS = "metrics.csv"
     LOG = "train.log"
     CHECKPOINTS = "checkpoints"
-    RATE_PLAN = "learning_rate_plan.json"
     REPORT = "report.html"
     PICTURES = "pictures"
 
@@ -76,13 +75,8 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         return self._read_json(self.SUMMARY)
 
-    def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
-        self.write_json(self.RATE_PLAN, plan, indent=None)
-
-    def write_json(
-        self, name: str, content: Mapping[str, Any], *, indent: int | None = 2
-    ) -> None:
-        text = json.dumps(dict(content), indent=indent, allow_nan=False)
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(content), indent=2, allow_nan=False)
         self.write(name, f"{text}\n")
 
     def write(self, name: str, text: str) -> None:

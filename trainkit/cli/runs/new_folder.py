@@ -25,7 +25,6 @@ _OURS = {
     RunFolder.SUMMARY,
     RunFolder.METRICS,
     RunFolder.LOG,
-    RunFolder.RATE_PLAN,
     RunFolder.REPORT,
     RunFolder.PICTURES,
 }

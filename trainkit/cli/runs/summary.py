@@ -15,13 +15,13 @@ import torch
 from omegaconf import DictConfig
 
 from trainkit import __version__
-from trainkit.cli.report.rate_plan import unit_of_weights
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.core.noise.advice import advice
 from trainkit.core.noise.estimate import LEAST_BLOCKS
 from trainkit.core.noise.from_run import ADVICE, KEY, NOT_MEASURED
+from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.batch_size.effective import find_effective_batch
 from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.callback.table import show as show_rows
@@ -49,6 +49,7 @@ def collect(
         "windows": {
             name: number(fact) for name, fact in facts_of_windows(trainer).items()
         },
+        "unit": unit_of_weights(trainer),
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
         "learning_rates": _learning_rates(trainer),
@@ -170,6 +171,14 @@ def _noise(trainer: Any) -> dict[str, Any]:
     elif trainer.global_step < fewest:
         why = f"no estimate: it takes {fewest:,} steps or more"
     return {KEY: None, ADVICE: [("noise scale", why)]}
+
+
+def unit_of_weights(trainer: Any) -> str:
+    """What the weights of windows count; empty if it has no name."""
+    windows = windows_of(trainer)
+    strategy = None if windows is None else windows.strategy
+    units = {PerToken: "tokens", PerSample: "samples", Uniform: "micro-batches"}
+    return next((units[kind] for kind in units if isinstance(strategy, kind)), "")
 
 
 def number(value: Any) -> float | None:

@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
-from trainkit.cli.report.rate_plan import RatePlanFile
+from trainkit.cli.report.page import report_of_training
+from trainkit.cli.report.run import throughput_of
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.write import report_of_training, throughput_of
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder
@@ -79,8 +79,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     monitors = Monitors(config, overrides, folder)
     monitors.look_before(trainer, training.module, training.data)
     first = [ending, monitors]
-    last = [beginning, RatePlanFile(folder)]
-    trainer.callbacks = [*first, *trainer.callbacks, *last]
+    trainer.callbacks = [*first, *trainer.callbacks, beginning]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")
