@@ -101,7 +101,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         raise test.error
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    value = monitors.value(trainer, metrics)
+    value = monitors.value(metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if value is None or math.isnan(value) else value
 
