@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.completion.conftest import STRATEGIES
-from tests.startup import forked
+from tests.cli.fresh import fresh
 from trainkit.cli.completion.main import main
 from trainkit.cli.main import COMMANDS
 from trainkit.core.plan.scaling import RULES
@@ -20,15 +16,10 @@ from trainkit.errors import TrainkitError
 
 def complete_all(*lines: str) -> dict[str, list[str]]:
     """What the last word of each line may become."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("answers.py")), *lines],
-        env={**os.environ, **forked()},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    asked = [["completion", "--query", line] for line in lines]
+    first = ["trainkit.cli.composition", "argcomplete"]
+    found = [each.out.split() for each in fresh(asked, Path(), first=first)]
+    return dict(zip(lines, found, strict=True))
 
 
 CANDIDATES = {
@@ -79,10 +70,8 @@ CANDIDATES = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        return complete_all(*CANDIDATES)
+def answers() -> dict[str, list[str]]:
+    return complete_all(*CANDIDATES)
 
 
 @pytest.mark.parametrize("line", CANDIDATES)
@@ -131,37 +120,3 @@ def test_an_unknown_shell_is_refused_with_the_choices() -> None:
         main(["tcsh"])
     with pytest.raises(TrainkitError, match="one of the arguments .* is required"):
         main([])
-
-
-FRESH = """
-import sys
-from trainkit.cli.main import main
-try:
-    main(["completion", "--query", sys.argv[1]])
-finally:
-    print(sorted({"torch", "lightning", "hydra", "wandb", "rich"} & set(sys.modules)))
-"""
-
-
-def fresh(line: str) -> list[str]:
-    """What is offered by a new interpreter, and what that has loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, line],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    return done.stdout.splitlines()
-
-
-def test_tab_in_plan_loads_nothing_heavy() -> None:
-    *offered, loaded = fresh("trainkit plan --")
-    assert "--target" in " ".join([*offered, loaded])
-    assert loaded.endswith("[]")
-
-
-def test_tab_in_train_loads_no_torch() -> None:
-    *offered, loaded = fresh("trainkit train accumulation=per_t")
-    assert "accumulation=per_token" in " ".join([*offered, loaded])
-    assert loaded.endswith("['hydra']")

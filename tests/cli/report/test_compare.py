@@ -107,7 +107,6 @@ def test_the_page_is_written_here_unless_it_is_told_where(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "single/0"):
         made(tmp_path / name)
     assert main(["report", "--no-pictures", *words.split()]) == 0

@@ -79,7 +79,6 @@ def test_a_resumed_run_has_each_step_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
     where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
     assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,63 +9,8 @@ import pytest
 from tests.cli.training import run_dirs, summary_of, the_run, train
 from trainkit.cli.train.monitors import _there_are
 
-MODULE = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Bare(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Late(Bare):
-    def on_train_epoch_end(self):
-        self.log("val/late", 1.0)
-
-
-class Nll(Bare):
-    def validation_step(self, batch, batch_idx):
-        self.log("val/nll", self.net(batch[0]).square().mean())
-
-
-class Quiet(Nll):
-    def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
-            super().validation_step(batch, batch_idx)
-
-
-class Tested(Nll):
-    def test_step(self, batch, batch_idx):
-        self.log("test/nll", self.net(batch[0]).square().mean())
-
-
-class OnlyTrain(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(24, 3)), 4)
-
-
-class Data(OnlyTrain):
-    def val_dataloader(self):
-        return self.train_dataloader()
-
-
-class Tests(Data):
-    def test_dataloader(self):
-        return self.train_dataloader()
-"""
 FIXED = [
-    "data._target_=monitored.Data", "trainer.max_epochs=2", "pictures=false",
+    "data._target_=tests.cli.ones_own.Data", "trainer.max_epochs=2", "pictures=false",
     "trainer.log_every_n_steps=1", "accumulation=per_sample",
 ]  # fmt: skip
 pytestmark = [
@@ -79,29 +22,20 @@ ONE_EPOCH = "trainer.max_epochs=1"
 NO_SANITY = "trainer.num_sanity_val_steps=0"
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    (tmp_path / "monitored.py").write_text(MODULE)
-    yield
-    sys.modules.pop("monitored", None)
-
-
 def own(model: str, *words: str) -> int:
     flags = [word for word in words if word.startswith("-")]
     rest = [word for word in words if not word.startswith("-")]
     if "callbacks=none" not in words:
         rest.append("callbacks.checkpoint.every_n_train_steps=1")
-    return train(*flags, *FIXED, f"model._target_=monitored.{model}", *rest, small=[])
+    return train(
+        *flags, *FIXED, f"model._target_=tests.cli.ones_own.{model}", *rest, small=[]
+    )
 
 
 def test_without_validation_there_is_no_best_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert own("Nll", "data._target_=monitored.OnlyTrain", ONE_EPOCH) == 0
+    assert own("Nll", "data._target_=tests.cli.ones_own.OnlyTrain", ONE_EPOCH) == 0
     said = capsys.readouterr()
     line = "trainkit | best checkpoint: none, since Nll has no validation; last"
     assert said.out.count(line) == 1
@@ -119,7 +53,9 @@ def test_a_default_that_is_not_logged_is_a_line(
     assert said.count("best checkpoint: none, since val/loss is logged by nothing") == 1
     assert "there are: val/nll" in said
     assert "Choose metric=val/nll" in said
-    assert own("Bare", "callbacks=none", "trainer.enable_progress_bar=false") == 0
+    assert (
+        own("Unvalidated", "callbacks=none", "trainer.enable_progress_bar=false") == 0
+    )
     said = capsys.readouterr().out
     assert "metric: val/loss was not logged, so this run has no metric; there" in said
 
@@ -139,7 +75,11 @@ def test_an_end_before_the_first_validation_is_named(
 @pytest.mark.parametrize(
     ("model", "metric", "said"),
     [
-        ("Bare", "val/loss", "is logged by nothing, since Bare has no validation"),
+        (
+            "Unvalidated",
+            "val/loss",
+            "is logged by nothing, since Unvalidated has no validation",
+        ),
         ("Nll", "''", "metric: must be a name or null, received ''"),
         (
             "Nll",
@@ -165,7 +105,7 @@ def test_one_that_was_chosen_is_refused_before_the_first_step(
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("Quiet", ["metric=val/loss"]), ("Bare", ["metric=nope"])],
+    [("Quiet", ["metric=val/loss"]), ("Unvalidated", ["metric=nope"])],
 )
 def test_it_ends_a_training_that_would_go_on(
     model: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -177,12 +117,12 @@ def test_it_ends_a_training_that_would_go_on(
     assert "Traceback" not in shown
     assert "Choose metric=" in shown
     run = the_run(tmp_path)
-    assert summary_of(run)["steps"] == 6
+    assert summary_of(run)["steps"] == 5
     last = run / "checkpoints" / "last.ckpt"
     assert f"trainkit train ckpt_path={last}" in shown
-    if model == "Bare":
+    if model == "Unvalidated":
         assert train(f"ckpt_path={last}", "metric=window/loss", small=[]) == 0
-        assert summary_of(run)["steps"] == 12
+        assert summary_of(run)["steps"] == 10
 
 
 def test_a_training_at_its_end_is_finished_first(
@@ -190,7 +130,7 @@ def test_a_training_at_its_end_is_finished_first(
 ) -> None:
     assert own("Nll", "metric=val/loss", NO_SANITY, ONE_EPOCH) == 2
     said = capsys.readouterr()
-    assert "finished after 6 optimizer steps" in said.out
+    assert "finished after 5 optimizer steps" in said.out
     assert said.err.splitlines()[-1].startswith("trainkit: metric: val/loss is logged")
     run = the_run(tmp_path)
     assert summary_of(run)["status"] == "finished"
@@ -223,12 +163,12 @@ def test_what_a_callback_monitors_lightning_looks_for(
 def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["metric=test/nll", "data._target_=monitored.Tests", ONE_EPOCH]
-    assert own("Tested", *words, "test=true") == 0
+    words = ["metric=test/loss", ONE_EPOCH]
+    assert own("Net", *words, "test=true") == 0
     said = capsys.readouterr().out
-    assert "best checkpoint: none, since test/nll is known after training" in said
-    assert own("Tested", *words) == 2  # the control
-    assert "test/nll is logged by nothing" in capsys.readouterr().err
+    assert "best checkpoint: none, since test/loss is known after training" in said
+    assert own("Net", *words) == 2  # the control
+    assert "test/loss is logged by nothing" in capsys.readouterr().err
 
 
 def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _run_offline(
             f"4, which cannot be imported: {error}. Run pip install "
             f"'lightning-trainkit[sweeps]'."
         ) from error
-    from trainkit.cli.runs.only_one import only_one
+    from trainkit.cli.runs.folder import only_one
     from trainkit.cli.sweep.search import refuse_what_optuna_lacks
 
     sweep_id = options.resume or secrets.token_hex(4)

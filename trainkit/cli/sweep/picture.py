@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial, best_of, brief, is_number
+from trainkit.cli.sweep.sweep_file import SweepFile, is_number
+from trainkit.cli.sweep.trial import Trial, best_of, brief
 from trainkit.pages.look import LIGHT, is_wide, label_decades, tidy
 
 if TYPE_CHECKING:

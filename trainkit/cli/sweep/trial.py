@@ -7,12 +7,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainkit.cli.aligned import aligned
-
-if TYPE_CHECKING:
-    from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.sweep_file import SweepFile, is_number
+from trainkit.cli.sweep.whole_config import flatten
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
 """States of a trial. "stopped" means by early_terminate, which is not a failure."""
@@ -88,26 +87,6 @@ class Trial:
 def _is_logged(value: Any) -> bool:
     """Whether a value is a number, also one that JSON has no sign for."""
     return is_number(value) or value in ("NaN", "Infinity", "-Infinity")
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, and not true or false."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Arguments by dotted name.
-
-    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
-    {'a': 1, 'b.c.d': 2}
-    """
-    flat = {}
-    for name, value in arguments.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:

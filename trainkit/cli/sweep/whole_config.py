@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.trial import flatten
 from trainkit.cli.words import quoted
 
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
@@ -76,6 +75,21 @@ def for_train(argv: list[str]) -> list[str]:
             if is_swept or dotted in groups or _has(sections, dotted)
         ]
     return kept
+
+
+def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Arguments by dotted name.
+
+    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
+    {'a': 1, 'b.c.d': 2}
+    """
+    flat = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def without_swept(config: Mapping[str, Any]) -> dict[str, Any]:

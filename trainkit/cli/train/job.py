@@ -18,20 +18,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-from trainkit.cli.evaluate.at_end import TestAtEnd
+from trainkit.cli.evaluate.evaluation import TestAtEnd
 from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import throughput_of
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.runs.resume import NOISE_SCALE
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
-from trainkit.cli.runs.words_of_run import NOISE_SCALE
-from trainkit.cli.train.beginning import Beginning
-from trainkit.cli.train.ending import Ending, signals_given_back
+from trainkit.cli.train.bounds import Beginning, Ending, signals_given_back
 from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste

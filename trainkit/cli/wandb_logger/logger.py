@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
+from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
 from trainkit.cli.sweep.whole_config import without_swept
-from trainkit.cli.wandb_logger import run_id as wandb_id
 from trainkit.cli.wandb_logger.mode import Mode, check_mode, resolve_mode
 from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
@@ -150,7 +150,7 @@ class WandbRunLogger(WandbLogger):
         if self.save_dir is not None:
             Path(self.save_dir).mkdir(parents=True, exist_ok=True)
         known = self._wanted_id or os.environ.get("WANDB_RUN_ID")
-        known = known or wandb_id.remembered(self.save_dir)
+        known = known or wandb_run_of(self.save_dir)
         name = known or secrets.token_hex(4)
         # With resume="allow" for a new run that a dying server has half uploaded,
         # `wandb sync` would append all rows to those on the server.
@@ -168,7 +168,7 @@ class WandbRunLogger(WandbLogger):
             )
         self._wanted_id = run.id
         if mode != "disabled":
-            wandb_id.remember(self.save_dir, run.id)
+            remember_wandb_run(self.save_dir, run.id)
         return run
 
     def _init(self, mode: str, name: str, resume: str | None) -> Any:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainkit import TrainkitError
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.train.resume import as_trial, expand, key_of, quoted
-from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.cli.runs.folder import RunFolder, remember_wandb_run
+from trainkit.cli.runs.resume import as_trial, expand, key_of, quoted
 from trainkit.config import register
 
 register()
@@ -178,7 +177,7 @@ def test_auto_leaves_the_newest_trial_to_its_own_sweep(
     assert as_trial(["seed=2", AUTO]) == ["seed=2", AUTO]
     assert expand(["seed=2", AUTO]) == ["seed=2"]
     own = made("own_trial", ["seed=2"], at=2)
-    wandb_id.remember(str(own.path), "mine")
+    remember_wandb_run(str(own.path), "mine")
     assert as_trial(["seed=2", AUTO])[-1] == (
         f"ckpt_path='{own.path}/checkpoints/last.ckpt'"
     )
