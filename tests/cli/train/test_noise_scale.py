@@ -81,10 +81,10 @@ def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
     assert rate_of(run) == before
     assert KEPT in words_of(run)
     assert train(*same, "lr_scaling.noise_scale=null") == 2  # this is no folder
-    # The control: a number is a change of the command, and stays the word that it was.
+    # The control: a number is a change of the command.
     assert train(*same, "trainer.max_steps=4", "lr_scaling.noise_scale=9") == 0
     assert config_of(run)["lr_scaling"]["noise_scale"] == 9
-    assert "lr_scaling.noise_scale=9" in words_of(run)
+    assert "++lr_scaling.noise_scale=9" in words_of(run)
     assert rate_of(run) < 0.9 * before
 
 

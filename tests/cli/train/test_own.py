@@ -118,7 +118,7 @@ def test_nothing_chosen_is_the_demo() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([MINE[1]], "model: must be given"),
+        ([MINE[1]], "model: must be given. Choose model=..., one of trainkit's or"),
         ([MINE[0]], "data: must be given, since Mine has no train_dataloader"),
         ([*MINE, "trainer.max_epochs=null"], "a training needs an end"),
         (
@@ -282,48 +282,36 @@ def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(
     assert said in capsys.readouterr().err
 
 
-def test_other_checks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("checks=never") == 2
-    assert "checks: must be late or now, received 'never'." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model._target_=more.number"], "and more.number has returned int"),
-        (["data._target_=more.number"], "and more.number has returned int"),
-        (["data._target_=more.Empty"], "the training loader must have batches"),
-    ],
-)
 def test_what_cannot_be_trained_is_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "more.py").write_text(MORE)
     end = ["trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Lightning, that the loader is empty
-            assert train(*MINE, *end, *words, small=[]) == 2
-        assert said in capsys.readouterr().err
-        assert not (tmp_path / "outputs").exists()
+        for word, said in (
+            ("model._target_=more.number", "and more.number has returned int"),
+            ("data._target_=more.number", "and more.number has returned int"),
+            ("data._target_=more.Empty", "the training loader must have batches"),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # of Lightning, that the loader is empty
+                assert train(*MINE, *end, word, small=[]) == 2
+            assert said in capsys.readouterr().err
+            assert not (tmp_path / "outputs").exists()
         control = "model._target_=more.module"
         assert train(*MINE, *end, control, small=[]) == 0
     finally:
         sys.modules.pop("more", None)
 
 
-LIGHTNINGS = (
-    "+callbacks.own={_target_: "
-    "lightning.pytorch.callbacks.GradientAccumulationScheduler, scheduling: {0: %d}}"
-)
-
-
 def test_lightnings_own_schedule_of_windows_needs_a_strategy_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*MINE, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
-    assert train(*words, LIGHTNINGS % 4, small=[]) == 2
+    kind = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+    callback = f"+callbacks.own={{_target_: {kind}, scheduling: {{0: 4}}}}"
+    assert own(*MINE, callback) == 2
     shown = capsys.readouterr().err
     assert "accumulation: must be chosen" in shown
     assert "(GradientAccumulationScheduler=4)" in shown
-    assert train(*words, LIGHTNINGS % 1, small=[]) == 0  # the control
