@@ -86,6 +86,12 @@ def test_an_argument_after_a_file_changes_it() -> None:
     assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
 
 
+def test_an_optimizer_group_file_serves_here() -> None:
+    path = CONF / "optimizer" / "adamw.yaml"
+    cli = make(f"--optimizer={path}", "--optimizer.lr=0.25", model=WithoutOptimizer)
+    assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
+
+
 def test_a_config_file_mixes_both_notations(tmp_path: Path) -> None:
     path = written(
         tmp_path / "mixed.yaml",

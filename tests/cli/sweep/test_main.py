@@ -87,7 +87,8 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
     no_account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = toy(no_account, {"lr": LR})
-    monkeypatch.delitem(sys.modules, "trainkit.cli.sweep.offline", raising=False)
+    for name in ("offline", "search"):
+        monkeypatch.delitem(sys.modules, f"trainkit.cli.sweep.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
 
     with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
