@@ -80,19 +80,17 @@ def test_candidates_of_a_line(line: str, answers: dict[str, list[str]]) -> None:
 
 
 def test_what_is_on_the_disk_is_offered(tmp_path: Path) -> None:
-    """Files, runs and then their overrides, and groups of the user's own."""
+    """Files, runs, and groups of the user's own."""
     run, fit, model = tmp_path / "run", tmp_path / "fit", tmp_path / "conf" / "model"
     for folder in (run, fit, model):
         folder.mkdir(parents=True)
-    (run / "overrides.yaml").write_text("[experiment=demo, trainer=cpu]\n")
     (model / "mine.yaml").write_text("_target_: mine.Net\n")
     (fit / "last.ckpt").touch()
     start = f"ckpt_path={fit}/"
     expected = {
         f"trainkit train {start}": [f"{start}last.ckpt"],
         f"trainkit validate {tmp_path}/r": [f"{run}/"],
-        f"trainkit test {run} trainer.devi": ["trainer.devices="],
-        f"trainkit predict {fit} --trainer.devi": [],
+        f"trainkit test {run} trainer.devi": [],
     }
     for place in ("--config-dir=", "--config-dir ", "-cd "):
         line = f"trainkit train {place}{tmp_path}/conf model=min"

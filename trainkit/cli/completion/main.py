@@ -80,11 +80,6 @@ def answer() -> NoReturn:
     about = COMMANDS.get(command, ("",))[0]
     if about == EVALUATE and not before and not word.startswith("-"):
         offer(_parser_of_evaluation())
-    if about == EVALUATE and before and not before[0].startswith("-"):
-        run, *before = before
-        own = overrides.of_run(run)
-        if own is not None:
-            command, before = "train", [*own, *before]
     # argparse takes overrides in one place only, but Hydra also between options.
     overrides.before = [each for each in before if _is_override(each)]
     others = [each for each in before if not _is_override(each)]
