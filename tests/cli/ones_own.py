@@ -118,8 +118,3 @@ class Data(BareData):
 
     def predict_dataloader(self) -> Any:
         return loader(3, 10)
-
-
-class ByPosition(Data):
-    def predict_dataloader(self) -> Any:
-        return DataLoader(loader(3, 10).dataset, 4)

@@ -63,7 +63,6 @@ def test_of_overrides(
 def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),
-        ([f"data._target_={OWN}.ByPosition"], "DataLoader(rows, batch_size=8)"),
         (["trainer.devices=2"], "trainer.devices: must be 1 to predict"),
         ([f"data._target_={OWN}.BareData"], "BareData has no predict_dataloader"),
     ):

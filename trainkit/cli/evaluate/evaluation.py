@@ -208,20 +208,14 @@ def _refuse_several_ranks(trainer: Any) -> None:
 
 
 def _explain(error: Exception, verb: str, module: LightningModule) -> None:
-    """Raise what a user can do about an error, if that is known."""
-    loader = LOADERS[verb]
-    if "more than one `__init__` argument" in str(error):
-        raise TrainkitError(
-            f"{loader}: Lightning makes this loader again in order to {verb}, which "
-            f"fails if batch_size is given by position. Give it by name: "
-            f"DataLoader(rows, batch_size=8)."
-        ) from error
+    """Raise what a user can do about an error of a module without `predict_step`."""
     frames = [f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)]
     if "predict_step" in frames and not is_overridden("predict_step", module):
         raise TrainkitError(
             f"model: must have predict_step to predict on these data, and "
             f"{type(module).__name__} has none. Lightning then calls forward with the "
-            f"whole batch of {loader}, which failed: {type(error).__name__}: {error}\n"
-            f"Write predict_step(self, batch, batch_idx), for example: inputs, _ = "
-            f"batch; return self(inputs). {TRACEBACK}=1 in the environment shows where."
+            f"whole batch of {LOADERS[verb]}, which failed: {type(error).__name__}: "
+            f"{error}\nWrite predict_step(self, batch, batch_idx), for example: "
+            f"inputs, _ = batch; return self(inputs). {TRACEBACK}=1 in the environment "
+            f"shows where."
         ) from error
