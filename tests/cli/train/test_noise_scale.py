@@ -88,6 +88,18 @@ def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
     assert rate_of(run) < 0.9 * before
 
 
+def test_each_run_of_several_keeps_its_own_and_a_number_stays_a_word(
+    tmp_path: Path,
+) -> None:
+    earlier_run()
+    words = [*GAIN, "lr_scaling.noise_scale=earlier,40", "trainer.max_steps=1"]
+    assert train("-m", *words) == 0
+    of_folder, of_number = run_dirs(tmp_path)
+    assert config_of(of_folder)["lr_scaling"]["noise_scale"] == 43.25
+    assert config_of(of_number)["lr_scaling"]["noise_scale"] == 40
+    assert "lr_scaling.noise_scale=40" in words_of(of_number)
+
+
 def test_a_folder_that_a_file_names_is_kept_as_its_number_too(tmp_path: Path) -> None:
     earlier_run()
     file = tmp_path / "conf" / "lr_scaling" / "mine.yaml"
