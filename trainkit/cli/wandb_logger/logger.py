@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
@@ -19,10 +19,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
 from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
 from trainkit.cli.sweep.whole_config import without_swept
-from trainkit.cli.wandb_logger.mode import Mode, check_mode, resolve_mode
 from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
 
+Mode = Literal["auto", "online", "offline", "disabled"]
+
+_ALIASES = {"run": "online", "dryrun": "offline"}
 _BY_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -83,7 +85,11 @@ class WandbRunLogger(WandbLogger):
         init_timeout: float = 30.0,
         finish_timeout: float = 30.0,
     ) -> None:
-        check_mode(mode)
+        if mode not in get_args(Mode):
+            raise TrainkitError(
+                f"WandbRunLogger mode: must be one of {', '.join(get_args(Mode))}, "
+                f"received {mode!r}. auto is offline unless you are logged in."
+            )
         for option, value in (("init", init_timeout), ("finish", finish_timeout)):
             if isinstance(value, bool | str) or not value > 0:
                 raise TrainkitError(
@@ -248,6 +254,54 @@ class WandbRunLogger(WandbLogger):
                 f"W&B: not all was uploaded ({_first_line(error)}); it is kept in "
                 f"{folder}. To upload it: wandb sync --include-online {folder}"
             )
+
+
+def resolve_mode(mode: Mode) -> str:
+    """The mode for `wandb.init`.
+
+    For `"auto"`, `WANDB_MODE` or `wandb offline` decides. Without them it is online
+    under a sweep's agent or with a login for the server, and else offline.
+
+    Raises:
+        TrainkitError: online is asked for, and there is no login.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    wanted = _wanted(mode, os.environ, saved=settings.mode)
+    if wanted == "auto":
+        wanted = "online" if _is_logged_in(settings) else "offline"
+    elif wanted == "online" and not _is_logged_in(settings):
+        raise TrainkitError(
+            f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
+            f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
+        )
+    return wanted
+
+
+def _wanted(mode: str, environ: Mapping[str, str], *, saved: str) -> str:
+    """The mode that the user asks for, by argument, by variable or by command.
+
+    >>> _wanted("auto", {"WANDB_MODE": "dryrun"}, saved="online")
+    'offline'
+    >>> _wanted("auto", {"WANDB_SWEEP_ID": "abc"}, saved="online")
+    'online'
+    """
+    if mode == "auto":
+        under_agent = "online" if "WANDB_SWEEP_ID" in environ else mode
+        by_command = None if saved == "online" else saved  # online is W&B's default
+        mode = environ.get("WANDB_MODE", by_command) or under_agent
+    return _ALIASES.get(mode, mode)
+
+
+def _is_logged_in(settings: Any) -> bool:
+    """Whether there is a key for the server that the settings name."""
+    from requests.utils import get_netrc_auth  # wandb uses it too
+
+    if settings.api_key or settings.identity_token_file:
+        return True
+    _, password = get_netrc_auth(settings.base_url) or (None, None)
+    return bool(os.environ.get("WANDB_API_KEY") or password)
 
 
 def _exit_code(status: str) -> int:
