@@ -9,8 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from tests.wandb_server import WandbServer
+from trainkit.config import allow_targets
+
+allow_targets("tests")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is alone in a folder of its own, as a command that just begins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    GlobalHydra.instance().clear()
 
 
 @pytest.fixture
@@ -34,6 +47,5 @@ def private_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     wandb.teardown()
     with tempfile.TemporaryDirectory() as home:
         monkeypatch.setenv("HOME", home)
-        monkeypatch.chdir(tmp_path)
         yield tmp_path
         wandb.teardown()

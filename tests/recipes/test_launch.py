@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from trainkit import Uniform
 from trainkit.cli.composition import Composition
-from trainkit.cli.train.resume import expand
+from trainkit.cli.runs.resume import expand
 from trainkit.cli.words import key_of, options_first
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -29,11 +29,7 @@ class TrainingFailed(Exception):
     @classmethod
     def by(cls, error: Exception) -> TrainingFailed:
         """The failure with its traceback; a user's mistake with its message alone."""
-        lines = traceback.format_exception(error)
-        if not is_mistake(error):
-            return cls("".join(lines))
-        shown = lines if os.environ.get(TRACEBACK) == "1" else []
-        return cls("".join(shown) + f"trainkit: {readable(error)}")
+        return cls(shown(error))
 
 
 class Interrupted(SystemExit):

@@ -15,7 +15,6 @@ LIGHT = {
     "faint": "#e3e6ea",
     "train": "#0072b2",
     "validation": "#d55e00",
-    "plan": "#8a929c",
     "other1": "#009e73",
     "other2": "#b5548c",
     "other3": "#7a6a00",

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.completion.conftest import STRATEGIES
 from tests.startup import forked
-from trainkit.cli.main import COMMANDS
 
 
 @pytest.fixture
@@ -50,54 +48,6 @@ def environment(commands: Path) -> dict[str, str]:
         "TERM": "xterm",
         "LANG": "C.UTF-8",
     }
-
-
-# How bash breaks a line into words, by default, and what replaces the last of them.
-BASH = {
-    "trainkit ": (["trainkit", ""], list(COMMANDS)),
-    "trainkit plan --ma": (["trainkit", "plan", "--ma"], ["--max-micro-batch"]),
-    "trainkit plan --rule=s": (["trainkit", "plan", "--rule", "=", "s"], ["sqrt"]),
-    "trainkit train accumulation=": (
-        ["trainkit", "train", "accumulation", "="],
-        STRATEGIES,
-    ),
-    "trainkit train -m accumulation=uniform,per_": (
-        ["trainkit", "train", "-m", "accumulation", "=", "uniform,per_"],
-        ["uniform,per_class_weight", "uniform,per_sample", "uniform,per_token"],
-    ),
-    "trainkit train trainer.max_st": (
-        ["trainkit", "train", "trainer.max_st"],
-        ["trainer.max_steps="],
-    ),
-    # a file, of which there is none
-    "trainkit sweep sw": (["trainkit", "sweep", "sw"], []),
-}
-
-
-def test_bash_is_told_what_replaces_its_last_word(commands: Path) -> None:
-    program = 'eval "$(trainkit completion bash)"\n'
-    for line, (words, _) in BASH.items():
-        program += f"""
-COMP_LINE='{line} unread' COMP_POINT={len(line)} COMP_TYPE=9
-COMP_WORDS=({" ".join(f"'{word}'" for word in words)}) COMP_CWORD={len(words) - 1}
-COMPREPLY=()
-_python_argcomplete trainkit
-printf '%s\\n' "${{COMPREPLY[@]}}" end
-"""
-    done = subprocess.run(
-        ["bash", "--norc", "-c", f"{program}complete -p trainkit"],
-        env=environment(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    *replied, registered = done.stdout.split("end\n")
-    replies = [[word.strip() for word in each.split("\n") if word] for each in replied]
-    expected = {line: reply for line, (_, reply) in BASH.items()}
-    assert dict(zip(BASH, replies, strict=True)) == expected
-    assert " -o default " in registered  # where trainkit knows nothing, files
-    assert done.stderr == ""
 
 
 SHELLS = {

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from tests.cli.training import the_run, train
 from trainkit.cli.main import main
 
-OWN = "tests.cli.evaluate.ones_own"
+OWN = "tests.cli.ones_own"
 EPOCHS = [
     "trainer.max_epochs=4",
     "trainer.log_every_n_steps=1",

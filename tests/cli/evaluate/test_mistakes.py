@@ -63,7 +63,6 @@ def test_of_overrides(
 def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),
-        ([f"data._target_={OWN}.ByPosition"], "DataLoader(rows, batch_size=8)"),
         (["trainer.devices=2"], "trainer.devices: must be 1 to predict"),
         ([f"data._target_={OWN}.BareData"], "BareData has no predict_dataloader"),
     ):
@@ -96,26 +95,17 @@ def test_of_places(
     assert trainkit("test", tmp_path / "two" / "checkpoints") == 0  # the control
 
 
-def test_a_secret_is_asked_for_unless_a_logger_has_it(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    words = (run / "overrides.yaml").read_text()
-    (run / "overrides.yaml").write_text(words + "- +logger.csv.api_key=<redacted>\n")
-    assert trainkit("test", run) == 0
-    (run / "overrides.yaml").write_text(words + "- +data.api_key=<redacted>\n")
-    with pytest.raises(TrainkitError, match=r"command line: data\.api_key="):
-        main(["test", str(run)])
-
-
-def test_more_devices_of_the_run_are_left_out_and_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_secrets_are_asked_for_and_more_devices_are_left_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(tmp_path)
+    """A secret of a logger is not needed, which is left out too."""
+    own = Path(shutil.copytree(run, tmp_path / "own"))
     words = (run / "overrides.yaml").read_text()
-    (run / "overrides.yaml").write_text(words + "- trainer.devices=2\n")
-    capsys.readouterr()
-    assert trainkit("test", run) == 0
-    said = capsys.readouterr().out
-    assert (
-        "on one device, which gives each row once; the run had trainer.devices=2"
-        in said
-    )
+    more = "- +logger.csv.api_key=<redacted>\n- trainer.devices=2\n"
+    (own / "overrides.yaml").write_text(words + more)
+    assert trainkit("test", own) == 0
+    said = "on one device, which gives each row once; the run had trainer.devices=2"
+    assert said in capsys.readouterr().out
+    (own / "overrides.yaml").write_text(words + "- +data.api_key=<redacted>\n")
+    with pytest.raises(TrainkitError, match=r"command line: data\.api_key="):
+        main(["test", str(own)])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from tests.cli.evaluate.ones_own import Data, Net
 from tests.cli.evaluate.runs import files, result, trained, trainkit
+from tests.cli.ones_own import Data, Net
 from tests.recipes.debugging import small
 
 
@@ -22,17 +21,7 @@ def validations(run: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["val/loss"]) for row in rows}
 
 
-@pytest.fixture(params=[torch.float32, torch.float64], ids=["single", "double"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(before)
-
-
-def test_of_validation(
-    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It finds the number that the training's own validation has logged at that step,
     and of other weights another one."""
     run = trained(tmp_path)
@@ -77,15 +66,10 @@ def test_of_a_test_with_overrides(tmp_path: Path) -> None:
     assert again["metrics"] != wanted
 
 
-@pytest.mark.parametrize("policy", ["group_norm", "recalibrate"])
-def test_log_exact_and_layers_that_a_guard_has_changed(
-    policy: str, tmp_path: Path
-) -> None:
-    words = [*small("digits_bn", epochs=2), f"batchnorm={policy}", "pictures=false"]
+def test_log_exact_and_layers_that_a_guard_has_changed(tmp_path: Path) -> None:
+    words = [*small("digits_bn", epochs=1), "batchnorm=group_norm", "pictures=false"]
     assert trainkit("train", *words, "name=run") == 0
     (run,) = (tmp_path / "outputs" / "run").iterdir()
-    logged = validations(run)
-    for name in ("best.ckpt", "last.ckpt"):
-        assert trainkit("validate", run / "checkpoints" / name) == 0
-        found = result(run, "validate")
-        assert found["metrics"]["val/loss"] == logged[found["step"]]
+    assert trainkit("validate", run) == 0
+    found = result(run, "validate")
+    assert found["metrics"]["val/loss"] == validations(run)[found["step"]]

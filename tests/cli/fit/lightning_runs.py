@@ -28,8 +28,6 @@ QUIET = {
 
 def stand_alone(monkeypatch: Any, tmp_path: Path) -> None:
     """Let a test find and leave nothing outside of its own folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["trainkit"])
     monkeypatch.syspath_prepend(str(tmp_path))
     # Lightning 2.6 calls jsonargparse 4.53 by old names; only a strict suite sees it.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")

@@ -39,23 +39,29 @@ from trainkit import (
 from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
 from trainkit.cli.fit.parser import TrainkitParser
 
+COUNTS = f"--accumulation.by={USER}.count_tokens"
 BY_TOKENS = "--trainer.callbacks.strategy=PerToken"
 
 
 # ---- the same training ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Net, MixinNet])
-def test_the_cli_equals_the_written_python_to_the_bit(model: Any) -> None:
-    trained = fitted("--accumulation=PerToken", model=model)
-    assert torch.equal(trained, by_hand(PerToken()))
-    assert not torch.equal(trained, by_hand(Uniform()))
-
-
-def test_off_by_default_it_is_plain_lightning() -> None:
-    trained = fitted()
-    assert torch.equal(trained, by_hand(None))
-    assert not torch.equal(trained, by_hand(PerToken()))
+@pytest.mark.parametrize(
+    ("words", "model", "strategy", "other"),
+    [
+        (["--accumulation=PerToken"], Net, PerToken(), Uniform()),
+        (["--accumulation=PerToken"], MixinNet, PerToken(), Uniform()),
+        ([], Net, None, PerToken()),  # off by default it is plain Lightning
+        ([f"--accumulation={USER}.ByRow"], Net, ByRow(), PerToken()),
+        (["--accumulation=Weighed", COUNTS], Net, PerToken(), Uniform()),
+    ],
+)
+def test_the_cli_equals_the_written_python_to_the_bit(
+    words: list[str], model: Any, strategy: Any, other: Any
+) -> None:
+    trained = fitted(*words, model=model)
+    assert torch.equal(trained, by_hand(strategy))
+    assert not torch.equal(trained, by_hand(other))  # the control
 
 
 @pytest.mark.parametrize(
@@ -88,19 +94,6 @@ def test_what_does_not_train_divides_nothing(capsys: Any) -> None:
             save_config_kwargs={"overwrite": True},
         )
         assert ("plain Lightning" in capsys.readouterr().out) == is_said
-
-
-def test_a_strategy_of_the_users_own_trains() -> None:
-    trained = fitted(f"--accumulation={USER}.ByRow")
-    assert torch.equal(trained, by_hand(ByRow()))
-    assert not torch.equal(trained, by_hand(PerToken()))
-
-
-def test_a_function_that_counts_is_named_by_its_path() -> None:
-    by = f"--accumulation.by={USER}.count_tokens"
-    trained = fitted("--accumulation=Weighed", by)
-    assert torch.equal(trained, by_hand(PerToken()))
-    assert not torch.equal(trained, by_hand(Uniform()))
 
 
 def test_a_schedule_equals_the_written_one() -> None:
@@ -161,12 +154,6 @@ def test_the_callbacks_are_made_from_their_arguments() -> None:
     (schedule,) = only(cli, AccumulationSchedule)
     assert schedule.stages.unit == "step"
     assert (schedule.stages.starts, schedule.stages.sizes) == ((0, 10), (8, 4))
-
-
-def test_none_of_them_is_there_by_default() -> None:
-    cli = make()
-    for kind in (AccumulationCallback, LRScaling, BatchNormGuard, AccumulationSchedule):
-        assert only(cli, kind) == []
 
 
 def test_the_users_own_callbacks_stay() -> None:

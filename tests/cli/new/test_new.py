@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from tests.cli.training import run_dirs
@@ -27,12 +26,8 @@ FEW = [
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def nothing_of_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lines", raising=False)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    GlobalHydra.instance().clear()
 
 
 def made() -> Path:
@@ -77,14 +72,10 @@ def test_a_folder_needs_nothing_of_a_recipe() -> None:
         assert "trainkit.recipes" not in text, name
         assert "experiment=lines" not in text, name
         assert "my_project" not in text, name
+    readme = texts["README.md"]  # names the extra of its sweep before that
+    assert 0 < readme.index("[sweeps]'") < readme.index("trainkit sweep sweep.yaml")
     # a script, too, trains the numbers of this folder
     assert 'train_file(__file__, "experiment=default"' in texts["lines.py"]
-
-
-def test_its_readme_names_the_extra_of_its_sweep() -> None:
-    readme = (made() / "README.md").read_text()
-    assert "pip install 'lightning-trainkit[sweeps]'" in readme
-    assert readme.index("[sweeps]") < readme.index("trainkit sweep sweep.yaml")
 
 
 def test_it_trains_what_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.report.charts import Chart
-from trainkit.cli.report.write import read_run, write_report
+from trainkit.cli.report.page import write_report
+from trainkit.cli.report.run import read_run
 from trainkit.cli.runs.folder import RunFolder
 
 WINDOW = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trainkit import PerSample, PerToken, Uniform, Weighed
-from trainkit.cli.report import rate_plan
 from trainkit.cli.report.charts import choose
 from trainkit.cli.report.lines import Line
+from trainkit.cli.runs import summary
 
 TITLES = {
     "window/loss": "Loss",
@@ -25,7 +25,7 @@ TITLES = {
     "window/noise_scale": "Noise scale",
 }
 FIRST, SECOND, THIRD = ("train", "solid"), ("other1", "dashed"), ("other2", "dashed")
-VALIDATION, PLAN = ("validation", "solid"), ("plan", "solid")
+VALIDATION = ("validation", "solid")
 
 
 def chosen(*names: str, **said: str) -> tuple[list[Any], list[str]]:
@@ -56,7 +56,6 @@ def test_each_column_has_its_chart_and_without_it_there_is_none(
             [FIRST, SECOND, THIRD],
         ),
         (["lr-Adam", "lr-Adam-1"], "Learning rate", [FIRST, SECOND]),
-        (["lr-SGD", "lr-SGD, planned"], "Learning rate", [FIRST, PLAN]),
         (
             ["window/noise_scale", "size of the window"],
             "Noise scale",
@@ -83,14 +82,10 @@ def test_other_metrics_come_last_and_more_than_a_page_holds_are_named() -> None:
     assert left_out == ["2 more columns: metric11, metric12"]
 
 
-def test_texts_name_the_unit_and_why_there_is_no_plan() -> None:
-    why = "ReduceLROnPlateau goes by a metric"
-    names = ("window/weight", "lr-SGD")
-    (weight, rate), _ = chosen(*names, unit="tokens", no_plan=why)
-    assert weight.title == "Window weight, in tokens"
-    assert rate.note == f"No plan: {why}."
-    (weight, rate), _ = chosen(*names)  # the control
-    assert (weight.title, rate.note) == ("Window weight", "")
+def test_the_title_names_the_unit_of_weights() -> None:
+    for unit, title in (("tokens", "Window weight, in tokens"), ("", "Window weight")):
+        (weight,), _ = chosen("window/weight", unit=unit)
+        assert weight.title == title
 
 
 @pytest.mark.parametrize(
@@ -107,5 +102,5 @@ def test_weights_have_a_unit(
     strategy: Any, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = strategy and SimpleNamespace(strategy=strategy)
-    monkeypatch.setattr(rate_plan, "windows_of", lambda trainer: windows)
-    assert rate_plan.unit_of_weights(None) == unit
+    monkeypatch.setattr(summary, "windows_of", lambda trainer: windows)
+    assert summary.unit_of_weights(None) == unit

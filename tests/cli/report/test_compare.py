@@ -70,8 +70,8 @@ def test_runs_with_other_units_share_no_chart(tmp_path: Path) -> None:
     for unit in ("tokens", "samples", "more"):
         rows = [{"step": 1, "window/weight": 8, "acc": 1}]
         run_folder(tmp_path / unit, rows)
-        plan = json.dumps({"unit": unit.replace("more", "samples")})
-        (tmp_path / unit / "learning_rate_plan.json").write_text(plan)
+        facts = {**SUMMARY, "unit": unit.replace("more", "samples")}
+        (tmp_path / unit / "summary.json").write_text(json.dumps(facts))
     page = page_of(tmp_path, to=tmp_path / "page.html")
     shown = {title: list(lines) for title, lines in legends(page).items()}
     assert shown["Window weight, in tokens"] == ["tokens"]
@@ -107,7 +107,6 @@ def test_the_page_is_written_here_unless_it_is_told_where(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "single/0"):
         made(tmp_path / name)
     assert main(["report", "--no-pictures", *words.split()]) == 0

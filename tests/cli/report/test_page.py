@@ -19,6 +19,7 @@ from tests.cli.report.runs import (
     run_folder,
     titles,
 )
+from trainkit.cli.report.page import report_of_training
 from trainkit.pages.look import LIGHT
 
 
@@ -45,7 +46,7 @@ def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
     assert y == pytest.approx(bottom - 0.375 * (bottom - top), abs=0.2)
 
 
-@pytest.mark.parametrize("count", [1000, 20_000])
+@pytest.mark.parametrize("count", [1000, 2000])
 def test_a_thousand_values_are_all_drawn_and_more_are_a_mean_in_a_band(
     count: int, tmp_path: Path
 ) -> None:
@@ -62,40 +63,45 @@ def test_a_thousand_values_are_all_drawn_and_more_are_a_mean_in_a_band(
     assert len(page.encode()) < 100_000
 
 
-def test_many_lines_of_many_rows_stay_below_a_megabyte(tmp_path: Path) -> None:
-    names = [f"window/{n}/{key}" for n in range(12) for key in ("loss", "weight")]
-    names += [f"lr-Adam/pg{n}" for n in range(40)]
+def test_many_lines_of_many_rows_stay_small(tmp_path: Path) -> None:
+    names = [f"window/{n}/{key}" for n in range(4) for key in ("loss", "weight")]
+    names += [f"lr-Adam/pg{n}" for n in range(12)]
     rows = [
         {"step": n, **{name: 1 + (n * 7919 % 104729) / 104729 for name in names}}
-        for n in range(1500)
+        for n in range(1001)
     ]
     page = page_of(run_folder(tmp_path, rows))
     assert sum(map(len, legends(page).values())) == len(names)
-    assert len(page.encode()) < 1_000_000
+    assert len(page.encode()) < 16_000 * len(names)
 
 
-def test_it_runs_nothing_and_needs_no_other_file_and_no_network(tmp_path: Path) -> None:
-    page = page_of(run_folder(tmp_path, [{"step": 0, **WINDOW}]))
+EVIL = "</svg><img src=x onerror=alert(1)>&{0}$x^$"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run that has all charts of our own, and one whose name is markup."""
+    rows = [{"step": n, **WINDOW, "val/loss": 1, EVIL: 1.0} for n in range(3)]
+    return page_of(run_folder(tmp_path_factory.mktemp("runs") / "<b>run", rows))
+
+
+def test_it_runs_nothing_and_needs_no_other_file_and_no_network(page: str) -> None:
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
-    elsewhere = r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import|https?:|\bon\w+="
+    elsewhere = (
+        r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import|https?:|<[^>]*\bon\w+="
+    )
     assert not re.search(elsewhere, page)
     assert page.count('href="#') > 0  # the control: within an SVG
 
 
-def test_names_are_no_markup(tmp_path: Path) -> None:
-    name = "</svg><img src=x onerror=alert(1)>&{0}$x^$"
-    page = page_of(run_folder(tmp_path / "<b>run", [{"step": 0, name: 1.0}]))
+def test_names_are_no_markup(page: str) -> None:
     assert "<img" not in page
     assert "<b>run" not in page
-    assert {title: list(lines) for title, lines in legends(page).items()} == {
-        name: [name]
-    }
+    assert list(legends(page)[EVIL]) == [EVIL]
 
 
-def test_the_colours_are_those_of_the_readers_system(tmp_path: Path) -> None:
+def test_the_colours_are_those_of_the_readers_system(page: str) -> None:
     """What is drawn names them, and they are defined twice."""
-    rows = [{"step": n, **WINDOW, "val/loss": 1} for n in range(3)]
-    page = page_of(run_folder(tmp_path, rows))
     assert "@media screen and (prefers-color-scheme:dark){:root{" in page
     for name, value in LIGHT.items():
         first, second = re.findall(rf"--{name}:(#\w+)", page)
@@ -106,9 +112,7 @@ def test_the_colours_are_those_of_the_readers_system(tmp_path: Path) -> None:
         assert not re.search(r":\s*#", svg)  # no other colour
 
 
-def test_two_charts_share_no_identifier(tmp_path: Path) -> None:
-    rows = [{"step": n, **WINDOW} for n in range(3)]
-    page = page_of(run_folder(tmp_path, rows))
+def test_two_charts_share_no_identifier(page: str) -> None:
     known = re.findall(r'\bid="(.*?)"', page)
     assert len(known) == len(set(known)) > 8
     used = re.findall(r"(?:url\(|href=\")#(\w+)", page)
@@ -136,6 +140,21 @@ def test_the_lines_are_there_in_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_a_report_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training must not fail because of it; without rows there is none."""
+    folder = run_folder(tmp_path, [])
+    report_of_training(folder, pictures=True)
+    assert capsys.readouterr().out == ""
+    run_folder(tmp_path, [{"step": 1, "val/loss": 1}])
+    (tmp_path / "report.html").mkdir()  # in its place
+    report_of_training(folder, pictures=False)
+    said = capsys.readouterr().out
+    assert said.startswith("trainkit | report: could not be drawn: IsADirectoryError")
+    assert said.count("\n") == 1
+
+
 def test_the_band_and_the_window_of_the_noise_scale_are_drawn(tmp_path: Path) -> None:
     noise = {"window/noise_scale": 90, "window/noise_scale_low": 80}
     noise |= {"window/noise_scale_high": 200}
@@ -148,7 +167,6 @@ def test_the_band_and_the_window_of_the_noise_scale_are_drawn(tmp_path: Path) ->
         }
     }
     assert "the band ends at the top" in page
-    assert "oise scale" not in page_of(run_folder(tmp_path, [{"step": 1, **WINDOW}]))
 
 
 @pytest.mark.parametrize(

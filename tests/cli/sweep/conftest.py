@@ -25,5 +25,4 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trainkit.cli.sweep.offline._TICK", 0.02)
     monkeypatch.setattr("trainkit.cli.sweep.offline._LOOK_EVERY", 0.1)
-    monkeypatch.chdir(tmp_path)
     return tmp_path

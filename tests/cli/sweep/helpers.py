@@ -82,12 +82,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:
     """The trials of the one sweep in a folder of sweeps, as another process sees it."""
-    trials: dict[str, dict[str, Any]] = {}
-    for path in folder.glob("*/journal.log"):
-        for line in path.read_text().splitlines():
-            for name, value in json.loads(line).get("user_attr", {}).items():
-                trials |= {name: value} if "arguments" in value else {}
-    return list(trials.values())
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/*-*.json"))]
 
 
 def by_lr(trials: list[Any]) -> dict[float, Any]:

@@ -42,17 +42,14 @@ def test_hydra_reads_back_what_was_written(value: Any) -> None:
     read = _plain(override.value())
     assert read == value
     assert type(read) is type(value)
+    # The control: what an agent writes for None is a text to Hydra.
+    assert OverridesParser.create().parse_override("key=None").value() == "None"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return value.text if hasattr(value, "text") else value
-
-
-def test_python_notation_is_what_hydra_does_not_read() -> None:
-    """The control: what an agent writes for None is a string to Hydra."""
-    assert OverridesParser.create().parse_override("key=None").value() == "None"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tests.cli.sweep.helpers import LR, private_env, toy
+from tests.cli.sweep.helpers import LR, toy
 from trainkit.cli.composition import Composition
 from trainkit.cli.sweep.command import check_keys
 from trainkit.cli.sweep.main import main
@@ -88,36 +87,13 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
     no_account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = toy(no_account, {"lr": LR})
-    monkeypatch.delitem(sys.modules, "trainkit.cli.sweep.offline", raising=False)
+    for name in ("offline", "search"):
+        monkeypatch.delitem(sys.modules, f"trainkit.cli.sweep.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
 
     with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
         main([str(path), "--offline"])
     assert not (no_account / "sweeps").exists()
-
-
-def test_help_and_a_wrong_file_load_nothing_heavy(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from trainkit.cli.main import main\n"
-        "for words in (['--help'], ['none.yaml']):\n"
-        "    try: main(['sweep', *words])\n"
-        "    except SystemExit: pass\n"
-        "heavy = {'torch', 'lightning', 'hydra', 'wandb', 'matplotlib'}\n"
-        "print(heavy & set(sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=private_env(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-
-    assert done.stdout.splitlines()[-1] == "set()"
-    assert "none.yaml cannot be read as YAML" in done.stderr
 
 
 # ---- keys of `trainkit train` --------------------------------------------------------

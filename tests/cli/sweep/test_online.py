@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.sweep.helpers import LR, command, run, toy
+from tests.cli.sweep.helpers import LR, command, private_env, run, toy
 from tests.startup import forked
 from tests.wandb_server import Run, WandbServer
 
@@ -164,8 +164,6 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
 
 
 def test_without_a_login_the_message_says_what_to_do(tmp_path: Path) -> None:
-    from tests.cli.sweep.helpers import private_env
-
     toy(tmp_path, {"lr": LR})
     env = private_env(tmp_path)
 
@@ -175,14 +173,3 @@ def test_without_a_login_the_message_says_what_to_do(tmp_path: Path) -> None:
     assert "wandb login" in done.stderr
     assert "--offline" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_metric_that_no_trial_logs_is_told_with_those_it_did(
-    wandb_server: WandbServer, tmp_path: Path
-) -> None:
-    metric = {"name": "val/los", "goal": "minimize"}
-    toy(tmp_path, {"lr": {"values": [0.1]}, "rows": 1}, metric=metric)
-    done = run(command("toy.yaml"), env_of(wandb_server, tmp_path), tmp_path)
-    assert done.returncode == 1
-    assert "finished and logged no val/los" in done.stderr
-    assert "It logged val/loss, step. Write one of these" in done.stderr

@@ -61,29 +61,26 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-@pytest.mark.parametrize(("goal", "last"), [("minimize", 1.0 / 6), ("maximize", 1.0)])
+@pytest.mark.parametrize(("goal", "best"), [("minimize", 5), ("maximize", 0)])
 def test_each_swept_parameter_has_a_panel_and_its_own_scale(
-    tmp_path: Path, drawn: list[Figure], goal: str, last: float
+    tmp_path: Path, drawn: list[Figure], goal: str, best: int
 ) -> None:
     trials = [*(trial(n) for n in range(6)), CRASHED, trial(7, state="stopped")]
 
     path = picture.draw(sweep(goal), trials, tmp_path / "s.png")
 
     assert path.read_bytes().startswith(b"\x89PNG")
-    panels = {panel.get_xlabel(): panel for panel in drawn[0].axes}
+    panels: dict[str, Any] = {panel.get_xlabel(): panel for panel in drawn[0].axes}
     assert list(panels) == ["trial", "lr", "batch", "decay", "kind"]
     scales = {name: panel.get_xscale() for name, panel in panels.items()}
     assert [name for name, scale in scales.items() if scale == "log"] == ["lr"]
     assert [t.get_text() for t in panels["batch"].get_xticklabels()] == ["4", "8", "16"]
     assert list(panels["batch"].get_xticks()) == [0, 1, 2]  # at equal distances
-    best = next(e for e in panels["trial"].lines if e.get_label() == "best so far")
-    places: Any = best.get_xdata()
-    values: Any = best.get_ydata()
-    assert list(places) == [0, 1, 2, 3, 4, 5, 6, 7]  # as in their names
-    assert values[-1] == last  # one that was stopped is none
-    (legend,) = drawn[0].legends
-    texts = {text.get_text() for text in legend.get_texts()}
-    assert texts == {"finished", "stopped", "best", "best so far"}
+    points = panels["trial"].collections
+    places = [tuple(each.get_offsets()[0]) for each in points]
+    (ring,) = [n for n, each in enumerate(points) if not len(each.get_facecolors())]
+    assert places.pop(ring) == (best, 1.0 / (best + 1))  # one that was stopped is none
+    assert places == [(n, 1.0 / (n + 1)) for n in (*range(6), 7)]  # as in their names
 
 
 def overlap(axis: Axis, figure: Figure) -> bool:

@@ -49,16 +49,13 @@ def trial(pid: int | None, folder: Path) -> Trial:
     return Trial(name="t", arguments={}, pid=pid, folder=str(folder))
 
 
-def test_a_trial_that_has_ended_is_no_orphan(tmp_path: Path) -> None:
-    assert not end_orphan(trial(1, tmp_path))
-    assert not end_orphan(trial(1, tmp_path / "never made"))
-
-
 @pytest.mark.parametrize(("words", "status"), [([], -15), (["stubborn"], -9)])
 def test_an_orphan_is_asked_and_then_killed(
     words: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KILL_DELAY, "0.3" if words else "30")
+    assert not end_orphan(trial(1, tmp_path))  # the controls: nobody holds the lock
+    assert not end_orphan(trial(1, tmp_path / "never made"))
     with holder(tmp_path, *words) as process:
         assert end_orphan(trial(process.pid, tmp_path))
         assert process.wait(240) == status

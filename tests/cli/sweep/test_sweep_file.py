@@ -84,16 +84,13 @@ OF_A_PARAMETER = [
     ("{value: 1, probabilities: [0.2]}", "constant takes value, received {"),
     ("{min: 1, max: 2.5, q: 0.5}", "uniform takes max and min, received {.*'q': 0.5"),
     ("{distribution: normal, min: 0, max: 1}", "normal takes mu and sigma, received"),
-    ("{distribution: log_uniform_values}", "max and min, received {'dist"),
     (
         "{distribution: int_uniform, min: 1.5, max: 2}",
         "int_uniform takes whole numbers",
     ),
     ("{values: [1, 2], min: 1, max: 2}", "categorical takes values, received"),
-    ("{values: [1], probabilities: [0.2]}", "each of values, and sum to 1, received"),
     ("{values: [1, 2], probabilities: [1.0]}", "probabilities must be one from 0 to"),
     ("{values: [1, 2], probabilities: [2, -1]}", "probabilities must be one from 0"),
-    ("{values: [1, 2], probabilities: 0.5}", "must be a valid list, received 0.5"),
     ("{parameters: {lr: 1}}", "parameters.lr.parameters.lr: must be a valid dict"),
 ]
 OF_A_FILE = [
@@ -109,14 +106,12 @@ OF_A_FILE = [
     ("{method: bayes, metric: null}", "metric: .* need one, and it is missing"),
     ("metric: {goal: minimize}", "metric.name: Field required, received {'goal'"),
     ("metric: {name: x, goal: min}", "'minimize' or 'maximize', received 'min'. Write"),
-    ("metric: {name: x, gaol: maximize}", "metric.gaol: .*'maximize'. Did you mean go"),
     ("run_cap: 0", "run_cap: must be greater than or equal to 1, received 0. Write"),
     ("early_terminate: {type: median}", "type: must be 'hyperband', received 'median'"),
     (
         "early_terminate: {type: hyperband}",
         "needs min_iter, or max_iter and s, received",
     ),
-    ("early_terminate: {type: hyperband, max_iter: 9}", "needs min_iter, or max_iter "),
     (
         "early_terminate: {type: hyperband, min_iter: 3, strct: true}",
         r"early_terminate.strct: W&B knows no such key, received True. .*mean strict\?",

@@ -75,10 +75,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = [
-    ("on_train_batch_start", 10, "SIGINT", 130),
     ("on_validation_batch_start", 8, "SIGTERM", 143),
     ("on_train_batch_start", 13, "SIGUSR2", 140),
-    ("on_before_backward", 15, "SIGKILL", -9),
     ("on_save_checkpoint", 11, "SIGKILL", -9),
 ]
 

@@ -81,7 +81,7 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     "launcher",
     [
         "joblib",
-        "submitit_local",
+        pytest.param("submitit_local", marks=pytest.mark.environments),
         pytest.param("ray", marks=pytest.mark.environments),  # it starts a cluster
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torchmetrics.classification import BinaryConfusionMatrix
 
 import trainkit
 from recipes.code_lm import CodeLM, Functions
+from tests.cli.report.runs import SUMMARY
 from tests.cli.training import (
     SMALL,
     run_dirs,
@@ -28,6 +28,7 @@ from tests.cli.training import (
     weights_of,
 )
 from trainkit import AccumulationCallback, PerSample, PerToken, warmup_cosine
+from trainkit.cli.runs.summary_rows import rows
 
 
 def test_a_run_leaves_its_folder(
@@ -84,33 +85,13 @@ def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
     batch = summary_of(run)["effective_batch"]
     assert (batch["accumulate"], batch["size"], batch["first_size"]) == (4, 8, 2)
     assert "run_training_epoch" in (run / "fit-profile.txt").read_text()
-    assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
-    assert summary_of(run)["effective_batch"] == batch
-
-
-@pytest.mark.parametrize("cut", ["auto", "size"])
-def test_the_cut_of_loader_batches_is_summed_up(
-    cut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = ["trainer.accumulate_grad_batches=1", "data.batch_size=4"]
-    said = ["micro_batching.size=3"] if cut == "size" else []
-    one.append("trainer.max_steps=1")
-    assert train(*one, f"micro_batching={cut}", *said) == 0
-    limits = summary_of(the_run(tmp_path))["micro_batching"]
-    told = capsys.readouterr().out
-    if cut == "size":
-        assert limits == {"size": 3, "tokens": None, "found": None}
-        assert "cut into some of at most 3 rows" in told
-    else:
-        assert limits["found"] > 0
-        assert f"cut into some of at most {limits['found']:,}, which was" in told
 
 
 def test_an_inner_cut_is_summed_up_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = ["trainer.accumulate_grad_batches=1", "data.batch_size=4"]
-    one += ["trainer.max_steps=2", "accumulation=none"]
+    one += ["trainer.max_steps=1", "accumulation=none"]
     assert train(*one, "micro_batching=inside", "micro_batching.size=3") == 0
     limits = summary_of(the_run(tmp_path))["micro_batching"]
     assert (limits["size"], limits["found"]) == (3, None)
@@ -118,6 +99,28 @@ def test_an_inner_cut_is_summed_up_by_name(
     assert (
         f"inside training_step, {limits['inside']} ran in chunks of at most 3" in told
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"size": 3}, "each loader batch was cut into some of at most 3 rows"),
+        ({"tokens": 64}, "each loader batch was cut into some of at most 64 tokens"),
+        ({"size": 3, "tokens": 64}, "at most 3 rows and 64 tokens"),
+        ({"found": 2}, "cut into some of at most 2, which was found"),
+        (
+            {"inside": "net"},
+            "none; inside training_step, net ran in chunks as large as",
+        ),
+        ({"inside": "net", "found": 8}, "of at most 8, which was found"),
+    ],
+)
+def test_the_cut_of_loader_batches_is_in_the_table(
+    limits: dict[str, Any], said: str
+) -> None:
+    known = {"size": None, "tokens": None, "found": None, **limits}
+    facts = {**SUMMARY, "micro_batching": known}
+    assert said in dict(rows(facts))["micro-batches"]
 
 
 def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:
@@ -182,6 +185,10 @@ def test_a_multirun_compares(two_strategies: tuple[Path, str]) -> None:
         name: summary_of(run)["metrics"]["val/loss"]
         for name, run in zip(("per_token", "uniform"), run_dirs(where), strict=True)
     }
+    for run in run_dirs(where):  # each has its own log
+        lines = (run / "train.log").read_text().splitlines()
+        assert sum("trainkit | training: " in line for line in lines) == 1
+        assert not any("all runs" in line for line in lines)
     assert losses["per_token"] != losses["uniform"]
     header, *rows = said.splitlines()[-4:-1]
     assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
@@ -272,46 +279,11 @@ def test_a_module_with_its_own_optimizer_refuses_another(
     assert "Choose optimizer=none" in capsys.readouterr().err
 
 
-class Breaks(CodeLM):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 1:
-            raise RuntimeError("broken at step 1")
-
-
-def test_a_failed_training_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("model._target_=tests.cli.train.test_main.Breaks") == 1
-    assert "RuntimeError: broken at step 1" in capsys.readouterr().err
-    assert summary_of(the_run(tmp_path))["status"] == "failed"
-
-
 @pytest.mark.parametrize("name", ["growing_batch", "large_batch"])
 def test_an_experiment_on_the_default_model_runs(name: str, tmp_path: Path) -> None:
     """Those of recipes run in tests/recipes."""
     assert train(f"experiment={name}") == 0
     assert summary_of(the_run(tmp_path))["steps"] == 2
-
-
-def test_what_only_answers_does_not_import_torch() -> None:
-    program = """
-import sys
-from trainkit.cli.main import main
-for words in (["--help"], ["plan", "--help"], ["train", "--cfg", "job"]):
-    sys.argv = ["trainkit"]
-    try:
-        print("status:", main(words))
-    except SystemExit as end:
-        print("status:", end.code)
-print("loaded:", *sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.count("status: 0\n") == 3, done.stderr
-    loaded = done.stdout.rpartition("loaded:")[2].split()
-    assert "hydra.main" in loaded
-    assert not {"torch", "lightning", "wandb"} & set(loaded)
 
 
 class Odd(CodeLM):
@@ -332,17 +304,10 @@ class Odd(CodeLM):
 def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
     odd = "model._target_=tests.cli.train.test_main.Odd"
     one = ["trainer.max_steps=1", "proof=off"]
-    with pytest.warns(
-        UserWarning, match="=per_sample is replaced by .* accumulation=per_token"
-    ):
-        assert train(odd, *one, "name=replaced") == 0
-    assert train(odd, *one, "name=kept", "accumulation=none") == 0
-    replaced, kept = (
-        summary_of(the_run(tmp_path / "outputs" / name))
-        for name in ("replaced", "kept")
-    )
-    assert kept["windows"]["weight"] == 8  # samples
-    assert replaced["windows"]["weight"] > 8  # tokens
+    assert train(odd, *one, "accumulation=none", "data.batch_size=3") == 0
+    kept = summary_of(the_run(tmp_path))
+    assert kept["windows"]["weight"] == 12  # samples, and not tokens
+    assert kept["unit"] == "samples"
     assert kept["metrics"]["val/worst"] is None
     assert kept["metrics"]["val/confusion"] is None
 

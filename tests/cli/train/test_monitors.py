@@ -2,107 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.training import run_dirs, summary_of, the_run, train
-from trainkit.cli.train.monitors import _there_are, _Watch
+from trainkit.cli.train.monitors import _there_are
 
-MODULE = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Bare(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Late(Bare):
-    def on_train_epoch_end(self):
-        self.log("val/late", 1.0)
-
-
-class Nll(Bare):
-    def validation_step(self, batch, batch_idx):
-        self.log("val/nll", self.net(batch[0]).square().mean())
-
-
-class Plateau(Nll):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        how = {"scheduler": scheduler, "monitor": "val/loss"}
-        return {"optimizer": optimizer, "lr_scheduler": how}
-
-
-class Free(Nll):
-    configure_optimizers = LightningModule.configure_optimizers
-
-
-class Quiet(Nll):
-    def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
-            super().validation_step(batch, batch_idx)
-
-
-class Tested(Nll):
-    def test_step(self, batch, batch_idx):
-        self.log("test/nll", self.net(batch[0]).square().mean())
-
-
-class OnlyTrain(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(24, 3)), 4)
-
-
-class Data(OnlyTrain):
-    def val_dataloader(self):
-        return self.train_dataloader()
-
-
-class Tests(Data):
-    def test_dataloader(self):
-        return self.train_dataloader()
-"""
 FIXED = [
-    "data._target_=monitored.Data", "trainer.max_epochs=2", "pictures=false",
+    "data._target_=tests.cli.ones_own.Data", "trainer.max_epochs=2", "pictures=false",
     "trainer.log_every_n_steps=1", "accumulation=per_sample",
 ]  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Skipping val loop"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric"),
-    pytest.mark.filterwarnings("ignore:Early stopping conditioned on metric"),
 ]
-CALLBACK = "+callbacks.mine={{_target_: lightning.pytorch.callbacks.{}, monitor: {}}}"
 ONE_EPOCH = "trainer.max_epochs=1"
 NO_SANITY = "trainer.num_sanity_val_steps=0"
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    (tmp_path / "monitored.py").write_text(MODULE)
-    yield
-    sys.modules.pop("monitored", None)
 
 
 def own(model: str, *words: str) -> int:
@@ -110,24 +27,17 @@ def own(model: str, *words: str) -> int:
     rest = [word for word in words if not word.startswith("-")]
     if "callbacks=none" not in words:
         rest.append("callbacks.checkpoint.every_n_train_steps=1")
-    return train(*flags, *FIXED, f"model._target_=monitored.{model}", *rest, small=[])
+    return train(
+        *flags, *FIXED, f"model._target_=tests.cli.ones_own.{model}", *rest, small=[]
+    )
 
 
-def stop(metric: str) -> str:
-    return CALLBACK.format("EarlyStopping", metric)
-
-
-# ---- nobody has chosen it ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("data", ["Data", "OnlyTrain"])
 def test_without_validation_there_is_no_best_checkpoint(
-    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = "Bare" if data == "Data" else "Nll"
-    assert own(model, f"data._target_=monitored.{data}") == 0
+    assert own("Nll", "data._target_=tests.cli.ones_own.OnlyTrain", ONE_EPOCH) == 0
     said = capsys.readouterr()
-    line = f"trainkit | best checkpoint: none, since {model} has no validation; last"
+    line = "trainkit | best checkpoint: none, since Nll has no validation; last"
     assert said.out.count(line) == 1
     assert "was not logged" not in said.out
     assert "could not find" not in said.err
@@ -135,26 +45,17 @@ def test_without_validation_there_is_no_best_checkpoint(
     assert files == {"last.ckpt"}
 
 
-@pytest.mark.parametrize("words", [[], [NO_SANITY]])
 def test_a_default_that_is_not_logged_is_a_line(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert own("Nll", *words) == 0
+    assert own("Nll") == 0
     said = capsys.readouterr().out
     assert said.count("best checkpoint: none, since val/loss is logged by nothing") == 1
     assert "there are: val/nll" in said
     assert "Choose metric=val/nll" in said
-    assert summary_of(the_run(tmp_path))["steps"] == 12
-
-
-def test_the_one_that_is_logged_has_a_best_checkpoint(tmp_path: Path) -> None:
-    """The control."""
-    assert own("Nll", "metric=val/nll") == 0
-    assert (the_run(tmp_path) / "checkpoints" / "best.ckpt").exists()
-
-
-def test_without_callbacks_a_line_says_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert own("Bare", "callbacks=none", "trainer.enable_progress_bar=false") == 0
+    assert (
+        own("Unvalidated", "callbacks=none", "trainer.enable_progress_bar=false") == 0
+    )
     said = capsys.readouterr().out
     assert "metric: val/loss was not logged, so this run has no metric; there" in said
 
@@ -163,157 +64,126 @@ def test_without_callbacks_a_line_says_it(capsys: pytest.CaptureFixture[str]) ->
 def test_an_end_before_the_first_validation_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = "so this run has no metric; it ended before its first validation"
-    assert own("Nll", NO_SANITY, "trainer.max_epochs=null", "trainer.max_steps=1") == 0
-    assert said in capsys.readouterr().out
-    assert own("Nll", NO_SANITY) == 0  # validates, and logs another metric
-    assert said not in capsys.readouterr().out
-
-
-# ---- it was chosen -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("word", ["metric=val/loss", stop("val_acc")])
-def test_without_validation_it_is_refused_before_anything_is_written(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert own("Bare", word) == 2
-    shown = capsys.readouterr().err
-    assert "is logged by nothing, since Bare has no validation" in shown
-    assert "Traceback" not in shown
-    assert not run_dirs(tmp_path)
-
-
-def test_an_empty_name_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert own("Nll", "metric=''") == 2
-    assert "metric: must be a name or null, received ''" in capsys.readouterr().err
-    assert not run_dirs(tmp_path)
+    """The control validates, and logs another metric."""
+    for words, is_said in ((["trainer.max_epochs=null"], True), ([], False)):
+        limit = ["trainer.max_steps=1"] * is_said
+        assert own("Nll", NO_SANITY, ONE_EPOCH, *words, *limit) == 0
+        said = "so this run has no metric; it ended before its first validation"
+        assert (said in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(
-    ("model", "word", "key"),
+    ("model", "metric", "said"),
     [
-        ("Nll", "metric=val/loss", "metric"),
-        ("Nll", stop("val/loss"), "callbacks.mine.monitor"),
-        ("Nll", "callbacks.best.monitor=val/acc", "callbacks.best.monitor"),
-        ("Plateau", "metric=val/nll", "monitor of the scheduler"),
+        (
+            "Unvalidated",
+            "val/loss",
+            "is logged by nothing, since Unvalidated has no validation",
+        ),
+        ("Nll", "''", "metric: must be a name or null, received ''"),
+        (
+            "Nll",
+            "val/loss",
+            "val/loss is logged by nothing; there are: val/nll. Choose",
+        ),
     ],
 )
-def test_the_sanity_check_shows_it_before_the_first_step(
+def test_one_that_was_chosen_is_refused_before_the_first_step(
     model: str,
-    word: str,
-    key: str,
+    metric: str,
+    said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert own(model, word) == 2
+    """The last one shows in the sanity check."""
+    assert own(model, f"metric={metric}") == 2
     shown = capsys.readouterr().err
-    assert f"trainkit: {key}: val/" in shown
-    assert "is logged by nothing; there are: val/nll. Choose" in shown
+    assert said in shown
     assert "Traceback" not in shown
     assert not list(tmp_path.rglob("outputs*"))
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [
-        ("Nll", ["metric=val/loss", NO_SANITY]),
-        ("Quiet", ["metric=val/loss"]),
-        ("Nll", ["metric=val/nll", stop("nope")]),
-        ("Bare", ["metric=nope"]),
-        ("Bare", ["metric=train/loss", CALLBACK.format("ModelCheckpoint", "nope")]),
-        ("Plateau", ["metric=val/nll", NO_SANITY]),
-    ],
+    [("Quiet", ["metric=val/loss"]), ("Unvalidated", ["metric=nope"])],
 )
 def test_it_ends_a_training_that_would_go_on(
-    model: str,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the first epoch, with a checkpoint from which it continues."""
     assert own(model, *words) == 2
     shown = capsys.readouterr().err
     assert "window/loss" in shown
     assert "Traceback" not in shown
+    assert "Choose metric=" in shown
     run = the_run(tmp_path)
-    assert summary_of(run)["steps"] == 6
+    assert summary_of(run)["steps"] == 5
     last = run / "checkpoints" / "last.ckpt"
     assert f"trainkit train ckpt_path={last}" in shown
-    if model != "Plateau":
-        key = "callbacks.mine.monitor" if "mine" in words[-1] else "metric"
-        assert f"Choose {key}=" in shown
-        assert train(f"ckpt_path={last}", f"{key}=window/loss", small=[]) == 0
-        assert summary_of(run)["steps"] == 12
+    if model == "Unvalidated":
+        assert train(f"ckpt_path={last}", "metric=window/loss", small=[]) == 0
+        assert summary_of(run)["steps"] == 10
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("Nll", ["metric=val/loss", NO_SANITY]),
-        ("Nll", ["metric=val/nll", stop("nope")]),
-        ("Bare", ["metric=nope"]),
-        ("Bare", ["metric=nope", "callbacks=none"]),
-        ("Plateau", ["metric=val/nll", NO_SANITY]),
-    ],
-)
 def test_a_training_at_its_end_is_finished_first(
-    model: str,
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert own(model, *words, ONE_EPOCH) == 2
+    assert own("Nll", "metric=val/loss", NO_SANITY, ONE_EPOCH) == 2
     said = capsys.readouterr()
-    assert "finished after 6 optimizer steps" in said.out
-    assert said.err.splitlines()[-1].startswith("trainkit: ")
-    assert "is logged by nothing; there are: " in said.err
+    assert "finished after 5 optimizer steps" in said.out
+    assert said.err.splitlines()[-1].startswith("trainkit: metric: val/loss is logged")
     run = the_run(tmp_path)
     assert summary_of(run)["status"] == "finished"
     assert (run / "report.html").exists()
-    assert "callbacks=none" in words or (run / "checkpoints" / "last.ckpt").exists()
+    assert (run / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("Nll", ["metric=val/nll", stop("window/loss")]),
-        ("Bare", ["metric=window/loss"]),
         ("Late", ["metric=val/late"]),
-        ("Bare", ["metric=train/loss", stop("train/loss")]),
-        ("Quiet", ["metric=val/nll", stop("val/nll")]),
+        ("Quiet", ["metric=val/nll"]),
         # No validation has run, so nobody knows.
         ("Nll", ["metric=val/acc", NO_SANITY, "trainer.check_val_every_n_epoch=5"]),
     ],
 )
 def test_what_is_there_is_no_mistake(model: str, words: list[str]) -> None:
     """The controls."""
-    assert own(model, *words) == 0
+    assert own(model, *words, ONE_EPOCH) == 0
+
+
+def test_what_a_callback_monitors_lightning_looks_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = "+callbacks.mine={_target_: lightning.pytorch.callbacks.EarlyStopping"
+    assert own("Nll", "metric=val/nll", f"{stop}, monitor: nope}}") == 1
+    assert "Early stopping conditioned on metric `nope`" in capsys.readouterr().err
 
 
 def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["metric=test/nll", "data._target_=monitored.Tests"]
-    assert own("Tested", *words, "test=true") == 0
+    words = ["metric=test/loss", ONE_EPOCH]
+    assert own("Net", *words, "test=true") == 0
     said = capsys.readouterr().out
-    assert "best checkpoint: none, since test/nll is known after training" in said
-    assert own("Tested", *words, ONE_EPOCH) == 2  # the control
-    assert "test/nll is logged by nothing" in capsys.readouterr().err
+    assert "best checkpoint: none, since test/loss is known after training" in said
+    assert own("Net", *words) == 2  # the control
+    assert "test/loss is logged by nothing" in capsys.readouterr().err
 
 
 def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:
-    assert own("Nll", "-m", "metric=val/nll,val/loss") != 0
-    found = [summary_of(run)["status"] for run in run_dirs(tmp_path)]
-    assert found == ["finished", "failed"]
+    """The other one has a best checkpoint."""
+    assert own("Nll", "-m", "metric=val/nll,val/loss", ONE_EPOCH) != 0
+    good, bad = run_dirs(tmp_path)
+    assert summary_of(good)["status"] == "finished"
+    assert (good / "checkpoints" / "best.ckpt").exists()
+    assert summary_of(bad)["status"] == "failed"
 
 
 def test_of_several_loaders_the_names_of_the_first_are_proposed() -> None:
     """The control is one loader, of which the closest name is proposed."""
     several = ["train/loss", "val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"]
-    said = _there_are(several, _Watch("metric", "val/loss"))
+    said = _there_are(several, "val/loss")
     assert said.endswith("Choose metric=val/loss/dataloader_idx_0")
-    said = _there_are(["train/loss", "val/nll"], _Watch("metric", "val/nl"))
+    said = _there_are(["train/loss", "val/nll"], "val/nl")
     assert said.endswith("Choose metric=val/nll")

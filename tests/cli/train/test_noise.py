@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.cli.training import run_dirs, summary_of, the_run
-from tests.cli.training import train as train_plainly
-from trainkit.cli.errors import Interrupted
+from tests.cli.train.fake_noise import Given
+from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.main import main
-from trainkit.cli.report.noise import _repeated
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.config.redact import REDACTED
+from trainkit.cli.runs.summary import _noise
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
-from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metric_file import read_rows
 
-STEPS = [
-    "trainer.max_steps=6",
-    "trainer.accumulate_grad_batches=4",
-    "data.batch_size=2",
-]
+FEW = ["~callbacks.noise_scale", "data.batch_size=2", "trainer.max_steps=4"]
 
 
 def given(**values: Any) -> str:
@@ -32,158 +23,58 @@ def given(**values: Any) -> str:
     return f"+callbacks.noise={{_target_: tests.cli.train.fake_noise.Given{pairs}}}"
 
 
-def train(*words: str, **options: Any) -> int:
-    """Train without the callback that the default configuration has."""
-    return train_plainly("~callbacks.noise_scale", *words, **options)
-
-
-def lines_of(out: str, label: str) -> list[str]:
-    start = f"trainkit | {label}"
-    return [line.removeprefix(start) for line in out.splitlines() if start in line]
-
-
-def test_the_lines_are_everywhere(
+def test_the_lines_are_everywhere_and_a_resumed_run_continues_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(given(samples=10), *STEPS) == 0
-    out = capsys.readouterr().out
+    assert train(given(samples=10), *FEW, "trainer.max_steps=2") == 0
     run = the_run(tmp_path)
+    assert summary_of(run)["noise_scale"]["num_windows"] == 20
+    capsys.readouterr()
+    assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
+    out = capsys.readouterr().out
     facts = summary_of(run)
     assert NoiseEstimate.of_facts(facts["noise_scale"]) == read_noise_scale(run)
-    assert facts["noise_scale"]["num_windows"] == 60
-    assert [label for label, _ in facts["advice"]] == [
-        "noise scale",
-        "window of 8",
-    ]  # near: no suggestion
+    assert facts["noise_scale"]["num_windows"] == 40
+    assert [label for label, _ in facts["advice"]] == ["noise scale", "window of 8"]
+    (run / "report.html").unlink()  # drawn again, it has them too
+    assert main(["report", "--no-pictures", str(run)]) == 0
     page = (run / "report.html").read_text()
     for label, text in facts["advice"]:
         assert f"trainkit | {label}: {text}" in out
         assert label in page
     assert "10 samples (7.69 to 13, 90 %), 1,000 tokens (769 to 1,300, 90 %)" in page
-    (run / "report.html").unlink()  # drawn again, it has them too
-    assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
     assert "near the noise scale, so keep it: twice as large takes" in page
 
 
-def test_a_run_without_it_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("trainer.max_steps=1") == 0
-    facts = summary_of(the_run(tmp_path))
-    assert (facts["noise_scale"], facts["advice"]) == (None, [])
-    assert not lines_of(capsys.readouterr().out, "noise scale")
-
-
-def test_what_could_not_measure_says_why(
+def test_what_could_not_measure_says_why_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = "a window has one micro-batch"
-    assert train(given(why_not=f"'{why}'"), "trainer.max_steps=1") == 0
-    facts = summary_of(the_run(tmp_path))
-    assert facts["noise_scale"] is None
-    assert facts["advice"] == [["noise scale", f"not measured: {why}"]]
+    assert train(given(why_not=f"'{why}'"), *FEW, "trainer.max_steps=1") == 0
+    said = f"trainkit | noise scale: not measured: {why}"
     out = capsys.readouterr().out
-    said = f": not measured: {why}"
-    assert lines_of(out, "noise scale") == [said]  # before training, and not again
+    assert out.count(said) == 1  # before training, and not again
     assert out.index(said) < out.index("training: finished")
     assert why in (the_run(tmp_path) / "report.html").read_text()
-    with pytest.raises(TrainkitError, match=f"not measured: {why}"):
-        read_noise_scale(the_run(tmp_path))
-
-
-def test_too_few_windows_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(given(), "trainer.max_steps=1") == 0
-    (line,) = summary_of(the_run(tmp_path))["advice"]
-    assert line == ["noise scale", "no estimate: it takes 50 steps or more"]
-    assert "trainkit | noise scale: no estimate: it takes" in capsys.readouterr().out
-
-
-def test_at_least_is_null_in_the_file(tmp_path: Path) -> None:
-    assert train(given(samples=50, bounded="false"), *STEPS) == 0
-    facts = summary_of(the_run(tmp_path))
-    assert facts["noise_scale"]["high"] is None
-    assert facts["advice"][0][1].startswith("at least 38.5 samples")
-    assert len(facts["advice"]) == 2  # and no suggestion
-    with pytest.raises(TrainkitError, match=r"at least 38.5 samples"):
-        read_noise_scale(the_run(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("samples", "sizes"), [(40, "schedule.sizes={0: 4, 2: 16}"), (1.5, None)]
+    ("callbacks", "number", "said"),
+    [
+        ([], None, []),
+        ([Given(why_not="why")], None, ["not measured: why"]),
+        ([Given()], None, ["no estimate: it takes 50 steps or more"]),
+        ([Given(50, bounded=False)], 50, ["at least 38.5 samples", "window of 8"]),
+        ([Given(50)], 50, ["50 samples (38.5 to 65, 90 %)", "window of 8"]),
+    ],
 )
-def test_the_command_that_is_suggested_runs_on_as_many_samples(
-    samples: float,
-    sizes: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_the_summary_has_the_number_or_why_there_is_none(
+    callbacks: list[Any], number: float | None, said: list[str]
 ) -> None:
-    first = tmp_path / "first"
-    assert train(given(samples=samples), *STEPS, f"paths.run_dir='{first}'") == 0
-    out = capsys.readouterr().out
-    assert "without lr_scaling the rate does not follow the window" in out
-    (command,) = lines_of(out, "to try it: trainkit train ")
-    words = shlex.split(command)
-    if sizes is None:
-        assert "trainer.accumulate_grad_batches=1" in words  # 2 samples
-        assert not any(word.startswith("schedule") for word in words)
-    else:
-        assert sizes in words
-    assert not any("run_dir" in word for word in words)
-    assert train_plainly(*words, small=[]) == 0
-    (second,) = [run for run in run_dirs(tmp_path) if run != first]
-    seen = [
-        max(float(row.get("window/samples_seen", 0)) for row in read_rows(file))
-        for file in (first / "metrics.csv", second / "metrics.csv")
-    ]
-    assert seen == [48.0, 48.0]
-
-
-def test_a_rate_that_follows_needs_no_remark(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    scaled = ["lr_scaling=sqrt", "lr_scaling.reference_batch=8"]
-    assert train(given(samples=40), *STEPS, *scaled) == 0
-    out = capsys.readouterr().out
-    assert lines_of(out, "to try it")
-    assert "does not follow" not in out
-
-
-def test_an_interrupted_run_gets_no_other_windows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killer = "_target_: tests.cli.train.killer.Killer, hook: on_train_batch_end"
-    killer = f"{{{killer}, batch: 22, signum: SIGTERM}}"
-    with pytest.raises(Interrupted):
-        train(given(samples=40), *STEPS, f"+callbacks.killer={killer}")
-    assert summary_of(the_run(tmp_path))["status"] == "interrupted"
-    assert len(summary_of(the_run(tmp_path))["advice"]) == 2
-    assert not lines_of(capsys.readouterr().out, "to try it")
-
-
-def test_words_with_a_secret_are_left_to_the_user(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    saved = ["seed=1", "trainer.max_steps=9", "paths.run_dir=x", "ckpt_path=last"]
-    folder.write_start({}, saved)
-    given = ["trainer.max_steps=3"]
-    assert _repeated(folder, given) == ["seed=1", *given]  # the control
-    folder.write_start({}, [*saved, f"logger.key={REDACTED}"])
-    assert _repeated(folder, given) == ["...", *given]
-
-
-def test_a_run_that_has_a_schedule_gets_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["schedule=stages", "schedule.sizes={0: 4}", "schedule.unit=step"]
-    assert train(given(samples=40), *words, "trainer.max_steps=6") == 0
-    assert not lines_of(capsys.readouterr().out, "to try it")
-    assert len(summary_of(the_run(tmp_path))["advice"]) == 2
-
-
-def test_a_resumed_run_continues_the_estimate(tmp_path: Path) -> None:
-    assert train(given(samples=10), *STEPS, "trainer.max_steps=3") == 0
-    assert summary_of(the_run(tmp_path))["noise_scale"]["num_windows"] == 30
-    assert train("ckpt_path=last", "trainer.max_steps=6", small=[]) == 0
-    assert summary_of(the_run(tmp_path))["noise_scale"]["num_windows"] == 60
+    found = _noise(SimpleNamespace(callbacks=callbacks, global_step=1))
+    assert (found["noise_scale"] or {}).get("samples") == number
+    lines = [": ".join(line) for line in found["advice"]]
+    assert len(lines) == len(said)
+    assert all(text in line for text, line in zip(said, lines, strict=True))
+    is_open = bool(number) and found["noise_scale"]["high"] is None
+    assert is_open == any("at least" in line for line in lines)

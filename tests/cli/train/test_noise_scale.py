@@ -56,28 +56,15 @@ def test_the_run_keeps_the_number_of_the_folder(tmp_path: Path, capsys: Any) -> 
     assert "noise scale 43.25, reference 2)" in capsys.readouterr().out
     assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
 
-    assert train(*GAIN, "lr_scaling.noise_scale=earlier") == 2
-    assert "there is no such folder" in capsys.readouterr().err
-
-
-def test_a_resumed_run_does_not_follow_the_folder_but_what_is_given_now(
-    tmp_path: Path,
-) -> None:
-    earlier_run()
-    assert train(*GAIN, "lr_scaling.noise_scale=earlier") == 0
-    run = the_run(tmp_path)
-    before = rate_of(run)
-    earlier_run(samples=1.0)
-    assert train("ckpt_path=last", "trainer.max_steps=3", small=[]) == 0
-    assert rate_of(run) == before
+    earlier_run(samples=1.0)  # what is given now counts
     again = ["ckpt_path=last", "lr_scaling.noise_scale=earlier", "trainer.max_steps=4"]
     assert train(*again, small=[]) == 0
     assert config_of(run)["lr_scaling"]["noise_scale"] == 1.0
     assert [word for word in words_of(run) if "noise" in word] == [
         "++lr_scaling.noise_scale=1.0"
     ]
-    ratio = (1.5 / (1 + 1 / 8)) / ((1 + 43.25 / 2) / (1 + 43.25 / 8))
-    assert rate_of(run) == pytest.approx(before * ratio**0.5, rel=1e-12)
+    factor = ((1 + 1.0 / 2) / (1 + 1.0 / 8)) ** 0.5
+    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
 
 
 def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
@@ -97,15 +84,20 @@ def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
     # The control: a number is a change of the command.
     assert train(*same, "trainer.max_steps=4", "lr_scaling.noise_scale=9") == 0
     assert config_of(run)["lr_scaling"]["noise_scale"] == 9
+    assert "++lr_scaling.noise_scale=9" in words_of(run)
     assert rate_of(run) < 0.9 * before
 
 
-def test_each_run_of_several_keeps_its_own(tmp_path: Path) -> None:
-    for name, samples in {"a": 20.0, "b": 30.0}.items():
-        earlier_run(name, samples)
-    assert train("-m", *GAIN, "lr_scaling.noise_scale=a,b,40") == 0
-    kept = [config_of(run)["lr_scaling"]["noise_scale"] for run in run_dirs(tmp_path)]
-    assert kept == [20.0, 30.0, 40]
+def test_each_run_of_several_keeps_its_own_and_a_number_stays_a_word(
+    tmp_path: Path,
+) -> None:
+    earlier_run()
+    words = [*GAIN, "lr_scaling.noise_scale=earlier,40", "trainer.max_steps=1"]
+    assert train("-m", *words) == 0
+    of_folder, of_number = run_dirs(tmp_path)
+    assert config_of(of_folder)["lr_scaling"]["noise_scale"] == 43.25
+    assert config_of(of_number)["lr_scaling"]["noise_scale"] == 40
+    assert "lr_scaling.noise_scale=40" in words_of(of_number)
 
 
 def test_a_folder_that_a_file_names_is_kept_as_its_number_too(tmp_path: Path) -> None:
@@ -118,12 +110,6 @@ def test_a_folder_that_a_file_names_is_kept_as_its_number_too(tmp_path: Path) ->
     run = the_run(tmp_path)
     assert config_of(run)["lr_scaling"]["noise_scale"] == 43.25
     assert words_of(run)[-1] == KEPT
-
-
-def test_a_number_stays_the_word_that_was_given(tmp_path: Path) -> None:
-    assert train(*GAIN, "lr_scaling.noise_scale=40") == 0
-    assert config_of(the_run(tmp_path))["lr_scaling"]["noise_scale"] == 40
-    assert "lr_scaling.noise_scale=40" in words_of(the_run(tmp_path))
 
 
 @pytest.mark.parametrize(

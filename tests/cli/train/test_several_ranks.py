@@ -102,30 +102,19 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
 SIGNALLED = "model._target_=tests.cli.train.rank_models.Signalled"
 
 
-def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
-    asks = {"TEST_SIGNAL": name, "TEST_RANKS": ranks}
-    stopped = run(MODULE, SIGNALLED, *SGD, STEPS, cwd=where, **asks)
-
-    assert stopped.returncode == status, stopped.stderr
-    found = the_run(where)
-    assert summary_of(found)["status"] == "interrupted"
-    assert 1 <= summary_of(found)["steps"] < 4
-    assert f"stopped by {name}; to resume: cd {where} && " in stopped.stdout
-    assert stopped.stdout.count("trainkit | stopped by") == 1
-    return found
-
-
-def test_ctrl_c_reaches_both_ranks_and_stops_them_once(tmp_path: Path) -> None:
-    two = stop_by_signal("SIGINT", "0,1", 130, tmp_path)
-    assert (two / "checkpoints" / "last.ckpt").exists()
-
-
 def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
     on_one_rank: dict[str, Path], tmp_path: Path
 ) -> None:
-    two = stop_by_signal("SIGTERM", "0", 143, tmp_path)
-    words = ["ckpt_path=last", SIGNALLED, STEPS]
-    done = run(MODULE, *words, cwd=tmp_path)
+    asks = {"TEST_SIGNAL": "SIGTERM", "TEST_RANKS": "0"}
+    stopped = run(MODULE, SIGNALLED, *SGD, STEPS, cwd=tmp_path, **asks)
+    assert stopped.returncode == 143, stopped.stderr
+    two = the_run(tmp_path)
+    assert summary_of(two)["status"] == "interrupted"
+    assert 1 <= summary_of(two)["steps"] < 4
+    assert f"stopped by SIGTERM; to resume: cd {tmp_path} && " in stopped.stdout
+    assert stopped.stdout.count("trainkit | stopped by") == 1
+
+    done = run(MODULE, "ckpt_path=last", SIGNALLED, STEPS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert the_run(tmp_path) == two
     one = on_one_rank["per_token"]
@@ -151,15 +140,3 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = summary_of(the_run(tmp_path / "two"))
     assert summary["effective_batch"]["replicas"] == 2
-
-
-def test_ranks_of_torchrun_share_one_folder(tmp_path: Path) -> None:
-    """Each composes the configuration by itself."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = run([*torchrun, "-m", "trainkit"], cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    (folder,) = {path.parent for path in tmp_path.rglob("*.log")}
-    assert folder == the_run(tmp_path)
-    assert summary_of(folder)["effective_batch"]["replicas"] == 2
-    assert done.stdout.count("trainkit | training: finished after 2") == 1

@@ -12,18 +12,12 @@ import yaml
 
 from recipes.code_lm import CodeLM
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
-from tests.cli.wandb_runs import axes, connect, folders, records, sync, window_losses
+from tests.cli.wandb_runs import connect, folders, records, sync, window_losses
 from tests.startup import forked
 from tests.wandb_server import Run, WandbServer
-from trainkit.cli.train.resume import as_trial
-from trainkit.config import allow_targets
+from trainkit.cli.runs.resume import as_trial
 
-allow_targets("tests")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(private_wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
+pytestmark = pytest.mark.usefixtures("private_wandb")
 
 
 @pytest.fixture
@@ -75,28 +69,6 @@ def test_without_an_account_the_run_is_offline_and_can_be_uploaded(
     assert batch["tokens"] > 8
     (rates,) = run.config["learning_rate"].values()
     assert rates == [pytest.approx(2 * written["optimizer"]["lr"])]  # 8 / 4, scaled
-
-
-def test_a_resumed_training_goes_on_with_its_run_on_the_server(
-    online: WandbServer, private_wandb: Path
-) -> None:
-    assert train("logger=several") == 0
-    assert train("ckpt_path=last", "trainer.max_steps=3", small=[]) == 0
-
-    run = only_run(online)
-    rows = [row for row in run.history if "window/loss" in row]
-    assert [row["trainer/global_step"] for row in rows] == [1, 2, 3]
-    assert run.num_rows_received == len(run.history)
-    assert run.config["trainer"]["max_steps"] == 3
-    assert axes(run.metrics) == {
-        "*": "trainer/global_step",
-        "window_by_seen/*": "window/seen",
-    }
-    assert run.summary["val/loss"] == pytest.approx(
-        summary_of(the_run(private_wandb))["metrics"]["val/loss"]
-    )
-    assert (the_run(private_wandb) / "metrics.csv").exists()
-    assert online.unknown == []
 
 
 def test_a_trial_that_failed_goes_on_from_its_checkpoint_if_an_agent_gets_it_again(

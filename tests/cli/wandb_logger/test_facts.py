@@ -28,11 +28,15 @@ def config_of(
 
 
 def test_effective_batch_and_rates_equal_those_of_the_training(config_of: Any) -> None:
-    config = config_of(WandbFacts(), epochs=4)
+    config = config_of(WandbFacts(), LRScaling("linear", reference_batch=8))
     batch = config["effective_batch"]
     assert (batch["samples"], batch["micro_batch_samples"]) == (16, 4)
     assert (batch["accumulate"], batch["replicas"]) == (4, 1)
-    assert config["learning_rate"] == {"optimizer_0": [0.5]}
+    scaling = config["lr_scaling"]
+    assert (scaling["k"], scaling["effective_batch"]) == (2, 16)
+    rates = [scaling[f"optimizer_0/lr/{when}"] for when in ("before", "after")]
+    assert rates == [0.5, 1.0]
+    assert config["learning_rate"] == {"optimizer_0": [1.0]}
 
 
 @pytest.mark.parametrize("epochs", [1, 4])
@@ -45,15 +49,3 @@ def test_tokens_are_measured_over_the_first_windows(
     if epochs == 1:
         assert batch["micro_batch_tokens"] == pytest.approx(tokens / 10)
     assert batch["tokens"] == pytest.approx(4 * batch["micro_batch_tokens"])
-
-
-def test_scaled_rates_stand_beside_them(config_of: Any) -> None:
-    config = config_of(WandbFacts(), LRScaling("linear", reference_batch=8))
-    scaling = config["lr_scaling"]
-    assert (scaling["k"], scaling["effective_batch"]) == (2, 16)
-    assert (scaling["optimizer_0/lr/before"], scaling["optimizer_0/lr/after"]) == (
-        0.5,
-        1.0,
-    )
-    assert config["learning_rate"] == {"optimizer_0": [1.0]}
-    assert config["effective_batch"]["samples"] == 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.cli.wandb_runs import (
     connect,
     fit,
     folders,
-    records,
     rows,
     sync,
     window_losses,
@@ -30,7 +28,7 @@ from tests.cli.wandb_runs import (
 from tests.helpers import TokenModule, loader
 from tests.wandb_server import WandbServer
 from trainkit import WandbRunLogger
-from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import Stopped
 
@@ -53,23 +51,20 @@ def only_run(server: WandbServer) -> Any:
 # ---- offline -------------------------------------------------------------------------
 
 
-def test_without_a_login_the_run_is_offline_and_whole(private_wandb: Path) -> None:
-    fit(WandbRunLogger(save_dir=private_wandb))
-    (folder,) = folders(private_wandb)
-    assert folder.name.startswith("offline-run-")
-    history = [row for row in rows(folder) if "window/loss" in row]
-    assert [row["trainer/global_step"] for row in history] == list(range(STEPS))
-    assert [row["window/samples_seen"] for row in history] == [16, 32, 38]
-
-
-def test_offline_runs_of_one_folder_are_synced_to_one_run_without_a_row_twice(
+def test_offline_runs_of_one_folder_are_whole_and_synced_to_one_run(
     private_wandb: Path, wandb_server: WandbServer
 ) -> None:
+    """Without a login, and beside another logger; no row is there twice."""
     for _ in range(2):
-        fit(WandbRunLogger(save_dir=private_wandb))
+        csv = CSVLogger(private_wandb, name="c")
+        fit([WandbRunLogger(save_dir=private_wandb), csv])
     written = [rows(folder) for folder in folders(private_wandb)]
     assert len(written) == 2
-    for folder in folders(private_wandb):
+    for folder, of_run in zip(folders(private_wandb), written, strict=True):
+        assert folder.name.startswith("offline-run-")
+        history = [row for row in of_run if "window/loss" in row]
+        assert [row["trainer/global_step"] for row in history] == list(range(STEPS))
+        assert [row["window/samples_seen"] for row in history] == [16, 32, 38]
         sync(wandb_server, folder, private_wandb)
     run = only_run(wandb_server)
     assert window_losses(run.history) == window_losses(written[0] + written[1])
@@ -84,7 +79,7 @@ def test_without_a_folder_each_run_is_its_own(private_wandb: Path) -> None:
         logger.finalize("success")
     names = [folder.name.rsplit("-")[-1] for folder in folders(private_wandb)]
     assert len(set(names)) == 2
-    assert not Path(wandb_id.FILE).exists()
+    assert not Path(RunFolder.WANDB_RUN).exists()
 
 
 # ---- online --------------------------------------------------------------------------
@@ -96,38 +91,21 @@ def test_the_server_receives_rows_configuration_and_description(
     logger = WandbRunLogger(
         project="q", group="g", tags=["a", "b"], job_type="j", save_dir=private_wandb
     )
-    logger.log_hyperparams({"optimizer": {"lr": 0.5}})
+    objects = {"dtype": torch.float32, "call": len, "path": Path("a")}
+    logger.log_hyperparams({"optimizer": {"lr": 0.5}, **objects})
     fit(logger)
     run = only_run(online)
     assert len(window_losses(run.history)) == STEPS
+    assert all("window/seen" in row for row in run.history if "window/loss" in row)
+    assert axes(run.metrics) == {"*": "trainer/global_step"}
     assert run.config["optimizer"] == {"lr": 0.5}
     assert (run.group, run.tags, run.job_type) == ("g", ["a", "b"], "j")
     assert run.fields["project"] == "q"
     assert (run.state, run.exit_code) == ("finished", 0)
     assert online.unknown == []
-
-
-def test_window_metrics_are_drawn_over_steps_and_over_what_was_seen(
-    online: WandbServer, private_wandb: Path
-) -> None:
-    fit(WandbRunLogger(save_dir=private_wandb))
-    run = only_run(online)
-    windows = [row for row in run.history if "window/loss" in row]
-    for name in ("loss", "weight", "grad_norm"):
-        copies = [row[f"window_by_seen/{name}"] for row in windows]
-        assert copies == [row[f"window/{name}"] for row in windows]
-    assert "window_by_seen/seen" not in windows[0]
-    assert axes(run.metrics) == {
-        "*": "trainer/global_step",
-        "window_by_seen/*": "window/seen",
-    }
-
-
-def test_a_second_training_in_the_folder_goes_on_with_the_run(
-    online: WandbServer, private_wandb: Path
-) -> None:
-    fit(WandbRunLogger(save_dir=private_wandb))
-    fit(WandbRunLogger(save_dir=private_wandb))
+    kept = json.loads((private_wandb / RunFolder.WANDB_RUN).read_text())
+    assert kept == {"id": run.name}
+    fit(WandbRunLogger(project="q", save_dir=private_wandb))  # goes on with the run
     run = only_run(online)
     assert run.num_rows_received == len(run.history)
     assert len(window_losses(run.history)) == 2 * STEPS
@@ -145,7 +123,6 @@ class Fails(pl.Callback):
     ("error", "state"),
     [
         (RuntimeError("no"), "failed"),
-        (SystemExit(0), "finished"),
         (Stopped(128 + signal.SIGTERM), "finished"),
         (Stopped(128 + signal.SIGINT), "failed"),
     ],
@@ -159,7 +136,7 @@ def test_the_state_of_the_run_is_that_of_the_training(
     assert only_run(online).state == state
 
 
-@pytest.mark.parametrize("log_model", [True, "all", False])
+@pytest.mark.parametrize("log_model", ["all", False])
 def test_checkpoints_are_artifacts_if_asked(
     online: WandbServer, private_wandb: Path, log_model: Any
 ) -> None:
@@ -232,13 +209,7 @@ def test_a_run_of_the_users_own_is_logged_to_and_left_open(
         run.log({"after": 1})
     assert only_run(online).name == "mine"
     assert only_run(online).summary["after"] == 1
-    assert not (private_wandb / wandb_id.FILE).exists()
-
-
-def test_several_loggers_do_not_disturb_each_other(private_wandb: Path) -> None:
-    fit([WandbRunLogger(save_dir=private_wandb), CSVLogger(private_wandb, name="c")])
-    (folder,) = folders(private_wandb)
-    assert len(window_losses(rows(folder))) == STEPS
+    assert not (private_wandb / RunFolder.WANDB_RUN).exists()
 
 
 def test_other_ranks_open_no_run(
@@ -259,13 +230,6 @@ def test_other_ranks_open_no_run(
 def test_disabled_writes_nothing(private_wandb: Path) -> None:
     fit(WandbRunLogger(save_dir=private_wandb / "run", mode="disabled"))
     assert list((private_wandb / "run").iterdir()) == []
-
-
-def test_configuration_of_objects_is_logged(private_wandb: Path) -> None:
-    logger = WandbRunLogger(save_dir=private_wandb)
-    logger.log_hyperparams({"dtype": torch.float32, "call": len, "path": Path("a")})
-    logger.finalize("success")
-    assert any(each["type"] == "config" for each in records(folders(private_wandb)[0]))
 
 
 # ---- refusals ------------------------------------------------------------------------
@@ -289,7 +253,7 @@ def test_options_are_checked(options: dict[str, Any], text: str) -> None:
 def test_a_folder_whose_run_cannot_be_told_is_refused(
     private_wandb: Path, text: str
 ) -> None:
-    (private_wandb / wandb_id.FILE).write_text(text)
+    (private_wandb / RunFolder.WANDB_RUN).write_text(text)
     with pytest.raises(TrainkitError, match="must hold the id of a W&B run, received"):
         _ = WandbRunLogger(save_dir=private_wandb).experiment
 
@@ -332,11 +296,3 @@ def test_both_doors_make_the_logger_of_its_file(private_wandb: Path) -> None:
         assert isinstance(logger, WandbRunLogger)
         assert logger.save_dir == "run"
     assert vars(made[0]) == vars(made[1])
-
-
-def test_the_file_of_the_run_is_whole(private_wandb: Path) -> None:
-    logger = WandbRunLogger(save_dir=private_wandb)
-    name = logger.experiment.id
-    logger.finalize("success")
-    assert json.loads((private_wandb / wandb_id.FILE).read_text()) == {"id": name}
-    assert sys.modules["wandb"].run is None

@@ -1,13 +1,25 @@
-"""`trainkit completion`: the script by which a shell completes `trainkit`."""
+"""`trainkit completion`: the script of a shell, and the candidates for a line of it.
+
+A script of argcomplete's puts the line into environment variables, and reads the
+answer. The parser of the command answers, at the point where it would otherwise parse.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+from argparse import ArgumentParser
+from typing import NoReturn
 
+from argcomplete.completers import FilesCompleter
+from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
-from trainkit.cli.arguments import Arguments
-from trainkit.cli.completion.answer import answer
+from trainkit.cli.arguments import Arguments, offer
+from trainkit.cli.check.main import CHECKED
+from trainkit.cli.completion import overrides
+from trainkit.cli.main import COMMANDS, EVALUATE
+from trainkit.cli.main import main as trainkit
 
 EPILOG = """\
 In the shell's start-up file:
@@ -15,9 +27,8 @@ In the shell's start-up file:
   zsh    eval "$(trainkit completion zsh)"
   fish   trainkit completion fish | source
 
-It completes the command `trainkit`, not `python -m trainkit`. The options of fit,
-validate, test and predict take some seconds the first time, and are then kept in
-$XDG_CACHE_HOME/trainkit.
+It completes the command `trainkit`, not `python -m trainkit`, and not the options of
+the Lightning CLI, which trainkit fit --help lists.
 """
 
 BEFORE = {
@@ -53,3 +64,59 @@ def main(argv: list[str]) -> int:
         answer()
     print(BEFORE[args.shell] + shellcode(["trainkit"], shell=args.shell))
     return 0
+
+
+def answer() -> NoReturn:
+    """Write the answer, and exit."""
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    quote, word, _, before, _ = split_line(line, point)
+    if len(before) < 2:
+        offer(_parser_of_all())
+    program, command, *before = before
+    if command == "check":
+        at = next((i for i, each in enumerate(before) if each in CHECKED), None)
+        if at is not None:
+            command, *before = before[at:]
+    about = COMMANDS.get(command, ("",))[0]
+    if about == EVALUATE and not before and not word.startswith("-"):
+        offer(_parser_of_evaluation())
+    # argparse takes overrides in one place only, but Hydra also between options.
+    overrides.before = [each for each in before if _is_override(each)]
+    others = [each for each in before if not _is_override(each)]
+    line = f"{shlex.join([program, command, *others])} {quote}{word}"
+    # The parser reads the words from the second on.
+    os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": f"{len(line)}"}
+    if command == "train":
+        offer(_parser_of_train(), options=False)
+    elif about in (COMMANDS["fit"][0], EVALUATE):
+        raise SystemExit(0)  # Lightning's options, whose parser takes seconds to make
+    trainkit([command, "--help"])  # its parser then has all options
+    raise SystemExit(0)
+
+
+def _parser_of_evaluation() -> Arguments:
+    parser = Arguments(prog="trainkit")
+    parser.add_argument("command")
+    parser.add_argument("run").completer = FilesCompleter()  # type: ignore[attr-defined]
+    return parser
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def _parser_of_train() -> ArgumentParser:
+    from trainkit.config._compat import hydra_arguments
+
+    parser = hydra_arguments()
+    for action in parser._actions:
+        if action.dest == "overrides":
+            action.completer = overrides.like  # type: ignore[attr-defined]
+    return parser
+
+
+def _parser_of_all() -> Arguments:
+    parser = Arguments(prog="trainkit")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("command", choices=list(COMMANDS))
+    return parser

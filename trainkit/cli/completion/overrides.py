@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from argparse import Namespace
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from trainkit.cli.main import main as trainkit
-from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import (
     CONFIG_DIR,
     CONFIG_NAME,
@@ -44,16 +41,6 @@ def like(prefix: str, parsed_args: Namespace, **_: Any) -> list[str]:
         found = _ask(found[0], parsed_args)
     start = f"{key}{equals}{others}{comma}"
     return [start + each[len(key + equals) :] for each in found]
-
-
-def of_run(name: str) -> list[str] | None:
-    """The overrides of a run that its folder or a checkpoint names, or None."""
-    path = Path(name).expanduser().absolute()
-    folders = [RunFolder(each) for each in (path, *path.parents)]
-    run = next((each for each in folders if each.is_of_a_run()), None)
-    if run is None:
-        return None
-    return [word for word in run.overrides() if not re.search(r"\s", word)]
 
 
 def places_in(args: Namespace) -> list[str]:

@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from trainkit.cli.evaluate.place import Place
+from trainkit.cli.runs.checkpoint import Place
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
 from trainkit.config.build import Training
 from trainkit.config.redact import REDACTED
@@ -51,7 +51,7 @@ def _of_train(verb: str, place: Place, words: Sequence[str]) -> Training:
     from omegaconf import open_dict
 
     from trainkit.cli.composition import Composition
-    from trainkit.cli.runs.words_of_run import words_of_run
+    from trainkit.cli.runs.resume import words_of_run
     from trainkit.cli.words import options_first
     from trainkit.config.build import build
 

@@ -1,4 +1,4 @@
-"""Runs a validation, a test or a prediction, and writes what came of it."""
+"""Runs a validation, a test or a prediction, also as the end of a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
-from trainkit.cli.runs.checkpoint import Checkpoint, does_not_fit, was_restoring
+from trainkit.cli.runs.checkpoint import (
+    Checkpoint,
+    about_checkpoint,
+    best_checkpoint,
+    does_not_fit,
+    was_restoring,
+)
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary import number
 from trainkit.config.build import Training
@@ -94,6 +100,72 @@ def evaluate(
     return facts
 
 
+class TestAtEnd:
+    """Tests the best checkpoint after training, with the same Trainer and loggers.
+
+    Args:
+        training: the training.
+        folder: of the run.
+
+    Attributes:
+        error: what ended the test, if it failed; the summary is written first.
+
+    Raises:
+        TrainkitError: there is nothing to test: no test_step, loader or checkpoint.
+    """
+
+    __test__ = False  # not a test of pytest
+
+    def __init__(self, training: Training, folder: RunFolder) -> None:
+        self.training, self.folder = training, folder
+        self.error: BaseException | None = None
+        refuse_missing("test", training.module, training.data)
+        if not training.trainer.checkpoint_callbacks:
+            raise TrainkitError(
+                "test: needs a checkpoint, and the run writes none "
+                "(trainer.enable_checkpointing=false or callbacks=none). Leave "
+                "test=true out, or let the run write one."
+            )
+        # These can wait for the test, and would else end with the training.
+        loggers = training.trainer.loggers
+        self._waiting: Any = [each for each in loggers if hasattr(each, "stays_open")]
+        for logger in self._waiting:
+            logger.stays_open = True
+
+    def run(self, *, is_wanted: bool) -> dict[str, Any] | None:
+        """The facts of the test, or None if it failed.
+
+        Args:
+            is_wanted: whether training has come to its end.
+        """
+        trainer: Any = self.training.trainer
+        best = best_checkpoint(self.folder) if is_wanted else None
+        for logger in self._waiting:
+            logger.stays_open = False  # it ends with the test
+            if best is None:
+                logger.finish()
+        if best is None:
+            if is_wanted and trainer.is_global_zero:
+                print("trainkit | test: left out, no checkpoint was written")
+            return None
+        checkpoint = about_checkpoint(best, self.folder)
+        if trainer.is_global_zero:
+            shown = str(checkpoint)
+            if trainer.world_size > 1:
+                shown += (
+                    f"; on {trainer.world_size} ranks some rows may count twice, so "
+                    f"that each rank has as many; trainkit test RUN counts each once"
+                )
+            print(f"trainkit | test: {shown}", flush=True)
+        try:
+            return evaluate("test", self.training, checkpoint, self.folder)
+        except (SystemExit, Exception) as error:
+            self.error = error
+            if isinstance(error, SystemExit) and not trainer.is_global_zero:
+                self.error = SystemExit(0)  # else Lightning kills the first rank
+        return None
+
+
 def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:
     """Refuse a module without the verb's step, and data without its loader."""
     name, step, loader = type(module).__name__, STEPS[verb], LOADERS[verb]
@@ -136,20 +208,14 @@ def _refuse_several_ranks(trainer: Any) -> None:
 
 
 def _explain(error: Exception, verb: str, module: LightningModule) -> None:
-    """Raise what a user can do about an error, if that is known."""
-    loader = LOADERS[verb]
-    if "more than one `__init__` argument" in str(error):
-        raise TrainkitError(
-            f"{loader}: Lightning makes this loader again in order to {verb}, which "
-            f"fails if batch_size is given by position. Give it by name: "
-            f"DataLoader(rows, batch_size=8)."
-        ) from error
+    """Raise what a user can do about an error of a module without `predict_step`."""
     frames = [f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)]
     if "predict_step" in frames and not is_overridden("predict_step", module):
         raise TrainkitError(
             f"model: must have predict_step to predict on these data, and "
             f"{type(module).__name__} has none. Lightning then calls forward with the "
-            f"whole batch of {loader}, which failed: {type(error).__name__}: {error}\n"
-            f"Write predict_step(self, batch, batch_idx), for example: inputs, _ = "
-            f"batch; return self(inputs). {TRACEBACK}=1 in the environment shows where."
+            f"whole batch of {LOADERS[verb]}, which failed: {type(error).__name__}: "
+            f"{error}\nWrite predict_step(self, batch, batch_idx), for example: "
+            f"inputs, _ = batch; return self(inputs). {TRACEBACK}=1 in the environment "
+            f"shows where."
         ) from error

@@ -62,7 +62,7 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.cli.door import spoken
     from trainkit.cli.evaluate.configured import configured
     from trainkit.cli.evaluate.evaluation import evaluate
-    from trainkit.cli.evaluate.place import find
+    from trainkit.cli.runs.checkpoint import find
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
     from trainkit.lit.quiet import without_advice

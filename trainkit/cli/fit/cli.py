@@ -15,8 +15,7 @@ from jsonargparse import ArgumentError
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from trainkit.cli.fit import shared_yaml
-from trainkit.cli.fit.parser import TrainkitParser, readable
+from trainkit.cli.fit.parser import MODE, TrainkitParser, readable
 from trainkit.config.attach import attach_accumulation
 from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching
@@ -68,7 +67,7 @@ class TrainkitCLI(LightningCLI):
     unchanged, and the callback is added.
 
     A YAML file may be in Hydra's notation or in Lightning's, or mix them; see
-    `trainkit.cli.fit.shared_yaml`. The constructor's arguments, and everything else,
+    `trainkit.cli.fit.parser`. The constructor's arguments, and everything else,
     are as in `LightningCLI`.
     """
 
@@ -84,7 +83,7 @@ class TrainkitCLI(LightningCLI):
         super().__init__(model_class, datamodule_class, *args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        kwargs.setdefault("parser_mode", shared_yaml.MODE)
+        kwargs.setdefault("parser_mode", MODE)
         parser = super().init_parser(**kwargs)
         if isinstance(parser, TrainkitParser):
             parser.hints.update(self._choices())

@@ -1,17 +1,32 @@
-"""The Lightning CLI's parser, with one short message for a mistake."""
+"""The Lightning CLI's parser: one short message for a mistake, and YAML for both doors.
+
+As for jsonargparse and OmegaConf, `1e-4` is a number. A file may also hold
+
+- `_target_` nodes, which are read as `class_path` nodes;
+- `${...}`, which is resolved within its file, `${oc.env:NAME,default}` too;
+- `???` (a value that must be given), which counts as not given.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import yaml
+from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.cli.fit import shared_yaml
+from trainkit.config.translate import to_class_path
+from trainkit.errors import TrainkitError
 
-# At import: a process of ddp_spawn gets its parser as a pickle.
-shared_yaml.register()
+MODE = "trainkit"
+"""The `parser_mode` with which jsonargparse reads this YAML."""
+
+_MISSING = "???"
 
 # Lines of jsonargparse's messages about its own internals: an optional value is a
 # union with None, and a nested option is an object.
@@ -87,3 +102,57 @@ def readable(message: str) -> str:
     text = "\n".join(line for line in lines if line.strip())
     text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
     return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "")
+
+
+def load(text: str, path: str = "") -> Any:
+    """Read a file, or a single value from the command line.
+
+    >>> load("{lr: 1e-4, accumulation: {_target_: trainkit.Uniform}}")
+    {'lr': 0.0001, 'accumulation': {'class_path': 'trainkit.Uniform'}}
+    >>> load("{lr: 0.1, peak: '${lr}'}")
+    {'lr': 0.1, 'peak': 0.1}
+
+    Args:
+        text: the file's text, or the value.
+        path: the file, for the message.
+
+    Raises:
+        TrainkitError: it is not YAML, or its content cannot be resolved or
+            translated.
+    """
+    place = f"{path}: " if path else ""
+    try:
+        found = get_loader("yaml")(text)
+        if not isinstance(found, dict | list):
+            return found
+        if "${" in text:
+            found = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
+        return to_class_path(_without_missing(found))
+    except yaml.YAMLError as error:
+        raise TrainkitError(
+            f"{place}must be YAML, and cannot be read as YAML: {error}"
+        ) from error
+    except OmegaConfBaseException as error:
+        raise TrainkitError(
+            f"{place}{error.full_key or 'file'}: {str(error).splitlines()[0]}. In a "
+            f"file that the Lightning CLI reads, ${{...}} may name an entry of that "
+            f"file, or be ${{oc.env:NAME,default}}."
+        ) from error
+    except TrainkitError as error:
+        raise TrainkitError(f"{place}{error}") from error
+
+
+def _without_missing(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            name: _without_missing(value)
+            for name, value in node.items()
+            if value != _MISSING
+        }
+    if isinstance(node, list):
+        return [_without_missing(value) for value in node]
+    return node
+
+
+# At import: a process of ddp_spawn gets its parser as a pickle.
+set_loader(MODE, load, (TrainkitError,))

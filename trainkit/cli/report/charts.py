@@ -10,8 +10,6 @@ from itertools import cycle
 from trainkit.cli.report.lines import SCALE, WINDOW_SIZE, Line
 from trainkit.pages.look import number
 
-PLANNED = ", planned"
-"""The end of the name of a planned rate."""
 METRIC = "metric_"
 """The beginning of the keys of charts of metrics that are not ours."""
 _COLOURS = ("train", "other1", "other2", "other3", "other4")
@@ -33,8 +31,7 @@ class Chart:
         columns: a pattern of the names of its lines. Default: those of `WindowMonitor`
             that are called as its key, of one or several optimizers.
         from_zero: whether 0 is on the axis.
-        may_be_log: whether the axis becomes logarithmic if values are far apart, or
-            ends early if the first values are high.
+        may_be_log: whether the axis becomes logarithmic if values are far apart.
         as_stairs: whether a value holds until the next one.
         is_share: whether values are shown as a percentage.
         note: a remark below it.
@@ -100,7 +97,6 @@ _CHARTS = (
         "What the optimizer used.",
         r"lr-(?!.*-(momentum|weight_decay)$).*",
         from_zero=True,
-        note="{no_plan}",
     ),
     Chart(
         "micro_batches",
@@ -155,28 +151,23 @@ _CHARTS = (
 
 
 def choose(
-    columns: Mapping[str, Line], *, unit: str = "", no_plan: str = ""
+    columns: Mapping[str, Line], *, unit: str = ""
 ) -> tuple[list[Chart], list[str]]:
     """The charts that have data, and what is not drawn.
 
     Args:
         columns: the lines of a run by their names.
         unit: what weights count, if it has a name.
-        no_plan: why there is no plan of the rates.
     """
-    said = {
-        "unit": f", in {unit}" if unit else "",
-        "no_plan": f"No plan: {no_plan}." if no_plan else "",
-    }
     charts = []
     left = {name: line for name, line in columns.items() if not _NO_CHARTS.search(name)}
     for chart in _CHARTS:
         pattern = chart.columns or rf"window/(\d+/)?{chart.key}"
         own = [name for name in left if re.fullmatch(pattern, name)]
-        title, note = chart.title.format(**said), chart.note.format(**said)
+        title = chart.title.format(unit=f", in {unit}" if unit else "")
         lines = _coloured(left.pop(name) for name in own)
         if lines:
-            charts.append(replace(chart, title=title, note=note, lines=lines))
+            charts.append(replace(chart, title=title, lines=lines))
     others: dict[str, list[Line]] = {}
     for name, line in left.items():
         others.setdefault(_PHASE.sub("", name), []).append(line)
@@ -205,9 +196,7 @@ def _coloured(lines: Iterable[Line]) -> list[Line]:
     own: tuple[str, str] = (_COLOURS[0], "solid")
     found = []
     for line in lines:
-        if line.name.endswith(PLANNED):
-            colour, dash = "plan", "solid"
-        elif line.name.startswith("val"):
+        if line.name.startswith("val"):
             colour, dash = "validation", "solid"
         else:
             (colour, dash), own = own, next(looks)

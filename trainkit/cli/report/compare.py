@@ -7,15 +7,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from trainkit.cli.report.charts import METRIC, Chart
 from trainkit.cli.report.lines import Line
 from trainkit.cli.report.page import page
-from trainkit.cli.report.write import Run, read
+from trainkit.cli.report.run import Run, read
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.sweep.whole_config import flatten
 from trainkit.pages.frame import table
 
 _COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
@@ -61,10 +61,9 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Chart]:
         for chart in run.charts:
             is_ours = not chart.key.startswith(METRIC)
             for line in chart.lines:
-                if line.colour != "plan":
-                    key = (chart.title if is_ours else line.name, line.name)
-                    _, lines = found.setdefault(key, (chart, []))
-                    lines.append(replace(line, **look))
+                key = (chart.title if is_ours else line.name, line.name)
+                _, lines = found.setdefault(key, (chart, []))
+                lines.append(replace(line, **look))
     titles = [title for title, _ in found]
     for (title, name), (chart, lines) in found.items():
         is_only = titles.count(title) == 1
@@ -85,15 +84,11 @@ def _config(folder: RunFolder) -> dict[str, str]:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         config = dict(yaml.safe_load(text) or {})
         own = str((config.pop("paths", None) or {}).get("run_dir") or folder.path)
-        flat = _flat(config, "")
-        return {key: said.replace(own, "RUN_DIR") for key, said in flat if key}
+        return {
+            key: (
+                each if isinstance(each, str) else json.dumps(each, default=str)
+            ).replace(own, "RUN_DIR")
+            for key, each in flatten(config).items()
+        }
 
     return read(folder, folder.CONFIG, texts)
-
-
-def _flat(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _flat(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, node if isinstance(node, str) else json.dumps(node, default=str)

@@ -27,11 +27,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.2, 0.2, 0.42
 _FEW = 40
 """A line of at most so many points has a dot at each."""
 _MARGIN = 0.06
-_SIX_DIGITS = 1e-4
-"""An axis spans at least this share of its largest value: six digits tell its labels
-apart."""
-_EARLY, _STEEP = 0.25, 4
-"""An axis ends early if the first quarter of the steps makes it four times as long."""
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _HEAD = re.compile(r'^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', re.DOTALL)
 _NOT_NEEDED = re.compile(
@@ -111,7 +106,7 @@ def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
 
 
 def _draw_line(panel: Axes, chart: Chart, line: Line) -> None:
-    colour, is_plan = LIGHT[line.colour], line.colour == "plan"
+    colour = LIGHT[line.colour]
     if line.low:
         panel.fill_between(
             line.steps,
@@ -125,12 +120,10 @@ def _draw_line(panel: Axes, chart: Chart, line: Line) -> None:
         line.steps,
         line.values,
         color=colour,
-        linewidth=4.0 if is_plan else 1.2,
-        alpha=0.45 if is_plan else None,
-        zorder=1.9 if is_plan else 2,
+        linewidth=1.2,
         linestyle=line.dash,
         drawstyle="steps-post" if chart.as_stairs else "default",
-        marker="o" if len(line.steps) <= _FEW and not is_plan else None,
+        marker="o" if len(line.steps) <= _FEW else None,
         markersize=3,
     )
 
@@ -149,42 +142,9 @@ def _set_values(panel: Axes, chart: Chart) -> None:
         return
     panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
-    if chart.may_be_log:
-        start, later = _late(chart)
-        if most - least >= _STEEP * (later - least) > 0:
-            said = f"before step {number(math.ceil(start))} values go up to "
-            quiet = {"fontsize": 8, "color": LIGHT["quiet"]}
-            panel.set_title(said + chart.text(most), loc="right", pad=4, **quiet)
-            most = later
-    panel.set_ylim(*limits(least, most, from_zero=chart.from_zero))
-
-
-def _late(chart: Chart) -> tuple[float, float]:
-    """The step at which the first quarter ends, and the largest value after it."""
-    points = [point for line in chart.lines for point in line.shown]
-    first, last = min(points)[0], max(points)[0]
-    start = first + _EARLY * (last - first)
-    few = [value for step, value in points if step >= start or len(points) <= _FEW]
-    return start, max(few)
-
-
-def limits(
-    least: float, most: float, *, from_zero: bool = False
-) -> tuple[float, float]:
-    """Where a linear axis begins and ends.
-
-    >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
-    ((0.0, 106.0), (1.8, 2.2))
-    """
-    if from_zero:
-        least, most = min(least, 0.0), max(most, 0.0)
-    size = max(abs(least), abs(most))
-    room = max(_MARGIN * (most - least), _SIX_DIGITS / 2 * size)
-    if least == most:
-        room = 0.1 * size or 1.0
-    is_floor = from_zero and least == 0
-    is_roof = from_zero and most == 0 > least
-    return least - room * (not is_floor), most + room * (not is_roof)
+    room = _MARGIN * (most - least) or 0.1 * abs(most) or 1.0
+    is_floor = chart.from_zero and least >= 0
+    panel.set_ylim(0.0 if is_floor else least - room, most + room)
 
 
 def _svg(figure: Figure, chart: Chart, name: str) -> str:

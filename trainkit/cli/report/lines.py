@@ -35,7 +35,7 @@ class Line:
         values: one for each step; NaN is a gap.
         low: the lower edge of a band around it, at each step, or empty.
         high: the upper edge, or empty.
-        colour: a name in `LIGHT`; "plan" is drawn broad and pale.
+        colour: a name in `LIGHT`.
         dash: "solid", "dashed" or "dotted", as both matplotlib and CSS call it.
     """
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.report.compare import comparison
-from trainkit.cli.report.write import Run, read_run, write_report
+from trainkit.cli.report.page import write_report
+from trainkit.cli.report.run import Run, read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
@@ -17,8 +18,8 @@ multirun: one page with a line for each run and a table of what differs in their
 configurations.
 
 A page needs no other file and no network. It is drawn from metrics.csv, and from
-summary.json, config.yaml, learning_rate_plan.json and step_times.csv if they exist. A
-run may be under way, or may have been killed.
+summary.json, config.yaml and step_times.csv if they exist. A run may be under way, or
+may have been killed.
 """
 _PAGE = "runs.html"
 
@@ -39,7 +40,11 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     paths = dict.fromkeys(run for each in args.run_dir for run in _runs_in(each))
-    runs = [_read(path) for path in paths if (path / RunFolder.METRICS).is_file()]
+    begun = [path for path in paths if (path / RunFolder.METRICS).is_file()]
+    runs = [_read(path) for path in begun]
+    left_out = [
+        f"{path} (no {RunFolder.METRICS})" for path in paths if path not in begun
+    ]
     to = (args.to or Path(_PAGE)).absolute()
     if len(runs) == 1 and args.to is not None:
         raise TrainkitError(
@@ -47,16 +52,6 @@ def main(argv: list[str]) -> int:
             f"{runs[0].folder.path}. Its report goes into its folder: leave --to out, "
             f"or name more runs."
         )
-    if to.suffix not in (".html", ".htm"):
-        raise TrainkitError(
-            f"--to: must be a file that ends in .html, received {args.to}. For example "
-            f"--to {_PAGE}."
-        )
-    left_out = [
-        f"{path} (no {RunFolder.METRICS})"
-        for path in paths
-        if not (path / RunFolder.METRICS).is_file()
-    ]
     try:
         if len(runs) == 1:
             write_report(runs[0], pictures=not args.no_pictures)

@@ -1,4 +1,4 @@
-"""`report.html`, which needs no script, no other file and no network."""
+"""`report.html` and its pictures; the page needs no script, file or network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from trainkit.cli.report.charts import Chart
 from trainkit.cli.report.drawing import draw_all
 from trainkit.cli.report.lines import MOST, Line
+from trainkit.cli.report.run import Run, read_run
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.pages.frame import framed, table
 from trainkit.pages.look import number
 
@@ -16,6 +18,34 @@ _LONG = (
     f"Of a line with more than {MOST:,} values, each stretch of steps is drawn as its "
     f"mean, in a band from its least to its largest."
 )
+
+
+def write_report(run: Run, *, pictures: bool = True) -> None:
+    """Write `report.html` of a run that has charts and, beside it, `pictures/`."""
+    folder = run.folder
+    text = page(
+        run.charts,
+        title=run.name,
+        where=str(folder.path),
+        top=table(run.rows),
+        left_out=run.left_out,
+        pictures=folder.path / folder.PICTURES if pictures else None,
+    )
+    folder.write(folder.REPORT, text)
+
+
+def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
+    """Write the report of a training that has ended in this process.
+
+    A failure is printed in one line: a training must not fail because of its report.
+    """
+    try:
+        run = read_run(folder)
+        if run.charts:
+            write_report(run, pictures=pictures)
+    except Exception as error:  # such as a damaged file, or a fault of matplotlib
+        said = f"could not be drawn: {type(error).__name__}: {error}"
+        print(f"trainkit | report: {said}", flush=True)
 
 
 def page(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from trainkit.cli.report.throughput import COLUMNS, STEP_TIMES
+from trainkit.cli.report.run import COLUMNS, STEP_TIMES
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.checks import LateReading
 from trainkit.core.window import NUM_COLUMNS, PADDING, SAMPLES, TOKENS

@@ -1,15 +1,18 @@
-"""The folder of a run and its files."""
+"""The folder of a run: its files, and the lock that keeps other processes out."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
+from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
 
 
@@ -17,23 +20,24 @@ class RunFolder:
     """Reads and writes the files of a run.
 
     `config.yaml` has the resolved configuration, `overrides.yaml` the command line,
-    `summary.json` the end, `learning_rate_plan.json` the planned rates; `report.html`
-    and `pictures/` show them. `train.log` has what stood on the screen. Loggers and
-    callbacks write `metrics.csv`, `checkpoints/` and `wandb/`.
+    `summary.json` the end; `report.html` and `pictures/` show them. `train.log` has
+    what stood on the screen. Loggers and callbacks write `metrics.csv`, `checkpoints/`
+    and `wandb/`.
 
     Args:
         path: the folder; it need not exist yet.
     """
 
+    LOCK = ".lock"
     CONFIG = "config.yaml"
     OVERRIDES = "overrides.yaml"
     SUMMARY = "summary.json"
     METRICS = "metrics.csv"
     LOG = "train.log"
     CHECKPOINTS = "checkpoints"
-    RATE_PLAN = "learning_rate_plan.json"
     REPORT = "report.html"
     PICTURES = "pictures"
+    WANDB_RUN = "wandb_run.json"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -76,13 +80,8 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         return self._read_json(self.SUMMARY)
 
-    def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
-        self.write_json(self.RATE_PLAN, plan, indent=None)
-
-    def write_json(
-        self, name: str, content: Mapping[str, Any], *, indent: int | None = 2
-    ) -> None:
-        text = json.dumps(dict(content), indent=indent, allow_nan=False)
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(content), indent=2, allow_nan=False)
         self.write(name, f"{text}\n")
 
     def write(self, name: str, text: str) -> None:
@@ -96,3 +95,61 @@ class RunFolder:
 
 def _written(path: Path) -> float:
     return path.stat().st_mtime
+
+
+@contextmanager
+def only_one(folder: Path, *, what: str) -> Iterator[None]:
+    """Lock a folder, and refuse it to a second process.
+
+    The lock ends with the process, however that ends. Child processes do not inherit
+    it. On a file system without locks the folder is not locked.
+
+    Args:
+        folder: created if it does not exist.
+        what: the option that names the folder, for the message.
+
+    Raises:
+        TrainkitError: another process has locked the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.absolute() / RunFolder.LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise TrainkitError(
+            f"{what}: {folder} is in use by another process, which is running. Wait "
+            f"until it ends, or stop it."
+        ) from error
+    except (NotImplementedError, OSError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remember_wandb_run(save_dir: str | None, run_id: str) -> None:
+    """Save the id, so that the next run in this folder resumes this W&B run."""
+    if save_dir is not None:
+        RunFolder(save_dir).write_json(RunFolder.WANDB_RUN, {"id": run_id})
+
+
+def wandb_run_of(save_dir: str | None) -> str | None:
+    """The id of the folder's earlier run, or None.
+
+    Raises:
+        TrainkitError: the folder's file cannot be read.
+    """
+    path = Path(save_dir or ".", RunFolder.WANDB_RUN)
+    if save_dir is None or not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if isinstance(found, str):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise TrainkitError(
+        f"WandbRunLogger save_dir: {path} must hold the id of a W&B run, received "
+        f"{path.read_text(errors='replace')[:80]!r}. Delete it to start a new run."
+    )

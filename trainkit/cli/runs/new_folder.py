@@ -14,18 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.cli.loading import is_first_rank
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.only_one import FILE, only_one
+from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.errors import TrainkitError
 
 _OURS = {
-    FILE,
+    RunFolder.LOCK,
     RunFolder.CONFIG,
     RunFolder.OVERRIDES,
     RunFolder.SUMMARY,
     RunFolder.METRICS,
     RunFolder.LOG,
-    RunFolder.RATE_PLAN,
     RunFolder.REPORT,
     RunFolder.PICTURES,
 }

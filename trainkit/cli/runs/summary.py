@@ -18,12 +18,16 @@ from trainkit import __version__
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
-from trainkit.core.noise.from_run import NOT_MEASURED
+from trainkit.core.noise.advice import advice
+from trainkit.core.noise.estimate import LEAST_BLOCKS
+from trainkit.core.noise.from_run import ADVICE, KEY, NOT_MEASURED
+from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.batch_size.effective import find_effective_batch
-from trainkit.lit.callback.base import windows_of
+from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
+from trainkit.lit.noise.callback import NoiseScale
 from trainkit.lit.windows.callback import WindowCallback
 
 _PACKAGES = ("torch", "lightning", "hydra-core", "wandb")
@@ -45,6 +49,7 @@ def collect(
         "windows": {
             name: number(fact) for name, fact in facts_of_windows(trainer).items()
         },
+        "unit": unit_of_weights(trainer),
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
         "learning_rates": _learning_rates(trainer),
@@ -57,6 +62,7 @@ def collect(
             "python": platform.python_version(),
         },
         "git_commit": git_commit(),
+        **_noise(trainer),
     }
 
 
@@ -147,6 +153,32 @@ def _plain(trainer: Any) -> dict[str, float] | None:
             mean, largest = callback.deviation
             return {"mean": mean, "largest": largest}
     return None
+
+
+def _noise(trainer: Any) -> dict[str, Any]:
+    """The noise scale, if `NoiseScale` has measured it, and the lines about it."""
+    measured = find_callback(trainer, NoiseScale)
+    if measured is None:
+        return {KEY: None, ADVICE: []}
+    estimate = measured.estimate
+    if estimate is not None:
+        said = advice(estimate, unit_of_weights(trainer))
+        return {KEY: estimate.facts(), ADVICE: said}
+    fewest = LEAST_BLOCKS * measured.every_n_steps
+    why = "no estimate: too few measured windows had several micro-batches"
+    if measured.why_not:
+        why = f"{NOT_MEASURED}{measured.why_not}"
+    elif trainer.global_step < fewest:
+        why = f"no estimate: it takes {fewest:,} steps or more"
+    return {KEY: None, ADVICE: [("noise scale", why)]}
+
+
+def unit_of_weights(trainer: Any) -> str:
+    """What the weights of windows count; empty if it has no name."""
+    windows = windows_of(trainer)
+    strategy = None if windows is None else windows.strategy
+    units = {PerToken: "tokens", PerSample: "samples", Uniform: "micro-batches"}
+    return next((units[kind] for kind in units if isinstance(strategy, kind)), "")
 
 
 def number(value: Any) -> float | None:

@@ -24,13 +24,11 @@ def command_line(
     json_file: str = "",
 ) -> list[str]:
     """The words of one trial, as `wandb agent` makes them; `more` follows them."""
-    pairs = [f"{name}={value}" for name, value in arguments.items()]
+    items = arguments.items()
+    pairs = [f"{name}={value}" for name, value in items]
     flags = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in arguments.items()
-        if value is not False
+        f"--{n}" if v is True else f"--{n}={v}" for n, v in items if v is not False
     ]
-    split = [w for name, value in arguments.items() for w in (f"--{name}", str(value))]
     macros = {
         "${env}": ["/usr/bin/env"],
         "${interpreter}": [sys.executable],
@@ -39,7 +37,7 @@ def command_line(
         "${args_append_hydra}": [f"+{pair}" for pair in pairs],
         "${args_override_hydra}": [*(f"++{pair}" for pair in pairs), *more],
         "${args_no_boolean_flags}": flags,
-        "${args_no_equals}": split,
+        "${args_no_equals}": [w for n, v in items for w in (f"--{n}", str(v))],
         "${args_json}": [json.dumps(dict(arguments))],
         "${args_json_file}": [json_file],
     }
@@ -56,8 +54,7 @@ def check_keys(sweep: SweepFile) -> None:
     """Refuse parameters that `trainkit train` would refuse in a trial.
 
     The configuration is composed with each parameter's first value, and with each text,
-    since that may be an option of a group. Other programs are not checked, since only
-    they know their keys.
+    since that may be an option of a group. Only other programs know their keys.
     """
     if not sweep.runs_trainkit:
         return

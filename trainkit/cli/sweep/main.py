@@ -43,8 +43,9 @@ def main(argv: list[str]) -> int:
             f"{sweep.path}: method {sweep.method} never ends by itself. Give "
             f"--count N, or write run_cap: N into the file."
         )
-    from trainkit.cli.sweep import picture, table
+    from trainkit.cli.sweep import picture
     from trainkit.cli.sweep.command import check_keys
+    from trainkit.cli.sweep.trial import as_json, lacking, table
 
     check_keys(sweep)
     run = _run_offline if options.offline else _run_online
@@ -52,9 +53,9 @@ def main(argv: list[str]) -> int:
     drawn = str(picture.draw(sweep, trials, folder / "sweep.png"))
     if options.json:
         about = {"id": folder.name, "folder": str(folder), "picture": drawn}
-        print(table.as_json(sweep, trials, **about))
+        print(as_json(sweep, trials, **about))
     else:
-        print("\n".join(table.lines(sweep, trials)))
+        print("\n".join(table(sweep, trials)))
         print(f"picture: {drawn}")
         if options.offline:
             print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
         again = [] if options.resume else ["--resume", folder.name]
         _say(f"to resume: {to_paste(['sweep', *argv, *again])}")
         return status
-    if lacks := table.lacking(sweep, trials):
+    if lacks := lacking(sweep, trials):
         _say(lacks)
     return int(bool(lacks) or all(trial.state != "finished" for trial in trials))
 
@@ -91,20 +92,20 @@ def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, Path, list[Trial]]:
     try:
-        from trainkit.cli.sweep.offline import JOURNAL, OfflineSweep
+        from trainkit.cli.sweep.offline import BEGUN, OfflineSweep
     except ImportError as error:
         raise TrainkitError(
             f"trainkit sweep --offline: without a server it needs Optuna, from version "
             f"4, which cannot be imported: {error}. Run pip install "
             f"'lightning-trainkit[sweeps]'."
         ) from error
-    from trainkit.cli.runs.only_one import only_one
+    from trainkit.cli.runs.folder import only_one
     from trainkit.cli.sweep.search import refuse_what_optuna_lacks
 
     sweep_id = options.resume or secrets.token_hex(4)
     folder = Path(options.dir).absolute() / sweep_id
     refuse_what_optuna_lacks(sweep)
-    if options.resume and not (folder / JOURNAL).is_file():
+    if options.resume and not (folder / BEGUN).is_file():
         raise TrainkitError(
             f"trainkit sweep --resume: there is no sweep {sweep_id!r} in "
             f"{folder.parent}. Leave --resume out to start a new one."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,11 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
-
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.command import command_line
 from trainkit.cli.sweep.process import (
@@ -27,17 +23,16 @@ from trainkit.cli.sweep.process import (
     exit_status,
     noted_signals,
 )
-from trainkit.cli.sweep.search import draw, grid, is_poor, nested, sampler
+from trainkit.cli.sweep.search import is_poor, propose
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.table import lacking
-from trainkit.cli.sweep.trial import State, Trial
+from trainkit.cli.sweep.trial import State, Trial, lacking
 from trainkit.cli.sweep.whole_config import PARAMETERS, write_parameters
 from trainkit.cli.words import quoted
 from trainkit.errors import TrainkitError
+from trainkit.pages.atomic_file import write_atomically
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-JOURNAL = "journal.log"
+BEGUN = "sweep.json"
+"""The file that is there once a sweep has begun: its seed and its configuration."""
 _FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
 _MAY_CRASH = "WANDB_AGENT_MAX_INITIAL_FAILURES"
 _TICK = 0.1
@@ -48,10 +43,9 @@ _LOOK_EVERY = 5.0
 class OfflineSweep:
     """Runs the trials of a sweep, several at once.
 
-    Optuna's journal has each change of a trial's state before anything else happens. In
-    it Optuna's own trials are what it needs to propose; the rest is in attributes of
-    the study, one for each trial. A proposal depends only on the seed and the trials
-    before it, so a sweep that is resumed proposes what it would have proposed.
+    Each trial has a file in the sweep's folder, which is written whole with each change
+    of its state, before anything else happens. A proposal depends only on the seed and
+    these trials, so a sweep that is resumed proposes what it would have proposed.
 
     Args:
         sweep: the file.
@@ -71,31 +65,19 @@ class OfflineSweep:
         seed: str = "",
         say: Callable[[str], None] = print,
     ) -> None:
-        path = folder / JOURNAL
-        path.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)  # of a killed process
-        written = path.read_bytes() if path.exists() else b""
-        if not written.endswith(b"\n"):  # it was killed in the middle of a line
-            path.write_bytes(written[: written.rfind(b"\n") + 1])
-        self._study = optuna.create_study(
-            study_name=folder.name,
-            storage=JournalStorage(JournalFileBackend(str(path))),
-            direction="maximize" if sweep.maximizes else "minimize",
-            load_if_exists=True,
-        )
-        trials = self._study.user_attrs
-        begun = trials.pop("begun", None) or {"seed": seed, "config": sweep.config}
+        begun = {"seed": seed, "config": sweep.config}
+        if (folder / BEGUN).exists():
+            begun = json.loads((folder / BEGUN).read_text())
         if begun["config"] != sweep.config:
             raise TrainkitError(
                 f"trainkit sweep --resume: {sweep.path} has changed since "
                 f"{folder.name} was started. Change it back, or leave --resume out to "
                 f"start a new sweep."
             )
-        self._study.set_user_attr("begun", begun)
-        self.trials = [Trial(**each) for each in trials.values()]
-        self._sweep = sweep
-        self._folder = folder
-        self._seed = begun["seed"]
-        self._points = grid(sweep) if sweep.method == "grid" else None
+        write_atomically(folder / BEGUN, json.dumps(begun))
+        files = sorted(folder.glob("*-*.json"), key=lambda path: (len(path.name), path))
+        self.trials = [Trial(**json.loads(each.read_text())) for each in files]
+        self._sweep, self._folder, self._seed = sweep, folder, begun["seed"]
         self._say = say
         self._running: list[TrialProcess] = []
         self._may_crash = int(os.environ.get(_MAY_CRASH, 3))
@@ -112,7 +94,7 @@ class OfflineSweep:
             0, or 130 or 143 if a signal ended it.
         """
         self._recover()
-        num_started = 0
+        left = math.inf if count is None else count
         with noted_signals() as came:
             while True:
                 for process in [p for p in self._running if p.poll() is not None]:
@@ -122,15 +104,29 @@ class OfflineSweep:
                         name = process.trial.name
                         self._say(f"stopping {name}; Ctrl-C again kills it")
                     process.stop("waiting", at_once=len(came) > 1)
-                while not came and len(self._running) < agents and num_started != count:
+                while not came and len(self._running) < agents and left > 0:
                     if (trial := self._next()) is None:
                         break
-                    num_started += 1
+                    left -= 1
                     self._start(trial)
                 if not self._running:
                     return exit_status(came)
                 self._stop_the_poor()
                 time.sleep(_TICK)
+
+    def propose(self) -> Trial | None:
+        """The next trial, or None at the sweep's end."""
+        trial = propose(self._sweep, self.trials, self._seed)
+        if trial is not None:
+            trial.name = f"{self._folder.name}-{len(self.trials):03d}"
+            trial.folder = str(self._folder / trial.name)
+            self.trials.append(trial)
+        return trial
+
+    def save(self, trial: Trial) -> None:
+        """Write a trial's file whole."""
+        text = json.dumps(asdict(trial)) + "\n"
+        write_atomically(self._folder / f"{trial.name}.json", text)
 
     def _recover(self) -> None:
         """Queue the trials that were running when the sweep was killed."""
@@ -140,49 +136,6 @@ class OfflineSweep:
                     self._say(f"{trial.name} was still running, and has been stopped")
                 trial.state = "waiting"
                 self.save(trial)
-
-    # ---- the journal -----------------------------------------------------------------
-
-    def propose(self) -> Trial | None:
-        """The next trial, or None at the sweep's end."""
-        count, size = len(self.trials), len(self._points or ())
-        if count == self._sweep.run_cap or (self._points is not None and count == size):
-            return None
-        self._tell()
-        self._study.sampler = sampler(self._sweep, f"{self._seed}/{count}")
-        asked = self._study.ask()
-        leaves = self._sweep.leaves.items()
-        values = (
-            self._points[count]
-            if self._points
-            else {name: draw(asked, name, parameter) for name, parameter in leaves}
-        )
-        name = f"{self._folder.name}-{count:03d}"
-        arguments = nested(self._sweep.parameters, values)
-        folder = str(self._folder / name)
-        trial = Trial(name=name, arguments=arguments, folder=folder, asked=asked.number)
-        self.trials.append(trial)
-        return trial
-
-    def _tell(self) -> None:
-        """Tell Optuna all results; one that was stopped counts with its last value.
-
-        A trial that only Optuna knows is the half of a proposal that a kill cut off.
-        """
-        known = {trial.asked: trial for trial in self.trials}
-        for asked in self._study.get_trials(states=[TrialState.RUNNING]):
-            trial = known.get(asked.number)
-            if trial is None or trial.is_over:
-                failed = trial is None or trial.state == "crashed"
-                value = None if trial is None or failed else trial.number
-                state = TrialState.FAIL if value is None else TrialState.COMPLETE
-                self._study.tell(asked.number, value, state=state)
-
-    def save(self, trial: Trial) -> None:
-        """Write a trial's state in one line."""
-        self._study.set_user_attr(trial.name, asdict(trial))
-
-    # ---- trials ----------------------------------------------------------------------
 
     def _next(self) -> Trial | None:
         """The trial to start now, if there is one."""

@@ -18,7 +18,8 @@ from trainkit.cli.sweep.process import (
     noted_signals,
 )
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import State, Trial, flatten
+from trainkit.cli.sweep.trial import State, Trial
+from trainkit.cli.sweep.whole_config import flatten
 from trainkit.errors import TrainkitError
 
 _SECONDS = 20

@@ -1,4 +1,4 @@
-"""What Optuna tries next in a sweep of W&B's format, and which trials are poor."""
+"""What comes next in a sweep of W&B's format, and which trials are poor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from statistics import NormalDist
 from typing import Any
 
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
 from trainkit.cli.sweep.sweep_file import Parameter, SweepFile
 from trainkit.cli.sweep.trial import Trial
 from trainkit.errors import TrainkitError
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 _NUM_RANDOM = 5
 """How many trials of a bayes search are random, before there is something to learn."""
@@ -33,18 +41,45 @@ def refuse_what_optuna_lacks(sweep: SweepFile) -> None:
             )
 
 
-def sampler(sweep: SweepFile, seed: str) -> BaseSampler:
-    """The sampler of the next trial; equal seeds and results give equal trials."""
-    number = random.Random(seed).getrandbits(32)
+def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | None:
+    """The next trial, or None at the sweep's end.
+
+    Its arguments depend only on the seed, and on how the trials before it have ended.
+    """
+    count, leaves = len(trials), sweep.leaves
+    if count == sweep.run_cap:
+        return None
+    drawn: dict[str, Any] = {}
+    if sweep.method == "grid":
+        every = itertools.product(*map(_listed, leaves.values()))
+        point = next(itertools.islice(every, count, None), None)
+        if point is None:
+            return None
+        values = dict(zip(leaves, point, strict=True))
+    else:
+        drawn = _drawn(sweep, trials, random.Random(f"{seed}/{count}").getrandbits(32))
+        values = {name: _value(each, drawn.get(name)) for name, each in leaves.items()}
+    return Trial(name="", arguments=_nested(sweep.parameters, values), drawn=drawn)
+
+
+def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, Any]:
+    """What Optuna draws; a trial that was stopped counts with its last value.
+
+    Each proposal has a study of its own, made of all results.
+    """
+    spaces = {
+        name: space for name, each in sweep.leaves.items() if (space := _space(each))
+    }
+    sampler: BaseSampler = RandomSampler(seed=seed)
     if sweep.method == "bayes":
-        return TPESampler(seed=number, n_startup_trials=_NUM_RANDOM)
-    return RandomSampler(seed=number)
-
-
-def grid(sweep: SweepFile) -> list[dict[str, Any]]:
-    """Every combination of values, by dotted name."""
-    every = itertools.product(*map(_listed, sweep.leaves.values()))
-    return [dict(zip(sweep.leaves, values, strict=True)) for values in every]
+        sampler = TPESampler(seed=seed, n_startup_trials=_NUM_RANDOM)
+    direction = "maximize" if sweep.maximizes else "minimize"
+    study = optuna.create_study(sampler=sampler, direction=direction)
+    for trial in trials:
+        if trial.state in ("finished", "stopped") and trial.number is not None:
+            known = {"params": trial.drawn, "distributions": spaces}
+            study.add_trial(optuna.create_trial(value=trial.number, **known))
+    return study.ask(spaces).params
 
 
 def _listed(parameter: Parameter) -> Sequence[Any]:
@@ -60,39 +95,45 @@ def _listed(parameter: Parameter) -> Sequence[Any]:
     return [parameter.min + step * n for n in range(num_steps + 1)]
 
 
-def draw(asked: optuna.Trial, name: str, parameter: Parameter) -> Any:
-    """The value that Optuna proposes for a parameter."""
+def _space(parameter: Parameter) -> BaseDistribution | None:
+    """What Optuna draws for a parameter: a share where it has no such distribution."""
     kind, low, high = parameter.kind.removeprefix("q_"), parameter.min, parameter.max
+    if kind == "constant":
+        return None
+    if kind == "categorical":
+        return CategoricalDistribution(range(len(parameter.values)))
+    if kind == "int_uniform":
+        return IntDistribution(int(low), int(high))
+    if kind.endswith(("uniform", "uniform_values")):
+        return FloatDistribution(low, high, log=kind.endswith("values"))
+    return FloatDistribution(_EDGE, 1 - _EDGE)
+
+
+def _value(parameter: Parameter, drawn: Any) -> Any:
+    """The value of a parameter for what was drawn."""
+    kind, values = parameter.kind.removeprefix("q_"), parameter.values
     if kind == "constant":
         return parameter.value
     if kind == "categorical":
-        places = range(len(parameter.values))
-        return parameter.values[asked.suggest_categorical(name, places)]
-    if kind == "int_uniform":
-        return asked.suggest_int(name, int(low), int(high))
-    if kind.endswith("uniform_values"):
-        value = asked.suggest_float(name, low, high, log=True)
-    elif kind.endswith("uniform"):
-        value = asked.suggest_float(name, low, high)
-    else:
-        share = asked.suggest_float(name, _EDGE, 1 - _EDGE)
-        if parameter.values:
-            limits = itertools.accumulate(parameter.probabilities)
-            pairs = zip(limits, parameter.values, strict=True)
-            return next((v for at, v in pairs if share < at), parameter.values[-1])
-        value = NormalDist(parameter.mu, parameter.sigma).inv_cdf(share)
+        return values[drawn]
+    if values:
+        limits = itertools.accumulate(parameter.probabilities)
+        pairs = zip(limits, values, strict=True)
+        return next((value for at, value in pairs if drawn < at), values[-1])
+    if kind.endswith("normal"):
+        drawn = NormalDist(parameter.mu, parameter.sigma).inv_cdf(drawn)
     if kind in ("log_uniform", "log_normal", "inv_log_uniform"):
-        value = math.exp(-value if kind.startswith("inv") else value)
+        drawn = math.exp(-drawn if kind.startswith("inv") else drawn)
     is_rounded = parameter.kind.startswith("q_")
-    return round(value / parameter.q) * parameter.q if is_rounded else value
+    return round(drawn / parameter.q) * parameter.q if is_rounded else drawn
 
 
-def nested(
+def _nested(
     parameters: Mapping[str, Parameter], values: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     """Values by dotted name as arguments that are nested as in the file."""
     return {
-        name: nested(parameter.parameters, values, f"{prefix}{name}.")
+        name: _nested(parameter.parameters, values, f"{prefix}{name}.")
         if parameter.parameters
         else values[f"{prefix}{name}"]
         for name, parameter in parameters.items()

@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from trainkit.cli.sweep.trial import is_number
 from trainkit.errors import TrainkitError, did_you_mean
 
 _DRAWN = {
@@ -49,6 +48,11 @@ _EXAMPLES = {
     "command": 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]',
     "run_cap": "run_cap: 20",
 }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refuse_if(is_wrong: bool, rule: str, remedy: str = "") -> None:

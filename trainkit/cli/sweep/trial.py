@@ -1,11 +1,17 @@
-"""One trial of a sweep: its arguments, and how it went."""
+"""The trials of a sweep: their arguments, how each went, and the table of them."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from trainkit.cli.aligned import aligned
+from trainkit.cli.sweep.sweep_file import SweepFile, is_number
+from trainkit.cli.sweep.whole_config import flatten
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
 """States of a trial. "stopped" means by early_terminate, which is not a failure."""
@@ -25,7 +31,7 @@ class Trial:
         pid: the number of its process, while it runs.
         note: a remark, for example why it crashed.
         folder: the folder of its files.
-        asked: its number in Optuna's study.
+        drawn: what Optuna has drawn, by the dotted names of parameters.
     """
 
     name: str
@@ -38,7 +44,7 @@ class Trial:
     pid: int | None = None
     note: str = ""
     folder: str = ""
-    asked: int = 0
+    drawn: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The trial's name, state and arguments in one line.
@@ -48,10 +54,6 @@ class Trial:
         """
         words = (f"{name}={value}" for name, value in self.flat.items())
         return f"{self.name} {self.state}: {' '.join(words)}"
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in ("finished", "stopped", "crashed")
 
     @property
     def number(self) -> float | None:
@@ -87,26 +89,6 @@ def _is_logged(value: Any) -> bool:
     return is_number(value) or value in ("NaN", "Infinity", "-Infinity")
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, and not true or false."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Arguments by dotted name.
-
-    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
-    {'a': 1, 'b.c.d': 2}
-    """
-    flat = {}
-    for name, value in arguments.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:
     """Trials with the best first, and those whose metric is not a number last."""
     sign = -1 if maximizes else 1
@@ -119,3 +101,72 @@ def best_of(trials: Sequence[Trial], *, maximizes: bool) -> Trial | None:
     """The best of the finished trials; a stopped trial has trained only in part."""
     ended = [t for t in trials if t.state == "finished" and t.number is not None]
     return next(iter(ranked(ended, maximizes=maximizes)), None)
+
+
+def table(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
+    """The lines of the table, with aligned columns."""
+    best = best_of(trials, maximizes=sweep.maximizes)
+    rows = [
+        ["", "trial", "state", sweep.metric_name or "metric", *sweep.varied, "note"]
+    ]
+    for trial in ranked(trials, maximizes=sweep.maximizes):
+        values = [trial.flat.get(name, "") for name in sweep.varied]
+        cells = map(brief, [trial.metric[-1] if trial.metric else "", *values])
+        note = trial.note if trial.state != "finished" or not trial.metric else ""
+        mark = "*" if trial is best else ""
+        rows.append([mark, trial.name, trial.state, *cells, note])
+    return aligned(rows)
+
+
+def as_json(sweep: SweepFile, trials: Sequence[Trial], **about: Any) -> str:
+    """The table as JSON; a metric that is not a finite number is null."""
+    best = best_of(trials, maximizes=sweep.maximizes)
+    content = {
+        **about,
+        "metric": sweep.metric_name,
+        "goal": "maximize" if sweep.maximizes else "minimize",
+        "best": best.name if best else None,
+        "trials": [
+            {
+                "name": trial.name,
+                "state": trial.state,
+                "value": trial.number,
+                "arguments": trial.flat,
+                "rows": trial.num_rows,
+                "exit_code": trial.exit_code,
+                "note": trial.note,
+                "folder": trial.folder,
+            }
+            for trial in ranked(trials, maximizes=sweep.maximizes)
+        ],
+    }
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def brief(value: Any) -> str:
+    """The text of a value in a table.
+
+    >>> brief(0.00012345678), brief("sqrt"), brief(8)
+    ('0.000123457', 'sqrt', '8')
+    """
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def lacking(sweep: SweepFile, trials: Sequence[Trial]) -> str:
+    """Which metric a trial has not logged, and what to do; empty if one trial has.
+
+    Trials that crashed, or were stopped before their first value, do not count.
+    """
+    ended = [trial for trial in trials if trial.state == "finished"]
+    if sweep.metric is None or not ended or any(trial.metric for trial in trials):
+        return ""
+    wanted, logged = sweep.metric.name, ended[0].logged
+    start = f"{sweep.path} metric.name: {ended[0].name} finished and logged no {wanted}"
+    if not logged:
+        needs = "logger=wandb and a validation" if sweep.runs_trainkit else "wandb.log"
+        return f"{start}, and no number at all: its `command` needs {needs}."
+    close = difflib.get_close_matches(wanted, logged, n=12, cutoff=0)
+    return (
+        f"{start}, nor did another trial. It logged {', '.join(close)}. Write one of "
+        f"these into metric.name, and start a new sweep."
+    )

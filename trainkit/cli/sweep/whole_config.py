@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.trial import flatten
 from trainkit.cli.words import quoted
 
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
@@ -33,18 +32,15 @@ _OWN = ("hydra", "paths", "ckpt_path")
 def for_train(argv: list[str]) -> list[str]:
     """The words after `trainkit train`, without an agent's that are not overrides.
 
-    Of the words that the agent has made:
+    Words of the sweep's own `command` stay. Of those that the agent has made:
 
-    - One is dropped if the configuration does not have its key (a logged fact), or
-      if its key is `hydra`, `paths` or `ckpt_path`.
+    - One is dropped if the configuration does not have its key (a logged fact), if its
+      key is `hydra`, `paths` or `ckpt_path`, or if it chooses None of a group.
     - A dictionary with a `_target_` inside is a section that was logged, and is
       dropped. Another dictionary is a nested parameter, and becomes dotted overrides.
-    - A value changes from Python's notation to Hydra's (`None` to `null`). None as the
-      choice of a group is dropped, because Hydra does not take it.
+    - A value changes from Python's notation to Hydra's (`None` to `null`).
 
-    A resumed trial then has the arguments with which it was started, and plain entries
-    of the root (`seed=0`), whose values have not changed. Words of the sweep's own
-    `command` stay as they are.
+    So a resumed trial has the arguments with which it was started.
     """
     given = _given()
     if not given:
@@ -79,6 +75,21 @@ def for_train(argv: list[str]) -> list[str]:
             if is_swept or dotted in groups or _has(sections, dotted)
         ]
     return kept
+
+
+def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Arguments by dotted name.
+
+    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
+    {'a': 1, 'b.c.d': 2}
+    """
+    flat = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def without_swept(config: Mapping[str, Any]) -> dict[str, Any]:

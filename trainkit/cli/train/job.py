@@ -18,21 +18,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-from trainkit.cli.evaluate.at_end import TestAtEnd
-from trainkit.cli.report.noise import facts_of_noise
-from trainkit.cli.report.rate_plan import RatePlanFile
+from trainkit.cli.evaluate.evaluation import TestAtEnd
+from trainkit.cli.report.page import report_of_training
+from trainkit.cli.report.run import throughput_of
 from trainkit.cli.report.step_times import StepTimes
-from trainkit.cli.report.write import report_of_training, throughput_of
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.runs.resume import NOISE_SCALE
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
-from trainkit.cli.runs.words_of_run import NOISE_SCALE
-from trainkit.cli.train.beginning import Beginning
-from trainkit.cli.train.ending import Ending, signals_given_back
+from trainkit.cli.train.bounds import Beginning, Ending, signals_given_back
 from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
@@ -80,8 +77,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     monitors = Monitors(config, overrides, folder)
     monitors.look_before(trainer, training.module, training.data)
     first = [ending, monitors]
-    last = [beginning, RatePlanFile(folder)]
-    trainer.callbacks = [*first, *trainer.callbacks, *last]
+    trainer.callbacks = [*first, *trainer.callbacks, beginning]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")
@@ -103,7 +99,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         raise test.error
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    value = monitors.value(trainer, metrics)
+    value = monitors.value(metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if value is None or math.isnan(value) else value
 
@@ -161,7 +157,6 @@ def _fit_and_report(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         is_over = status == "finished"
-        facts.update(facts_of_noise(trainer, folder, is_over=is_over))
         facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)

@@ -23,11 +23,11 @@ from trainkit.cli.composition import LOOP
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.loading import say_loading
+from trainkit.cli.runs import resume
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.new_folder import remove_if_new
 from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
-from trainkit.cli.train import resume
 from trainkit.cli.words import (
     CONFIG_DIR,
     completed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -11,21 +10,22 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
+from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
 from trainkit.cli.sweep.whole_config import without_swept
-from trainkit.cli.wandb_logger import run_id as wandb_id
-from trainkit.cli.wandb_logger.mode import Mode, check_mode, resolve_mode
 from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
 
+Mode = Literal["auto", "online", "offline", "disabled"]
+
+_ALIASES = {"run": "online", "dryrun": "offline"}
 _BY_SIGTERM = 128 + signal.SIGTERM
-_WINDOW_KEY = re.compile(r"window/((?:\d+/)?)(\w+)")
 
 
 class WandbRunLogger(WandbLogger):
@@ -44,9 +44,8 @@ class WandbRunLogger(WandbLogger):
     - **Nothing of the environment is sent**: no command line, variables (W&B itself
       records SLURM's), git remotes, code or console. What looks like a secret in a
       configuration is replaced.
-    - **Two x-axes.** All metrics are drawn over optimizer steps. W&B has one x-axis for
-      each metric, so those of `WindowMonitor` are logged a second time, as
-      `window_by_seen/*`, over the tokens or samples seen.
+    - **The x-axis** of all metrics is the optimizer step. In a chart's settings W&B
+      offers `window/seen` too, the tokens or samples seen.
 
     The run ends with `fit`; logging after that opens it again.
 
@@ -86,7 +85,11 @@ class WandbRunLogger(WandbLogger):
         init_timeout: float = 30.0,
         finish_timeout: float = 30.0,
     ) -> None:
-        check_mode(mode)
+        if mode not in get_args(Mode):
+            raise TrainkitError(
+                f"WandbRunLogger mode: must be one of {', '.join(get_args(Mode))}, "
+                f"received {mode!r}. auto is offline unless you are logged in."
+            )
         for option, value in (("init", init_timeout), ("finish", finish_timeout)):
             if isinstance(value, bool | str) or not value > 0:
                 raise TrainkitError(
@@ -119,7 +122,6 @@ class WandbRunLogger(WandbLogger):
         self._wanted_id = id
         self.stays_open = False
         self._has_opened = False
-        self._axes: set[str] = set()
         self._logged: dict[str, Any] = {}
 
     # ---- the run ---------------------------------------------------------------------
@@ -143,7 +145,6 @@ class WandbRunLogger(WandbLogger):
         run = wandb.run  # opened by the user's script, or by another logger
         if run is None:
             run = self._start(resolve_mode(self._mode))
-        self._axes.clear()
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return run
@@ -155,7 +156,7 @@ class WandbRunLogger(WandbLogger):
         if self.save_dir is not None:
             Path(self.save_dir).mkdir(parents=True, exist_ok=True)
         known = self._wanted_id or os.environ.get("WANDB_RUN_ID")
-        known = known or wandb_id.remembered(self.save_dir)
+        known = known or wandb_run_of(self.save_dir)
         name = known or secrets.token_hex(4)
         # With resume="allow" for a new run that a dying server has half uploaded,
         # `wandb sync` would append all rows to those on the server.
@@ -173,7 +174,7 @@ class WandbRunLogger(WandbLogger):
             )
         self._wanted_id = run.id
         if mode != "disabled":
-            wandb_id.remember(self.save_dir, run.id)
+            remember_wandb_run(self.save_dir, run.id)
         return run
 
     def _init(self, mode: str, name: str, resume: str | None) -> Any:
@@ -223,33 +224,6 @@ class WandbRunLogger(WandbLogger):
         self._logged.update(free)
         super().log_hyperparams(free)
 
-    @rank_zero_only
-    def log_metrics(
-        self, metrics: Mapping[str, float], step: int | None = None
-    ) -> None:
-        super().log_metrics({**metrics, **self._over_seen(metrics)}, step)
-
-    def _over_seen(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Copies of the window's numbers for the second x-axis."""
-        copies = {}
-        for key, value in metrics.items():
-            found = _WINDOW_KEY.fullmatch(key)
-            if found is None or found[2] in ("seen", "samples_seen"):
-                continue
-            optimizer, name = found.groups()
-            if f"window/{optimizer}seen" in metrics:
-                self._define_axis(optimizer)
-                copies[f"window_by_seen/{optimizer}{name}"] = value
-        return copies
-
-    def _define_axis(self, optimizer: str) -> None:
-        run = self.experiment
-        if optimizer not in self._axes:
-            self._axes.add(optimizer)
-            run.define_metric(
-                f"window_by_seen/{optimizer}*", step_metric=f"window/{optimizer}seen"
-            )
-
     # ---- the end ---------------------------------------------------------------------
 
     @rank_zero_only
@@ -280,6 +254,54 @@ class WandbRunLogger(WandbLogger):
                 f"W&B: not all was uploaded ({_first_line(error)}); it is kept in "
                 f"{folder}. To upload it: wandb sync --include-online {folder}"
             )
+
+
+def resolve_mode(mode: Mode) -> str:
+    """The mode for `wandb.init`.
+
+    For `"auto"`, `WANDB_MODE` or `wandb offline` decides. Without them it is online
+    under a sweep's agent or with a login for the server, and else offline.
+
+    Raises:
+        TrainkitError: online is asked for, and there is no login.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    wanted = _wanted(mode, os.environ, saved=settings.mode)
+    if wanted == "auto":
+        wanted = "online" if _is_logged_in(settings) else "offline"
+    elif wanted == "online" and not _is_logged_in(settings):
+        raise TrainkitError(
+            f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
+            f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
+        )
+    return wanted
+
+
+def _wanted(mode: str, environ: Mapping[str, str], *, saved: str) -> str:
+    """The mode that the user asks for, by argument, by variable or by command.
+
+    >>> _wanted("auto", {"WANDB_MODE": "dryrun"}, saved="online")
+    'offline'
+    >>> _wanted("auto", {"WANDB_SWEEP_ID": "abc"}, saved="online")
+    'online'
+    """
+    if mode == "auto":
+        under_agent = "online" if "WANDB_SWEEP_ID" in environ else mode
+        by_command = None if saved == "online" else saved  # online is W&B's default
+        mode = environ.get("WANDB_MODE", by_command) or under_agent
+    return _ALIASES.get(mode, mode)
+
+
+def _is_logged_in(settings: Any) -> bool:
+    """Whether there is a key for the server that the settings name."""
+    from requests.utils import get_netrc_auth  # wandb uses it too
+
+    if settings.api_key or settings.identity_token_file:
+        return True
+    _, password = get_netrc_auth(settings.base_url) or (None, None)
+    return bool(os.environ.get("WANDB_API_KEY") or password)
 
 
 def _exit_code(status: str) -> int:

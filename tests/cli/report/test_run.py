@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.report.runs import SUMMARY, charts_of, page_of, run_folder, titles
-from trainkit.cli.report.throughput import rates, read_step_times, throughput
+from trainkit.cli.report.run import rates, read_step_times, throughput
 from trainkit.cli.runs.summary_rows import rows, throughput_text
 
 HEAD = "step,seconds,waiting,samples,tokens,padding\n"
@@ -60,7 +60,7 @@ def test_weights_are_not_called_tokens(tmp_path: Path) -> None:
     """The control: what the strategy weighs is not what was counted."""
     seen = [{"step": n, "window/seen": 4 * n, "window/loss": 1} for n in range(1, 5)]
     folder = run_folder(tmp_path, seen)
-    (tmp_path / "learning_rate_plan.json").write_text('{"unit": "tokens"}')
+    (tmp_path / "summary.json").write_text(json.dumps({**SUMMARY, "unit": "tokens"}))
     times(tmp_path, HEAD + re.sub(r"(\d+),(\d+)\n", "0,0\n", TIMES))
     assert titles(page_of(folder)) == ["Loss", "Throughput, in samples per second"]
 

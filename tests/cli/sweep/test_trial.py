@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.sweep import table
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import State, Trial, best_of, ranked
+from trainkit.cli.sweep.trial import (
+    State,
+    Trial,
+    as_json,
+    best_of,
+    lacking,
+    ranked,
+    table,
+)
 
 TRIALS = [
     Trial(name="t0", arguments={"lr": 0.1}, state="finished", metric=[3.0, 2.0]),
@@ -41,7 +48,7 @@ def test_the_best_has_ended_well_and_what_has_no_number_comes_last(
 
 
 def test_lines_show_the_swept_values_and_mark_the_best() -> None:
-    assert table.lines(sweep(), TRIALS) == [
+    assert table(sweep(), TRIALS) == [
         "   trial  state     val/loss  lr     note",
         "   t1     stopped   1         0.01",
         "*  t4     finished  1.5       1e-05",
@@ -49,12 +56,12 @@ def test_lines_show_the_swept_values_and_mark_the_best() -> None:
         "   t2     crashed             0.5    exit 1: [out]",
         "   t3     finished  nan       1",
     ]
-    assert table.lines(sweep(), []) == ["  trial  state  val/loss  lr  note"]
+    assert table(sweep(), []) == ["  trial  state  val/loss  lr  note"]
 
 
 def test_json_is_strict_and_complete() -> None:
     read = json.loads(
-        table.as_json(sweep(), TRIALS, id="s1"),
+        as_json(sweep(), TRIALS, id="s1"),
         parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
     )
 
@@ -81,18 +88,18 @@ def trial(state: State, *metric: float) -> Trial:
 def test_only_a_finished_trial_tells_and_only_where_none_has_a_value(
     trials: list[Trial], lacks: bool
 ) -> None:
-    assert bool(table.lacking(sweep(), trials)) == lacks
-    assert not table.lacking(sweep(metric=None), trials)
+    assert bool(lacking(sweep(), trials)) == lacks
+    assert not lacking(sweep(metric=None), trials)
 
 
 def test_what_lacks_the_metric_says_what_it_logged_or_needs() -> None:
     ended = trial("finished")
     ours = ["trainkit", "train", "${args_no_hyphens}"]
-    assert "logger=wandb" in table.lacking(sweep(command=ours), [ended])
-    assert "logger=wandb" not in table.lacking(sweep(), [ended])
+    assert "logger=wandb" in lacking(sweep(command=ours), [ended])
+    assert "logger=wandb" not in lacking(sweep(), [ended])
 
     ended.logged = ["lr", *(f"grad/{n}" for n in range(20)), "val/loss"]
-    text = table.lacking(sweep(metric={"name": "val/los"}), [ended])
+    text = lacking(sweep(metric={"name": "val/los"}), [ended])
     assert "t finished and logged no val/los" in text
     assert "It logged val/loss, " in text  # the closest first
     assert text.count("grad/") + text.count("lr,") == 11

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.runs.folder import only_one
 from trainkit.errors import TrainkitError
 
 TRIES = """
@@ -20,7 +20,7 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
-from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.runs.folder import only_one
 with only_one(Path(sys.argv[1]), what="run"):
     pass
 """

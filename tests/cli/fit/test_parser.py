@@ -35,7 +35,7 @@ from tests.cli.fit.lightning_user import (
     WithoutOptimizer,
 )
 from tests.helpers import weights
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
@@ -48,26 +48,15 @@ from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.core.noise.estimate import NoiseEstimate
 
 
-@pytest.mark.parametrize(
-    ("file", "strategy"),
-    [("per_token", PerToken()), ("per_sample", PerSample()), ("uniform", Uniform())],
-)
-def test_a_group_file_of_hydras_serves_here(file: str, strategy: Any) -> None:
-    path = CONF / "accumulation" / f"{file}.yaml"
-    assert strategy_of(make(f"--accumulation={path}")) == strategy
-
-
-@pytest.mark.parametrize("kind", [PerToken, PerSample, Uniform])
-def test_a_group_file_names_every_argument(kind: Any) -> None:
+@pytest.mark.parametrize("strategy", [PerToken(), PerSample(), Uniform()])
+def test_a_group_file_of_hydras_serves_here_and_names_every_argument(
+    strategy: Any,
+) -> None:
     names = {PerToken: "per_token", PerSample: "per_sample", Uniform: "uniform"}
-    node = yaml.safe_load((CONF / "accumulation" / f"{names[kind]}.yaml").read_text())
-    assert set(node) - {"_target_"} == {field.name for field in fields(kind)}
-
-
-def test_an_argument_after_a_file_changes_it() -> None:
-    path = CONF / "accumulation" / "per_token.yaml"
-    cli = make(f"--accumulation={path}", "--accumulation.ignore_index=-3")
-    assert strategy_of(cli) == PerToken(ignore_index=-3)
+    path = CONF / "accumulation" / f"{names[type(strategy)]}.yaml"
+    assert strategy_of(make(f"--accumulation={path}")) == strategy
+    node = yaml.safe_load(path.read_text())
+    assert set(node) - {"_target_"} == {field.name for field in fields(strategy)}
 
 
 @pytest.mark.parametrize("group", ["lr_scaling", "batchnorm", "schedule"])
@@ -88,7 +77,16 @@ def test_every_file_of_a_group_serves_here(group: str) -> None:
         assert len(made) == (path.stem != "none"), path
 
 
-def test_an_optimizer_group_file_serves_here(tmp_path: Path) -> None:
+def test_an_argument_after_a_file_changes_it() -> None:
+    path = CONF / "accumulation" / "per_token.yaml"
+    cli = make(f"--accumulation={path}", "--accumulation.ignore_index=-3")
+    assert strategy_of(cli) == PerToken(ignore_index=-3)
+    path = CONF / "optimizer" / "adamw.yaml"
+    cli = make(f"--optimizer={path}", "--optimizer.lr=0.25", model=WithoutOptimizer)
+    assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
+
+
+def test_an_optimizer_group_file_serves_here() -> None:
     path = CONF / "optimizer" / "adamw.yaml"
     cli = make(f"--optimizer={path}", "--optimizer.lr=0.25", model=WithoutOptimizer)
     assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
@@ -127,14 +125,13 @@ def test_what_must_be_given_is_asked_for(capsys: Any) -> None:
     assert "required: reference_batch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["", "=skip_null"])
 def test_a_printed_config_trains_to_the_same_weights(
-    flags: str, tmp_path: Path, capsys: Any
+    tmp_path: Path, capsys: Any
 ) -> None:
     args = [*quiet(), "--accumulation=PerToken"]
     args += ["--lr_scaling.rule=linear", "--lr_scaling.reference_batch=8"]
     with pytest.raises(SystemExit) as end:
-        TrainkitCLI(Net, Data, args=["fit", *args, f"--print_config{flags}"])
+        TrainkitCLI(Net, Data, args=["fit", *args, "--print_config=skip_null"])
     assert end.value.code == 0
     file = written(tmp_path / "printed.yaml", capsys.readouterr().out)
     assert yaml.safe_load(Path(file).read_text())["lr_scaling"]["class_path"]
@@ -143,32 +140,25 @@ def test_a_printed_config_trains_to_the_same_weights(
     assert not torch.equal(weights(first.model), by_hand(PerToken()))  # rates scaled
 
 
-def test_the_saved_config_of_a_run_runs_again(tmp_path: Path) -> None:
-    args = [*quiet(logger="true"), f"--trainer.default_root_dir={tmp_path}"]
-    args += [f"--accumulation={CONF / 'accumulation' / 'per_token.yaml'}"]
-    args += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
-    args += ["--trainer.log_every_n_steps=2"]
-    first = fit(*args)
-    saved = Path(str(first.trainer.log_dir), "config.yaml")
-    again = TrainkitCLI(Net, Data, args=["fit", f"--config={saved}"])  # saves its own
-    assert again.trainer.log_dir != first.trainer.log_dir
-    assert strategy_of(again) == PerToken()
-    assert torch.equal(weights(first.model), weights(again.model))
-
-
-def test_the_saved_config_holds_the_number_of_the_folder_that_was_given(
+def test_the_saved_config_of_a_run_runs_again_without_the_folder_it_read(
     tmp_path: Path,
 ) -> None:
     facts = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50).facts()
     (tmp_path / "summary.json").write_text(json.dumps({"noise_scale": facts}))
     args = [*quiet(logger="true"), f"--trainer.default_root_dir={tmp_path}"]
-    args += ["--trainer.log_every_n_steps=1"]
+    args += [f"--accumulation={CONF / 'accumulation' / 'per_token.yaml'}"]
     args += ["--lr_scaling.rule=gain", "--lr_scaling.reference_batch=8"]
-    done = fit(*args, "--accumulation=PerToken", f"--lr_scaling.noise_scale={tmp_path}")
-    saved = Path(str(done.trainer.log_dir), "config.yaml").read_text()
-    assert yaml.safe_load(saved)["lr_scaling"]["init_args"]["noise_scale"] == 43.25
-    (scaling,) = only(done, LRScaling)
-    assert scaling.noise_scale == 43.25
+    args += [f"--lr_scaling.noise_scale={tmp_path}"]
+    args += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+    args += ["--trainer.log_every_n_steps=2"]
+    first = fit(*args)
+    saved = Path(str(first.trainer.log_dir), "config.yaml")
+    scaling = yaml.safe_load(saved.read_text())["lr_scaling"]
+    assert scaling["init_args"]["noise_scale"] == 43.25  # the folder may change
+    again = TrainkitCLI(Net, Data, args=["fit", f"--config={saved}"])  # saves its own
+    assert again.trainer.log_dir != first.trainer.log_dir
+    assert strategy_of(again) == PerToken()
+    assert torch.equal(weights(first.model), weights(again.model))
 
 
 def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -182,7 +172,6 @@ def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert not torch.equal(weights(resumed.model), weights(first.model))
 
 
-@pytest.mark.slow
 def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
     cli = make("--accumulation=PerToken", "--trainer.callbacks+=LearningRateMonitor")
     (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
@@ -194,7 +183,7 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": CHILD_PATH},
+        env={**os.environ, **forked()},
         capture_output=True,
         text=True,
         timeout=240,

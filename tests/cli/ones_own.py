@@ -50,6 +50,37 @@ class Net(Bare):
         return {"wanted": batch[1], "found": self(batch[0])}
 
 
+class Unvalidated(Bare):
+    """Has no validation, and logs its training."""
+
+    validation_step = LightningModule.validation_step  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss)
+        return loss
+
+
+class Late(Unvalidated):
+    def on_train_epoch_end(self) -> None:
+        self.log("val/late", 1.0)
+
+
+class Nll(Net):
+    """Calls what it logs by another name than most."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val/nll", self.training_step(batch, batch_idx))
+
+
+class Quiet(Nll):
+    """Logs nothing in the sanity check."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
 class Failing(Net):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         raise ZeroDivisionError("in test_step")
@@ -62,14 +93,16 @@ class Advised(Net):
         raise TrainkitError("write PerSample(), and not Uniform()")
 
 
-class BareData(LightningDataModule):
+class OnlyTrain(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(0, 20)
+
+
+class BareData(OnlyTrain):
     """With neither test_dataloader nor predict_dataloader.
 
     The longer it is trained the worse is its validation: the best is not the last.
     """
-
-    def train_dataloader(self) -> Any:
-        return loader(0, 20)
 
     def val_dataloader(self) -> Any:
         return loader(1, 11, sign=-1.0)
@@ -85,8 +118,3 @@ class Data(BareData):
 
     def predict_dataloader(self) -> Any:
         return loader(3, 10)
-
-
-class ByPosition(Data):
-    def predict_dataloader(self) -> Any:
-        return DataLoader(loader(3, 10).dataset, 4)

@@ -1,33 +1,36 @@
-"""A run as its folder tells it, and the report of it."""
+"""What the folder of a run tells: its charts, its throughput, and how it ended."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
 
-from trainkit.cli.report.charts import PLANNED, Chart, choose
+from trainkit.cli.report.charts import Chart, choose
 from trainkit.cli.report.lines import Line, noise_lines, read_lines
-from trainkit.cli.report.page import page
-from trainkit.cli.report.throughput import (
-    STEP_TIMES,
-    rates,
-    read_step_times,
-    throughput,
-)
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows, throughput_text
 from trainkit.core.plan.effective_batch import EffectiveBatch
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
-from trainkit.pages.frame import table
 
 _Read = TypeVar("_Read")
+
+STEP_TIMES = "step_times.csv"
+"""The file in the folder of a run."""
+COLUMNS = ("step", "seconds", "waiting", "samples", "tokens", "padding")
+"""What it has of each optimizer step: `waiting` are the seconds of `seconds` in which
+the next batch was waited for, and `tokens` those that do not pad."""
+
+StepTimes = dict[str, np.ndarray]
+"""The columns of the file, and `steps`: how many optimizer steps a row is of."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,10 @@ def read_run(folder: RunFolder) -> Run:
     columns = read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
     last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
     times = read(folder, STEP_TIMES, read_step_times)
-    plan = read(folder, folder.RATE_PLAN, _read_json)
-    columns |= noise_lines(columns) | rates(times)
-    columns |= read(folder, folder.RATE_PLAN, lambda _: _planned(plan, columns))
-    charts, left_out = choose(
-        columns, unit=plan.get("unit", ""), no_plan=plan.get("why_not", "")
-    )
-    speed = throughput(times)
     facts = read(folder, folder.SUMMARY, _read_json)
+    columns |= noise_lines(columns) | rates(times)
+    charts, left_out = choose(columns, unit=facts.get("unit", ""))
+    speed = throughput(times)
     if facts:
         found = read(folder, folder.SUMMARY, lambda _: _rows(facts, speed))
         if last > facts["steps"]:
@@ -98,32 +97,62 @@ def read(folder: RunFolder, name: str, how: Callable[[Path], _Read]) -> _Read:
         ) from error
 
 
-def write_report(run: Run, *, pictures: bool = True) -> None:
-    """Write `report.html` of a run that has charts and, beside it, `pictures/`."""
-    folder = run.folder
-    text = page(
-        run.charts,
-        title=run.name,
-        where=str(folder.path),
-        top=table(run.rows),
-        left_out=run.left_out,
-        pictures=folder.path / folder.PICTURES if pictures else None,
-    )
-    folder.write(folder.REPORT, text)
+def read_step_times(path: Path) -> StepTimes:
+    """The rows whose time is known, in the order of their steps.
 
-
-def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
-    """Write the report of a training that has ended in this process.
-
-    A failure is printed in one line: a training must not fail because of its report.
+    Of the rows of a step the last one counts.
     """
-    try:
-        run = read_run(folder)
-        if run.charts:
-            write_report(run, pictures=pictures)
-    except Exception as error:  # such as a damaged file, or a fault of matplotlib
-        said = f"could not be drawn: {type(error).__name__}: {error}"
-        print(f"trainkit | report: {said}", flush=True)
+    rows = {float(row["step"]): row for row in read_rows(path)}
+    cells = [
+        [float(rows[step].get(name, math.nan)) for name in COLUMNS]
+        for step in sorted(rows)
+    ]
+    table = np.array(cells).reshape(-1, len(COLUMNS))
+    steps = np.diff(table[:, :1], axis=0, prepend=0)
+    whole = np.hstack([steps, table])[table[:, 1] > 0]
+    return dict(zip(("steps", *COLUMNS), whole.T, strict=True))
+
+
+def throughput(times: StepTimes) -> dict[str, Any] | None:
+    """What was trained on in a second of these steps, None where it is not known.
+
+    This is the one measure: `summary.json` and the tables have it of all steps, and the
+    charts of each.
+
+    Returns:
+        None if no step's time is known.
+    """
+    sums = {name: float(column.sum()) for name, column in times.items()}
+    seconds = sums["seconds"]
+    if not seconds:
+        return None
+    return {
+        "steps": round(sums["steps"]),
+        "seconds": seconds,
+        "steps_per_second": sums["steps"] / seconds,
+        "samples_per_second": _share(sums["samples"] or math.nan, seconds),
+        "tokens_per_second": _share(sums["tokens"] or math.nan, seconds),
+        "padding": _share(sums["padding"], sums["tokens"] + sums["padding"]),
+        "waiting": _share(sums["waiting"], seconds),
+    }
+
+
+def rates(times: StepTimes) -> dict[str, Line]:
+    """Each known rate as a column: that of every step."""
+    whole = throughput(times) or {}
+    return {
+        f"{counted} per second": Line(
+            f"{counted} per second",
+            times["step"].tolist(),
+            (times[counted] / times["seconds"]).tolist(),
+        )
+        for counted in ("tokens", "samples")
+        if whole.get(f"{counted}_per_second") is not None
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if math.isfinite(part) and whole > 0 else None
 
 
 def throughput_of(folder: RunFolder) -> dict[str, Any] | None:
@@ -137,18 +166,6 @@ def throughput_of(folder: RunFolder) -> dict[str, Any] | None:
 def _read_json(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return dict(found)
-
-
-def _planned(plan: dict[str, Any], columns: dict[str, Line]) -> dict[str, Line]:
-    """The planned rates of the columns that were logged."""
-    steps = [step + 1.0 for step in plan.get("steps", ())]  # rows count from 1
-    return {
-        name + PLANNED: Line(
-            name + PLANNED, steps, [float(y) for _, y in zip(steps, rate, strict=True)]
-        )
-        for name, rate in plan.get("rates", {}).items()
-        if name in columns and rate
-    }
 
 
 def _rows(facts: dict[str, Any], speed: dict[str, Any] | None) -> list[Row]:

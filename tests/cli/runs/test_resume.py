@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainkit import TrainkitError
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.train.resume import as_trial, expand, key_of, quoted
-from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.cli.runs.folder import RunFolder, remember_wandb_run
+from trainkit.cli.runs.resume import as_trial, expand, quoted
 from trainkit.config import register
 
 register()
@@ -26,47 +25,64 @@ def made(name: str, overrides: list[str], *, at: float, checkpoints=("last.ckpt"
     return folder
 
 
-def test_without_it_nothing_changes() -> None:
-    assert expand(["seed=1", "-m"]) == ["seed=1", "-m"]
-    assert expand(["seed=1", "ckpt_path=null"]) == ["seed=1"]
+THERE = "/there"
+"""Stands for the folder of the test."""
 
 
-def test_the_newest_run_goes_on_as_it_was_configured() -> None:
-    made("a", ["seed=1"], at=200)
-    folder = made("b", ["seed=2", "debug=default", "ckpt_path=x"], at=300)
+def resumed(name: str, checkpoint: str = "last.ckpt") -> list[str]:
+    """The words that name a run's folder and its checkpoint."""
+    folder = f"{THERE}/outputs/code_lm/{name}"
+    return [
+        f"hydra.run.dir='{folder}'",
+        f"ckpt_path='{folder}/checkpoints/{checkpoint}'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["seed=1", "-m"], ["seed=1", "-m"]),
+        (["seed=1", "ckpt_path=null"], ["seed=1"]),
+        # The newest run goes on as it was configured, but for what is given now;
+        (["ckpt_path=last"], ["seed=2", "+x=1", "debug=default", *resumed("b")]),
+        (
+            ["ckpt_path=last", "seed=9", "++x=2"],
+            ["debug=default", "seed=9", "++x=2", *resumed("b")],
+        ),
+        # `x` was not there before the run added it.
+        (
+            ["ckpt_path=last", "x=2"],
+            ["seed=2", "debug=default", "++x=2", *resumed("b")],
+        ),
+        # A checkpoint in a run's folder continues that run, elsewhere it begins one.
+        (
+            ["ckpt_path=outputs/code_lm/a/checkpoints/step=5.ckpt"],
+            ["seed=1", *resumed("a", "step=5.ckpt")],
+        ),
+        (
+            ["seed=1", "ckpt_path='some where/it\\'s.ckpt'"],
+            ["seed=1", "ckpt_path={elsewhere}"],
+        ),
+        # In a folder that is given, that run is the newest.
+        (
+            ["paths.run_dir=outputs/code_lm/a", "ckpt_path=last"],
+            ["seed=1", "paths.run_dir=outputs/code_lm/a", *resumed("a")],
+        ),
+    ],
+)
+def test_which_run_goes_on_and_with_which_words(
+    words: list[str], expected: list[str]
+) -> None:
+    made("a", ["seed=1"], at=200, checkpoints=("last.ckpt", "step=5.ckpt"))
+    made("b", ["seed=2", "+x=1", "debug=default", "ckpt_path=x"], at=300)
     made("c", ["seed=3"], at=100)
-    assert expand(["ckpt_path=last"]) == [
-        "seed=2",
-        "debug=default",
-        f"hydra.run.dir='{folder.path}'",
-        f"ckpt_path='{folder.path}/checkpoints/last.ckpt'",
-    ]
-
-
-def test_what_is_given_now_goes_before_what_was_given_then() -> None:
-    made("a", ["seed=1", "trainer.max_steps=5", "+x=1"], at=1)
-    words = expand(["ckpt_path=last", "trainer.max_steps=9", "++x=2"])
-    assert words[:3] == ["seed=1", "trainer.max_steps=9", "++x=2"]
-    # It was not there before the run added it.
-    assert expand(["ckpt_path=last", "x=2"])[2] == "++x=2"
-
-
-def test_a_checkpoint_in_a_runs_folder_continues_that_run() -> None:
-    folder = made("a", ["seed=1"], at=1, checkpoints=("last.ckpt", "step=5.ckpt"))
-    made("b", ["seed=2"], at=2)
-    words = expand([f"ckpt_path={folder.checkpoints}/step=5.ckpt"])
-    assert words[0] == "seed=1"
-    assert words[-1] == f"ckpt_path='{folder.checkpoints}/step=5.ckpt'"
-
-
-def test_a_checkpoint_elsewhere_starts_a_run_of_its_own() -> None:
     Path("some where").mkdir()
-    path = Path("some where/it's.ckpt")
-    path.write_text("")
-    assert expand(["seed=1", f"ckpt_path='{path}'"]) == [
-        "seed=1",
-        f"ckpt_path={quoted(path.absolute())}",
-    ]
+    elsewhere = Path("some where/it's.ckpt")
+    elsewhere.touch()
+    place = quoted(elsewhere.absolute())
+    here = str(Path().absolute())
+    known = [each.replace("{elsewhere}", place) for each in expected]
+    assert expand(words) == [each.replace(THERE, here) for each in known]
 
 
 def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(
@@ -83,38 +99,18 @@ def test_other_checkpoints_serve_where_there_is_no_last() -> None:
     assert folder.newest_checkpoint() == folder.checkpoints / "step=2.ckpt"
 
 
-def test_where_it_looks_follows_the_configuration() -> None:
-    made("a", ["seed=1"], at=1)
-    with pytest.raises(TrainkitError, match=r"no run in outputs/other"):
-        expand(["ckpt_path=last", "name=other"])
-
-
-def test_a_folder_that_is_given_is_where_it_looks() -> None:
-    made("newer", ["seed=1"], at=300)
-    here = RunFolder("here")
-    here.write_start({}, ["seed=2", "paths.run_dir=here"])
-    here.checkpoints.mkdir()
-    (here.checkpoints / "last.ckpt").write_text("")
-    assert expand(["paths.run_dir=here", "ckpt_path=last"]) == [
-        "seed=2",
-        "paths.run_dir=here",
-        f"hydra.run.dir='{here.path}'",
-        f"ckpt_path='{here.path}/checkpoints/last.ckpt'",
-    ]
-    with pytest.raises(TrainkitError, match=r"no run in outputs\. "):
-        expand(["paths.run_dir=outputs", "ckpt_path=last"])
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["ckpt_path=last"], "ckpt_path=last: there is no run in"),
+        (["ckpt_path=last", "name=other"], "there is no run in outputs/other"),
+        (["ckpt_path=last", "paths.run_dir=outputs"], r"there is no run in outputs\. "),
         (["ckpt_path=gone.ckpt"], "received 'gone.ckpt', which does not exist"),
         (["ckpt_path=last", "-m"], "resumes one run"),
         (["ckpt_path=auto", "-m"], "resumes one run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
+    made("a", ["seed=1"], at=1)
     with pytest.raises(TrainkitError, match=text):
         expand(words)
 
@@ -178,7 +174,7 @@ def test_auto_leaves_the_newest_trial_to_its_own_sweep(
     assert as_trial(["seed=2", AUTO]) == ["seed=2", AUTO]
     assert expand(["seed=2", AUTO]) == ["seed=2"]
     own = made("own_trial", ["seed=2"], at=2)
-    wandb_id.remember(str(own.path), "mine")
+    remember_wandb_run(str(own.path), "mine")
     assert as_trial(["seed=2", AUTO])[-1] == (
         f"ckpt_path='{own.path}/checkpoints/last.ckpt'"
     )
@@ -189,11 +185,6 @@ def test_a_secret_has_to_be_given_again() -> None:
     with pytest.raises(TrainkitError, match=r"hub\.token: is a secret"):
         expand(["ckpt_path=last"])
     assert "+hub.token=x" in expand(["ckpt_path=last", "+hub.token=x"])
-
-
-def test_keys_of_overrides() -> None:
-    words = ["a=1", "+a=1", "++a.b=1", "~a", "db@x=1"]
-    assert [key_of(word) for word in words] == ["a", "a", "a.b", "a", "db"]
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""How a run begins and ends: what goes on leaves it as it was, and signals are told."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
+from trainkit.cli.runs.folder import only_one
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
+
+TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
+LAST = 7
+"""The last batch of the two steps; a validation follows it."""
+
+
+def texts(run: Path) -> dict[str, str]:
+    return {name: (run / name).read_text() for name in TEXTS}
+
+
+def go_on(*overrides: str, at: Path | None = None) -> int:
+    """From the newest run, or the one in a given folder, which is found sooner."""
+    where = at / "checkpoints" / "last.ckpt" if at else "last"
+    return train(f"ckpt_path={where}", *overrides, small=[])
+
+
+def test_what_trains_no_step_leaves_the_run_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train() == 0
+    run = the_run(tmp_path)
+    before = texts(run)
+
+    def is_refused(status: int, text: str) -> bool:
+        shown = capsys.readouterr().err
+        assert text in shown
+        assert len(shown.splitlines()) <= 2
+        return status == 2 and texts(run) == before
+
+    longer = "trainer.max_steps=3"
+    status = go_on(longer, "model.d_model=16", at=run)
+    assert is_refused(status, "size mismatch for token.weight")
+    with only_one(run, what="a run"):  # it is under way
+        assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
+
+    (tmp_path / "no.ckpt").write_text("this is no checkpoint")
+    status = train("ckpt_path=no.ckpt")
+    assert is_refused(status, "must be a readable checkpoint, received ")
+    cut_off = (run / "checkpoints" / "last.ckpt").read_bytes()[:-100]
+    (tmp_path / "no.ckpt").write_bytes(cut_off)
+    assert is_refused(train("ckpt_path=no.ckpt"), "no.ckpt, which is damaged or no")
+    assert run_dirs(tmp_path) == [run], "what was refused has no folder"
+
+    capsys.readouterr()
+    for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so
+        assert go_on(*words, at=run) == 0
+        shown = capsys.readouterr().out
+        assert "the run had finished after 2 optimizer steps" in shown
+        assert "with a larger trainer.max_steps, max_epochs or max_time" in shown
+        assert texts(run) == before
+
+    # One that came to nothing is not the last; and no change is inherited.
+    assert go_on(longer, "trainer.accumulate_grad_batches=2") == 0
+    assert "2 x accumulation 2" in capsys.readouterr().out
+    assert summary_of(run)["steps"] == 3
+    assert texts(run) != before  # the control
+
+
+def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
+    groups = tmp_path / "my conf"
+    (groups / "model").mkdir(parents=True)
+    (groups / "model" / "mine.yaml").write_text(
+        "_target_: tests.cli.train.test_main.Foreign\nwidth: 3\n"
+    )
+    words = [word for word in SMALL if not word.startswith("model.")]
+    own = ["model=mine", "optimizer=none", "scheduler=none"]
+    assert train("--config-dir=my conf", *own, *words, small=[]) == 0
+    run = the_run(tmp_path)
+    assert go_on("trainer.max_steps=3", at=run) == 0
+    assert summary_of(run)["steps"] == 3
+
+
+def test_a_configuration_of_ones_own_goes_on_under_its_name(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [train, _self_]\nname: my\n"
+    )
+    assert train("--config-dir=conf", "--config-name=mine") == 0
+    run = the_run(tmp_path)
+    assert run.parent.name == "my"
+    named = ["--config-dir=conf", "--config-name=mine"]
+    assert go_on(*named, "trainer.max_steps=3") == 0
+    assert summary_of(run)["steps"] == 3
+
+
+@pytest.fixture
+def died() -> Iterator[list[int]]:
+    """What reached the handlers of before the run: what would end a process."""
+    found: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {
+        each: signal.signal(each, lambda number, _: found.append(number))
+        for each in numbers
+    }
+    ours = [signal.getsignal(each) for each in numbers]
+    yield found
+    assert [signal.getsignal(each) for each in numbers] == ours  # given back
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def killer(hook: str, batch: int, signum: str = "SIGTERM") -> str:
+    return (
+        "+callbacks.killer={_target_: tests.cli.train.killer.Killer, "
+        f"hook: {hook}, batch: {batch}, signum: {signum}}}"
+    )
+
+
+class LateLogger(MetricsCSVLogger):
+    """Gets the signals while it is closed, as a tracker that uploads."""
+
+    signals: Any = (signal.SIGTERM,)
+
+    def finalize(self, status: str) -> None:
+        for number in self.signals:
+            signal.raise_signal(number)
+        super().finalize(status)
+
+
+LATE = "logger.csv._target_=tests.cli.train.test_bounds.LateLogger"
+
+
+@pytest.mark.parametrize(
+    ("hook", "signum"), [("on_train_batch_end", "SIGTERM"), ("on_fit_end", "SIGINT")]
+)
+def test_a_stop_after_the_last_step_finds_a_finished_run(
+    hook: str, signum: str, died: list[int], tmp_path: Path
+) -> None:
+    assert train(killer(hook, LAST, signum)) == 0
+    assert died == []
+    found = summary_of(the_run(tmp_path))
+    assert (found["status"], found["steps"]) == ("finished", 2)
+    assert (the_run(tmp_path) / "checkpoints" / "last.ckpt").exists()
+
+
+def test_an_epoch_of_one_batch_is_the_last_one_as_well(
+    died: list[int], tmp_path: Path
+) -> None:
+    epochs = ["trainer.max_steps=-1", "trainer.max_epochs=2", "scheduler=none"]
+    small = ["trainer.limit_train_batches=1", "trainer.val_check_interval=1"]
+    small.append("trainer.accumulate_grad_batches=1")
+    assert train(killer("on_train_batch_end", 1), *epochs, *small) == 0
+    assert summary_of(the_run(tmp_path))["status"] == "finished"
+    with pytest.raises(SystemExit):  # the control
+        train(killer("on_train_batch_end", 0), *epochs, *small)
+    statuses = {summary_of(each)["status"] for each in run_dirs(tmp_path)}
+    assert statuses == {"finished", "interrupted"}
+
+
+@pytest.mark.parametrize(
+    ("words", "signals", "status", "how"),
+    [
+        # A sweep's server stops a poor trial when its rows arrive, at its end.
+        ([], [signal.SIGTERM], 0, ("finished", 2)),
+        ([], [signal.SIGINT, signal.SIGINT], 130, ("finished", 2)),
+        # The control: it was interrupted before, and a second stop does not hide that.
+        ([killer("on_train_batch_end", 3)], [signal.SIGTERM], 143, ("interrupted", 1)),
+    ],
+)
+def test_a_stop_while_loggers_are_closed_leaves_the_run_as_it_ended(
+    words: list[str],
+    signals: list[signal.Signals],
+    status: int,
+    how: tuple[str, int],
+    died: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
+) -> None:
+    monkeypatch.setattr(LateLogger, "signals", signals)
+    if status:
+        with pytest.raises(SystemExit) as end:
+            train(LATE, *words)
+        assert end.value.code == status
+    else:
+        assert train(LATE) == 0
+        assert "SIGTERM: training is over" in capfd.readouterr().err
+    assert died == []
+    found = summary_of(the_run(tmp_path))
+    assert (found["status"], found["steps"]) == how
+
+
+def test_the_other_runs_of_a_multirun_are_not_begun(
+    died: list[int], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train("-m", "seed=1,2", LATE)
+    assert end.value.code == 143
+    (run,) = run_dirs(tmp_path)
+    assert summary_of(run)["status"] == "finished"

@@ -1,0 +1,125 @@
+"""`metrics.csv` and `train.log`, which each run has in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.code_lm import CodeLM
+from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.lit.logs.metric_file import Row, read_rows
+
+
+class Breaks(CodeLM):
+    """Has a fault of its own in the second window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 1:
+            raise RuntimeError("my own fault")
+
+
+@pytest.fixture(autouse=True)
+def _without_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def log_of(where: Path) -> list[str]:
+    return (the_run(where) / "train.log").read_text().splitlines()
+
+
+def rows_of(where: Path) -> list[Row]:
+    return read_rows(the_run(where) / "metrics.csv")
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    found = capsys.readouterr()
+    return [*found.out.splitlines(), *found.err.splitlines()]
+
+
+def test_a_run_has_all_lines_and_a_row_for_each_step_and_a_resumed_one_appends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("logger=none") == 0
+    first = log_of(tmp_path)
+    assert sorted(first) == sorted(shown(capsys))
+    for text in ("step: per-device", "windows: ", "step 2 of 2: ", "written to: "):
+        assert sum(f"trainkit | {text}" in line for line in first) == 1
+    where = f"ckpt_path={the_run(tmp_path)}/checkpoints/last.ckpt"
+    assert train(where, "trainer.max_steps=3", small=[]) == 0
+    whole = log_of(tmp_path)
+    assert whole[: len(first)] == first
+    assert sorted(whole[len(first) :]) == sorted(shown(capsys))
+    assert [row["step"] for row in rows_of(tmp_path)] == ["1", "2", "3"]
+    assert train(where, "trainer.max_steps=3", small=[]) == 0  # nothing is left to do
+    assert log_of(tmp_path) == whole
+
+
+def test_a_fault_stands_in_it_and_in_the_summary_and_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(f"model._target_={__name__}.Breaks") == 1
+    lines = log_of(tmp_path)
+    assert lines[-1] == "RuntimeError: my own fault"
+    assert lines[-1] == shown(capsys)[-1]
+    assert lines.count("RuntimeError: my own fault") == 1
+    run = the_run(tmp_path)
+    assert summary_of(run)["status"] == "failed"
+    assert "failed after 1 optimizer step" in (run / "report.html").read_text()
+
+
+def test_a_mistake_that_shows_while_training_stands_in_it(tmp_path: Path) -> None:
+    """One before training leaves no log."""
+    wrong = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping,"
+    assert train(f"{wrong} monitor: nope, check_on_train_epoch_end: false}}") != 0
+    assert "nope" in log_of(tmp_path)[-1]
+    assert train("model.width=3", "name=other") == 2
+    assert len(run_dirs(tmp_path)) == 1
+    assert len(list(tmp_path.rglob("train.log"))) == 1
+
+
+@pytest.mark.parametrize("logger", ["several", "none trainer"])
+def test_each_run_has_one_row_for_each_step(logger: str, tmp_path: Path) -> None:
+    """Also if the Trainer is told to have no logger."""
+    group, *more = logger.split()
+    words = ["+trainer.logger=false"] if more else []
+    assert train(f"logger={group}", *words) == 0
+    found = rows_of(tmp_path)
+    assert [row["step"] for row in found] == ["1", "2"]
+    for name in ("window/loss", "window/grad_norm", "lr-AdamW", "epoch", "val/loss"):
+        assert all(name in row for row in found)
+    assert (the_run(tmp_path) / "report.html").exists()
+
+
+def test_a_file_of_ones_own_is_beside_it(tmp_path: Path) -> None:
+    assert train("logger.csv.filename=mine.csv", "trainer.max_steps=1") == 0
+    run = the_run(tmp_path)
+    mine = read_rows(run / "mine.csv")
+    assert mine == read_rows(run / "metrics.csv") != []
+
+
+def test_a_try_of_a_few_batches_has_neither_rows_nor_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lightning's fast_dev_run has no loggers."""
+    assert train("trainer.fast_dev_run=true") == 0
+    names = {path.name for path in the_run(tmp_path).iterdir()}
+    assert not names & {"metrics.csv", "report.html"}
+    assert "report" not in capsys.readouterr().out
+
+
+def test_tensorboard_has_the_same_steps(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert train("logger=tensorboard", "metric=window/loss") == 0
+    run = the_run(tmp_path)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("window/loss", "lr-AdamW", "val/loss"):
+        assert [each.step for each in events.Scalars(name)] == [1, 2]
+    # The window is a metric, of the last one; and best.ckpt goes by it.
+    last = rows_of(tmp_path)[-1]
+    assert summary_of(run)["metrics"]["window/loss"] == float(last["window/loss"])
+    assert (run / "checkpoints" / "best.ckpt").exists()
