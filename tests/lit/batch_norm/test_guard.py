@@ -22,7 +22,13 @@ from tests.lit.batch_norm.fits import (
     batches,
     fit,
 )
-from trainkit import AccumulationCallback, BatchNormGuard, LRScaling, PerSample
+from trainkit import (
+    AccumulationCallback,
+    BatchNormGuard,
+    LRScaling,
+    PerSample,
+    exact_batch_norm,
+)
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import PolicyName
@@ -270,3 +276,10 @@ def test_table_says_what_was_replaced(capsys: Any) -> None:
     assert "GroupNorm (3 with 1 group)" in capsys.readouterr().out
     fit(POLICY, max_epochs=1)
     assert "GroupNorm (1 with 1 group, 2 with 2 groups)" in capsys.readouterr().out
+
+
+def test_the_option_memory_of_earlier_versions_is_taken_and_named_as_idle() -> None:
+    with pytest.warns(UserWarning, match="memory= has no effect any more"):
+        BatchNormGuard("exact", memory="host")
+    with pytest.warns(UserWarning, match="exact_batch_norm: memory= has no effect"):
+        exact_batch_norm(nn.BatchNorm1d(3), size=2, memory="device")

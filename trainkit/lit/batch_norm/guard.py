@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.core.plan.options import check_choice, check_whole_number
+from trainkit.core.tape.forward import warn_of_memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
@@ -117,6 +118,7 @@ class BatchNormGuard(OrderedCallback):
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
+        memory: has no effect any more.
     """
 
     order = 3
@@ -131,8 +133,10 @@ class BatchNormGuard(OrderedCallback):
         exact: bool = True,
         forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
+        memory: Any = None,
     ) -> None:
         super().__init__()
+        warn_of_memory("BatchNormGuard", memory)
         self.policy = policy
         options = {
             "min_samples": min_samples,
