@@ -28,8 +28,12 @@ from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.callback.base import find_callback, window_ends
-from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
-from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, checked, listed
+from trainkit.lit.front.mixin_callback import (
+    CALLBACKS,
+    BringsCallback,
+    MixinCallback,
+    strategies_of,
+)
 from trainkit.lit.logs.exact_log import one_number, stage_of
 from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.windows.callback import WindowCallback
@@ -92,8 +96,9 @@ class AccumulationMixin(_Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
-        if not isinstance(getattr_static(cls, CALLBACKS), OwnCallbacks):
-            setattr(cls, CALLBACKS, OwnCallbacks(checked(cls.configure_callbacks)))
+        hook = getattr_static(cls, CALLBACKS, None)  # none without a LightningModule
+        if callable(hook):
+            setattr(cls, CALLBACKS, BringsCallback(hook))
         _hide_from_torchscript(cls, "effective_batch")
         for name in ("setup", "configure_model"):
             _replace_after(cls, name)
@@ -117,18 +122,6 @@ class AccumulationMixin(_Base):
     def __dir__(self) -> list[str]:
         # TorchScript's tracing reads all attributes, also before this one is known.
         return [name for name in super().__dir__() if name != "effective_batch"]
-
-    # ---- hooks -----------------------------------------------------------------------
-
-    def configure_callbacks(self) -> Any:
-        return self._with_driver(super().configure_callbacks())
-
-    def _with_driver(self, callbacks: Any) -> list[Any]:
-        """Callbacks as Lightning takes them, and the mixin's."""
-        found = listed(callbacks)
-        if any(isinstance(each, MixinCallback) for each in found):
-            return found
-        return [*found, MixinCallback(self, AccumulationMixin)]
 
     # ---- weights ---------------------------------------------------------------------
 
