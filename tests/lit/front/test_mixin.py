@@ -67,7 +67,8 @@ class Extends(Mixed):
     """Overrides one hook and extends it."""
 
     def configure_callbacks(self) -> Any:
-        return [*super().configure_callbacks(), Counter()]
+        inherited: Any = super().configure_callbacks()
+        return [*inherited, Counter()]
 
 
 class Foreign:
