@@ -144,7 +144,9 @@ def test_a_resumed_fit_says_from_where(
 
     def resumed(path: str) -> str:
         fitted("callback", accumulate=2, max_epochs=2, resume=path)
-        return lines(capsys)[-1]
+        table, proof = lines(capsys)[-2:]
+        assert "proof: exact" in proof
+        return table
 
     assert resumed("out/run/checkpoints/last.ckpt") == f"{step} of out/run"
     assert resumed(str(tmp_path / "elsewhere.ckpt")) == f"{step} from elsewhere.ckpt"

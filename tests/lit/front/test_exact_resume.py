@@ -77,8 +77,8 @@ def is_whole(whole: Any, found: Any, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("hook", "batch", "dies"),
     [
-        ("on_train_batch_start", 1, True),  # inside a window, as most of them
-        ("on_train_batch_start", 8, False),
+        ("on_train_batch_start", 8, True),  # inside a window, as most of them
+        ("on_train_batch_start", 5, False),
         ("on_after_backward", 4, False),
         ("on_train_batch_end", 6, True),
         ("on_train_batch_end", 4, False),

@@ -8,6 +8,8 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as old
+import torch
+from torch import nn
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import RAGGED, SEQUENCES, WINDOW, big_batch, drivers_of, ragged
@@ -201,3 +203,19 @@ def test_callbacks_of_an_instance_of_the_other_namespace() -> None:
     fit.fit(module, ragged(RAGGED))
     assert len(drivers_of(fit)) == 1
     assert is_exact(module)
+
+
+def through(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_torchscript_gives_what_the_module_gives(method: Any) -> None:
+    module: Any = hooked(Mixed, forward=through)()
+    module.net, rows = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3)
+    module.example_input_array = rows
+    with torch.no_grad():
+        assert torch.equal(module.to_torchscript(method=method)(rows), module(rows))
+    with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
+        _ = module.effective_batch

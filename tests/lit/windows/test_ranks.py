@@ -147,7 +147,9 @@ def test_nan_on_one_rank_is_named_on_all_ranks(
 def test_table_is_printed_on_the_first_rank_alone(two: Any) -> None:
     first, second = raise_rank_errors(two["printed"])
     assert second == ""
-    assert first.splitlines() == [
+    *table, proof = first.splitlines()
+    assert proof.startswith("trainkit | proof: exact on 6 of your rows")
+    assert table == [
         "trainkit | step: per-device batch 4 x accumulation 2 x ranks 2 = 16 samples a "
         "step, weighed by PerToken",
         "trainkit | windows: 2 full windows + 1 short one (1 of 2 micro-batches) "

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_IGNORED = "__jit_ignored_attributes__"
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
@@ -99,7 +98,6 @@ class AccumulationMixin(_Base):
         hook = getattr_static(cls, CALLBACKS, None)  # none without a LightningModule
         if callable(hook):
             setattr(cls, CALLBACKS, BringsCallback(hook))
-        _hide_from_torchscript(cls, "effective_batch")
         for name in ("setup", "configure_model"):
             _replace_after(cls, name)
 
@@ -118,10 +116,6 @@ class AccumulationMixin(_Base):
             if found is not None:
                 return found
         return read_effective_batch(trainer)
-
-    def __dir__(self) -> list[str]:
-        # TorchScript's tracing reads all attributes, also before this one is known.
-        return [name for name in super().__dir__() if name != "effective_batch"]
 
     # ---- weights ---------------------------------------------------------------------
 
@@ -354,18 +348,6 @@ def _refuse_wrong_order(cls: type) -> None:
             f"LightningModule, whose hooks hide the mixin's otherwise. Write "
             f"class {cls.__name__}(AccumulationMixin, LightningModule)."
         )
-
-
-def _hide_from_torchscript(cls: type, name: str) -> None:
-    """Exclude a property from TorchScript, which would read it on each module.
-
-    TorchScript looks up exclusions in the class itself only.
-    """
-    own = getattr_static(AccumulationMixin, name)
-    if getattr_static(cls, name) is own:
-        setattr(cls, name, own)
-        ignored = getattr(cls, _IGNORED, ())
-        setattr(cls, _IGNORED, list({*ignored, name}))
 
 
 def _replace_after(cls: type[AccumulationMixin], name: str) -> None:
