@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
-from trainkit.core.announced import Told, on_host, weights_by_term
 from trainkit.core.checks import Checks, Nonfinite, Watch
-from trainkit.core.division import Division
+from trainkit.core.division import Division, Told, on_host, weights_by_term
 from trainkit.core.gradient_sum import GradientSum, trained
 from trainkit.core.gradients import (
     HALF,

@@ -96,15 +96,5 @@ def seed_all(number: int) -> None:
         numpy.seed(number % 2**32)
 
 
-def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between two `read_states`."""
-    return all(
-        torch.equal(state, other[name])
-        if isinstance(state, torch.Tensor)
-        else state == other[name]
-        for name, state in one.items()
-    )
-
-
 def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)

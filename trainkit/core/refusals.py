@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
-from trainkit.core.announced import Told
+from trainkit.core.division import Told
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape

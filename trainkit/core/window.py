@@ -59,7 +59,6 @@ class Window:
         padding: how many tokens were padding, of those that were counted.
         tokens: how many tokens were counted.
         samples: how many samples were counted.
-        last_samples: how many samples were counted last; None if none were.
         carried: the row of the micro-batches that a checkpoint has brought back.
         carried_weights: the weight of each of these, if it is known.
         num_skipped: how many micro-batches were left out, with weight 0.
@@ -75,7 +74,6 @@ class Window:
     padding: Weight = 0
     tokens: Weight = 0
     samples: Weight = 0
-    last_samples: Weight | None = None
     carried: Tensor | None = None
     carried_weights: list[Weight] = field(default_factory=list)
     num_skipped: int = 0
@@ -145,7 +143,6 @@ class Window:
         self.padding += padding
         self.tokens += tokens
         self.samples += samples
-        self.last_samples = samples
 
     def copy(self) -> Window:
         """A copy that stays as it is while this window continues."""

@@ -10,7 +10,7 @@ import torch
 from tests.core.common import Toy, big_batch, cut, fresh_net, joined, relative
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
-from trainkit.core.announced import weights_by_term
+from trainkit.core.division import weights_by_term
 
 PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
 WHOLE, LOSS = big_batch(fresh_net(), joined(PARTS))
