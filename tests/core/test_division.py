@@ -111,12 +111,6 @@ def test_another_window_than_announced_is_refused(
     assert toy.gradient == 5  # which leaves no trace
 
 
-def test_announcing_a_window_that_skips_micro_batches_is_refused() -> None:
-    """What is skipped cannot be taken out of a total that is known."""
-    with pytest.raises(TrainkitError, match="expect.*: nonfinite='skip' leaves"):
-        Toy(nonfinite="skip").accumulator.expect([1])
-
-
 def test_terms_with_different_numbers_of_weights_are_refused() -> None:
     accumulator = Accumulator({"a": PerSample(), "b": PerSample()})
     with pytest.raises(TrainkitError, match=r"different numbers of them: {'a': 1, 'b'"):

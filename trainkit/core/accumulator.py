@@ -76,9 +76,8 @@ class Accumulator:
         checks: `"late"` costs nothing and complains one window late. `"now"` waits for
             the device once a window, and refuses before the step is taken.
         nonfinite: what to do with a loss that is NaN or infinite and weighs something.
-            `"raise"` an error (the default without a scaler); `"allow"` it, if a
-            gradient scaler skips the step (the default with one); or `"skip"` the
-            micro-batch with its weight, which waits for the device at each loss.
+            `"raise"` an error (the default without a scaler), or `"allow"` it, if a
+            gradient scaler skips the step (the default with one).
         scaler: the gradient scaler of the loop, if it has one. Needed if it serves
             several accumulators: its factor may then change inside a window.
         wide_gradients: keep the window's gradient in float32 beside parameters of half
@@ -118,8 +117,6 @@ class Accumulator:
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
             self.gradients.keep_wide(partial(trained, module))
-        if nonfinite == "skip":
-            refusals.refuse_skips_between_ranks(self.ranks)
 
     def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
         """Weigh by another strategy from now on; refused while a window is open."""
@@ -161,9 +158,6 @@ class Accumulator:
                 weight = self.strategy.weight(batch)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         assert isinstance(loss, Tensor)
-        if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
-            window.skip(loss)
-            return
         if backward is None:
             self.pass_back(loss, weight)
             return
@@ -315,8 +309,7 @@ class Accumulator:
 
     def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
         """Announce the next window, as `expect` does, by weights that were checked."""
-        if self.is_open or self.told is not None or self.watch.nonfinite == "skip":
-            refusals.refuse_expect(self.window, self.told)
+        refusals.refuse_expect(self.window, self.told)
         told = Told(weights, self.ranks, self.device)
         if self.ranks.ddp is not None:
             refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
@@ -329,7 +322,7 @@ class Accumulator:
         self.window, self.told, self._joined = window.copy(), None, None
         if not window.is_open:
             self.division.close()
-        self.gradients.rewind(len(window.carried_weights) + window.num_weighted)
+        self.gradients.rewind(len(window.carried_weights) + len(window.entries))
 
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
@@ -365,7 +358,7 @@ class Accumulator:
         if self._num_running != num_running():
             raise refusals.late_start(self._num_running, num_running())
         told = self.told
-        is_whole = window.num_weighted == window.num_passes and not window.is_torn
+        is_whole = len(window.entries) == window.num_passes and not window.is_torn
         if told is not None:
             is_whole = is_whole and told.num_begun == told.num_micro_batches
         if not is_whole or not window.is_open or self.ranks.size > 1:

@@ -16,7 +16,7 @@ from trainkit.core.window import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIG
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]
-Nonfinite = Literal["raise", "allow", "skip"]
+Nonfinite = Literal["raise", "allow"]
 
 
 class LateReading:
@@ -57,7 +57,7 @@ class Watch:
             before the step.
         nonfinite: what to do with a loss that is not finite and weighs something:
             `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
-            a step; `"skip"` has left its micro-batch out already.
+            a step.
         is_poisoned: returns whether a gradient or a parameter is NaN or infinite. It is
             called once, when a micro-batch of weight 0 had such a loss: its gradient is
             zero for most losses and NaN for some, and the loss does not show which.

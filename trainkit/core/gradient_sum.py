@@ -189,7 +189,7 @@ class ZeroedWatch:
         if written:
             self._is_written = True
             reading = LateReading(self._flags(written, window))
-            self._late.append((window.num_weighted, reading))
+            self._late.append((len(window.entries), reading))
         self._held, self._were_zero = [], None
         if self._late:
             self.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,9 +56,9 @@ def refuse_division(
             "ranks' gradients are still apart. Leave no_sync() for the last "
             "micro-batch, its forward pass included."
         )
-    if window.num_weighted != window.num_passes:
+    if len(window.entries) != window.num_passes:
         raise TrainkitError(
-            f"window: {window.num_weighted} losses were weighted, and "
+            f"window: {len(window.entries)} losses were weighted, and "
             f"{window.num_passes} backward passes came from them, so a gradient in it "
             f"was weighted twice or not at all. Start each pass once, from the loss "
             f"that was passed on (an override of LightningModule.backward must use its "
@@ -91,7 +91,7 @@ def refuse_other_strategy(
         )
 
 
-def refuse_expect(window: Window, told: Told | None) -> NoReturn:
+def refuse_expect(window: Window, told: Told | None) -> None:
     if window.is_open or told is not None:
         raise TrainkitError(
             f"expect(): must announce a window before it begins, and the open one has "
@@ -99,10 +99,6 @@ def refuse_expect(window: Window, told: Told | None) -> NoReturn:
             f"Call it once, before the window's first backward(); drop() forgets a "
             f"window."
         )
-    raise TrainkitError(
-        "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
-        "total is not known beforehand. Use nonfinite='raise', or do not call it."
-    )
 
 
 def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
@@ -254,14 +250,4 @@ def refuse_wide_without_module(module: Any) -> None:
             f"wide_gradients=True: needs the module whose parameters get sums in "
             f"float32, received module={type(module).__name__}. Pass the module that "
             f"trains, wrapped as it will be."
-        )
-
-
-def refuse_skips_between_ranks(ranks: Ranks) -> None:
-    if ranks.backend_sums:
-        raise TrainkitError(
-            f"nonfinite='skip': is not possible if backward passes communicate "
-            f"(aggregation={ranks.aggregation!r} over {ranks.size} ranks): a rank that "
-            f"skips one leaves the others waiting. Use 'raise', or 'allow' with a "
-            f"gradient scaler."
         )
