@@ -38,8 +38,11 @@ from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
-from trainkit.lit.windows.held_schedulers import hold_schedulers, release_schedulers
-from trainkit.lit.windows.step_watch import StepWatch
+from trainkit.lit.windows.step_watch import (
+    StepWatch,
+    hold_schedulers,
+    release_schedulers,
+)
 from trainkit.lit.windows.streamed import Streamed
 
 
