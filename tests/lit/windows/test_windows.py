@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tests.lit.fronts import (
     batches_of,
     cut,
     fit,
-    merged,
     ragged,
     windows_of,
 )
@@ -170,14 +170,14 @@ CASES: dict[str, Case] = {
     # Also one that divides the epoch exactly (transformers#37777), and N = 1.
     **{
         f"of {n}": Case(of(n) * 2, is_off=n > 1, how={"window": n})
-        for n in (1, 2, 3, 5, 7, 10)
+        for n in (1, 3, 5, 10)
     },
     "longer than an epoch": Case(of(10) * 2, short(64, 10), how={"window": 64}),
     **{
         f"a stream in windows of {n}": Case(
             of(n) * 2, optimizer="adamw", how={"window": n, "batches": stream()}
         )
-        for n in (3, 5, 100)
+        for n in (3, 100)
     },
     "Lightning's own schedule": Case(
         [*of(2), *of(4)],
@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
             kind=hooked(Plain, validation_step=lambda self, batch, _: None),
             how={"validation": ragged([4]), "val_check_interval": n},
         )
-        for n in (1, 3, 5, 0.3)
+        for n in (3, 0.3)
     },
     **{
         f"limited to {n}": Case(
@@ -205,10 +205,7 @@ CASES: dict[str, Case] = {
     ),
     "fast_dev_run": Case([[0, 1, 2]], how={"fast_dev_run": 3}),
     # Windows are counted, not micro-batches; the second epoch starts afresh.
-    **{
-        f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n})
-        for n in (1, 2, 4)
-    },
+    **{f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n}) for n in (2, 4)},
     # None for the first, a middle, the last of a window, for a whole one, for many.
     **{
         f"without {skipped}": Case(
@@ -217,7 +214,7 @@ CASES: dict[str, Case] = {
             optimizer="momentum",
             how=ONCE,
         )
-        for skipped in ((0,), (1, 2), (3,), (9,), (4, 5, 6, 7), (0, 3, 8, 9))
+        for skipped in ((0, 3, 9), (1, 2), (4, 5, 6, 7))
     },
     "without any": Case([], kind=without(*ALL), is_off=False, how=ONCE),
     "Uniform() that fetches its batches": Case(
@@ -248,7 +245,7 @@ CASES: dict[str, Case] = {
             dropped(held) if held else "",
             kind=ends_epoch_at(WINDOW + held),
         )
-        for held in (0, 1, 2, 3)
+        for held in (0, 3)
     },
     "should_stop": Case(of(WINDOW)[:1], dropped(2), callbacks=lambda: [Ending(5)]),
     "max_time": Case(
@@ -276,28 +273,24 @@ def run(front: str, case: Case) -> Any:
         return fit(front, case.kind, *case.callbacks(), made=made, **case.how)
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "front"), [*zip(CASES, cycle(["mixin", "callback"]), strict=False)]
+)
 def test_windows_are_big_batches_of_these_micro_batches(name: str, front: str) -> None:
     """With exactly these messages; plain Lightning, the control, is off."""
     case = CASES[name]
     with told("accumul") as said:
-        fitted = run(front, case)
-    expected = stepped(case.windows, case.optimizer)
+        module = run(front, case).lightning_module
     if not case.windows:
-        assert torch.equal(weights(fitted.lightning_module), START)
-    elif front == "plain":
-        off = deviation(fitted.lightning_module, expected, START)
-        assert (off > NAIVE) is case.is_off
-    else:
-        assert deviation(fitted.lightning_module, expected, START) <= 1e-10
-        assert said == [case.said] * bool(case.said)
-
-
-def test_each_merged_window_is_a_big_batch() -> None:
-    """The reference of other tests merges the same micro-batches."""
-    sizes = [sum(RAGGED[k] for k in window) for window in of(WINDOW)]
-    assert merged(RAGGED) == sizes
+        assert torch.equal(weights(module), START)
+        return
+    assert said == [case.said] * bool(case.said)
+    expected = stepped(case.windows, case.optimizer)
+    assert deviation(module, expected, START) <= 1e-10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = run("plain", case).lightning_module
+    assert (deviation(plain, expected, START) > NAIVE) is case.is_off
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
@@ -341,9 +334,15 @@ def end(fitted: Any, module: Any, how: str, *, is_ours: bool = True) -> None:
     assert said == ([dropped(2, ENDS[how][1])] if is_ours else [])
 
 
-@pytest.mark.parametrize("same_trainer", [True, False])
-@pytest.mark.parametrize("how", ["error", "ctrl-c"])
-@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+@pytest.mark.parametrize(
+    ("front", "how", "same_trainer"),
+    [
+        ("mixin", "error", True),
+        ("callback", "ctrl-c", True),
+        ("callback", "error", False),
+        ("plain", "error", True),
+    ],
+)
 def test_fit_after_an_exception_equals_fresh_fit(
     front: str, how: str, same_trainer: bool
 ) -> None:
