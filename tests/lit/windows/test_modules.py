@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers import TOLERANCE, deviation, trainer, weights
+from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
 from tests.lit.fronts import (
     RAGGED,
     SEQUENCES,
@@ -35,6 +35,7 @@ from tests.lit.fronts import (
     merged,
     ragged,
 )
+from tests.lit.windows.moving import ONCE, Moving
 from tests.recording import Weights
 from tests.zoo import Mixed, Plain, Rows, hooked, on_front
 from trainkit import PerSample, PerToken
@@ -288,3 +289,20 @@ def test_module_copied_inside_a_window_trains_exactly() -> None:
     trainer(WINDOW, max_epochs=1).fit(copied, ragged(RAGGED))
     trainer(max_epochs=1).fit(plain, ragged(merged(RAGGED)))
     assert deviation(copied, plain, before) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("way", "wrong"), [("in place", "training_step"), ("queue", "on_train_batch_end")]
+)
+def test_state_moved_once_a_step_equals_the_big_batch(way: str, wrong: str) -> None:
+    """Before the step; in each batch, and at its end, which is the control, it moves
+    too often."""
+
+    def trained(where: str, sizes: Any = RAGGED, window: int = WINDOW) -> Moving:
+        module = Moving(where, way)
+        trainer(window).fit(module, ragged(sizes))
+        return module
+
+    whole, start = trained(ONCE, merged(RAGGED), 1), weights(Moving(ONCE, way))
+    assert deviation(trained(ONCE), whole, start) < 1e-7
+    assert deviation(trained(wrong), whole, start) > NAIVE

@@ -24,8 +24,8 @@ from tests.lit.fronts import (
     windows_of,
 )
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.lit.windows.half import Heavy, precise
 from tests.lit.windows.test_modules import Wrapper
+from tests.lit.windows.test_precision import Heavy, precise
 from tests.lit.windows.test_windows import of, stepped, without
 from tests.recording import SENT, Gradients, Weights
 from tests.zoo import Mixed, Plain, hooked, scaled
