@@ -155,8 +155,8 @@ def no_callbacks() -> None:
     return None
 
 
-OWN = [some_callbacks, one_callback, no_callbacks, None]
-"""As Lightning takes them; what is no function is none."""
+OWN = [some_callbacks, one_callback, no_callbacks]
+"""As Lightning takes them."""
 
 
 @pytest.mark.parametrize("own", OWN)
