@@ -14,12 +14,7 @@ from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.division import Division, Told, on_host, weights_by_term
 from trainkit.core.gradient_sum import GradientSum, trained
-from trainkit.core.gradients import (
-    HALF,
-    are_finite,
-    gradients_of,
-    parameters_of,
-)
+from trainkit.core.gradients import HALF, gradients_of, parameters_of
 from trainkit.core.ranks import (
     Aggregation,
     Ranks,
@@ -27,17 +22,16 @@ from trainkit.core.ranks import (
     find_ranks,
     num_running,
 )
-from trainkit.core.state import load_weights, load_window, save_weights, save_window
+from trainkit.core.state import load_state, save_state
 from trainkit.core.strategies import (
     AccumulationStrategy,
     LossReduction,
     Strategies,
     Weight,
     checked_weight,
-    kind_of,
 )
 from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
-from trainkit.core.window import Window, WindowStats, default_device, vector
+from trainkit.core.window import Window, WindowStats, default_device
 
 
 class Accumulator:
@@ -108,7 +102,7 @@ class Accumulator:
         self.division = Division(
             self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
-        self.watch = Watch(checks, nonfinite, self._are_lost)
+        self.watch = Watch(checks, nonfinite, self.gradients.are_finite)
         self.num_windows = 0
         self._weigh_by(strategy)
         self._num_running = num_running()
@@ -178,13 +172,7 @@ class Accumulator:
         return self._joined.loss
 
     def weigh(
-        self,
-        loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor | None = None,
-        divided_by: int = 1,
-        expected: int = 1,
+        self, loss: Tensor, weight: Weight | None = None, **how: Any
     ) -> RemovableHandle:
         """Weight the backward pass that is about to run on `loss`, and count it.
 
@@ -193,16 +181,16 @@ class Accumulator:
         Args:
             loss: where the pass starts.
             weight: what the micro-batch weighs; not needed after `expect`.
-            value: the loss to report, if it is not `loss` (which a scaler may have
-                multiplied). It is divided alike, and must not be written over.
-            divided_by: what the loop has divided the loss by.
-            expected: how many micro-batches the window will have on this rank, which
-                sets the size of the sums while it is open.
+            **how: `value`, the loss to report, if it is not `loss` (which a scaler may
+                have multiplied): it is divided alike, and must not be written over.
+                `divided_by`, what the loop has divided the loss by. `expected`, how
+                many micro-batches the window will have on this rank, which sets the
+                size of the sums while it is open.
 
         Returns:
             A handle whose `remove()` ends the weighting.
         """
-        factor = self._enter(loss, weight, value, divided_by, expected)
+        factor = self._enter(loss, weight, **how)
         window = self.window
 
         def weighted(gradient: Tensor) -> Tensor:
@@ -211,17 +199,9 @@ class Accumulator:
 
         return loss.register_hook(weighted)
 
-    def pass_back(
-        self,
-        loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor | None = None,
-        divided_by: int = 1,
-        expected: int = 1,
-    ) -> None:
+    def pass_back(self, loss: Tensor, weight: Weight | None = None, **how: Any) -> None:
         """Run `loss.backward()`, weighted; the arguments are those of `weigh`."""
-        gradient = self._enter(loss, weight, value, divided_by, expected)
+        gradient = self._enter(loss, weight, **how)
         if gradient is not None:
             if not isinstance(gradient, Tensor):
                 gradient = torch.full_like(loss, gradient)
@@ -231,15 +211,16 @@ class Accumulator:
         window.is_torn = True
         loss.backward(gradient)
         window.is_torn = False
-        self.passed()
+        self.gradients.add()
 
     def _enter(
         self,
         loss: Tensor,
         weight: Weight | None,
-        value: Tensor | None,
-        divided_by: int,
-        expected: int,
+        *,
+        value: Tensor | None = None,
+        divided_by: int = 1,
+        expected: int = 1,
     ) -> Weight | None:
         """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
         window, division, told = self.window, self.division, self.told
@@ -301,11 +282,10 @@ class Accumulator:
             weights: the weights themselves for each term, in place of `batches`.
         """
         if weights is None:
-            checked = weights_by_term(self.strategies, batches)
-        else:
-            refusals.refuse_unequal_terms(weights)
-            checked = {term: list(map(on_host, row)) for term, row in weights.items()}
-        self.tell(checked)
+            self.tell(weights_by_term(self.strategies, batches))
+            return
+        refusals.refuse_unequal_terms(weights)
+        self.tell({term: list(map(on_host, row)) for term, row in weights.items()})
 
     def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
         """Announce the next window, as `expect` does, by weights that were checked."""
@@ -357,28 +337,12 @@ class Accumulator:
         gradients.refuse_changes(window, may_be_written=self.division.has_scaler)
         if self._num_running != num_running():
             raise refusals.late_start(self._num_running, num_running())
-        told = self.told
-        is_whole = len(window.entries) == window.num_passes and not window.is_torn
-        if told is not None:
-            is_whole = is_whole and told.num_begun == told.num_micro_batches
-        if not is_whole or not window.is_open or self.ranks.size > 1:
-            refusals.refuse_division(
-                window,
-                told,
-                self.ranks,
-                self._averaged,
-                gradients.parameters,
-                is_apart=is_apart,
-            )
+        refusals.refuse_division(self, self._averaged, is_apart=is_apart)
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(self.ranks)
-        row = window.row(self.device, slots=slots)
-        if self.ranks.size == 1:
-            table, totals = row[None], row
-        else:
-            table = self.ranks.gather_rows(row).wait()
-            totals = table.sum(0)
+        table = self.ranks.gather_rows(window.row(self.device, slots=slots)).wait()
+        totals = table[0] if self.ranks.size == 1 else table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))
         scale = self.division.scale(totals, window.reduction, step)
@@ -404,34 +368,15 @@ class Accumulator:
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        ranks = self.ranks if over_ranks else Ranks()
-        row, weights = self.window.row(self.device), self.window.weights
-        return {
-            "rank": None if over_ranks else self.ranks.index,
-            "num_windows": self.num_windows,
-            "strategy": kind_of(self.strategy),
-            "weights": save_weights(vector(weights, self.device), ranks),
-            **save_window(
-                row, self.division, self.module, ranks, wide=self.gradients.wide
-            ),
-        }
+        saved = save_state(self, self.ranks if over_ranks else Ranks())
+        return {**saved, "rank": None if over_ranks else self.ranks.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume inside the window that `state_dict` saved."""
         refusals.refuse_other_state(state, self.ranks, self.strategy)
         self.drop()
         self.watch.forget()
-        self.num_windows = state["num_windows"]
-        self.division.restore(state["reference"], state["factor"])
-        ranks = self.ranks if state["rank"] is None else Ranks()
-        wide = self.gradients.wide
-        row = load_window(state, self.module, ranks, wide=wide)
-        self.window.carry(row, load_weights(state.get("weights"), ranks))
-        self.division.is_open = self.is_open
-
-    def _are_lost(self) -> bool:
-        """Whether a gradient or a weight is NaN or infinite; waits for the device."""
-        return not are_finite(self.gradients.parameters)
+        load_state(self, state, self.ranks if state["rank"] is None else Ranks())
 
     def _close(self) -> None:
         reduction: LossReduction = self.strategy.loss_reduction

@@ -58,7 +58,7 @@ class Watch:
         nonfinite: what to do with a loss that is not finite and weighs something:
             `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
             a step.
-        is_poisoned: returns whether a gradient or a parameter is NaN or infinite. It is
+        are_finite: returns whether all gradients and parameters are finite. It is
             called once, when a micro-batch of weight 0 had such a loss: its gradient is
             zero for most losses and NaN for some, and the loss does not show which.
     """
@@ -67,7 +67,7 @@ class Watch:
         self,
         checks: Checks,
         nonfinite: Nonfinite,
-        is_poisoned: Callable[[], bool],
+        are_finite: Callable[[], bool],
     ) -> None:
         for name, value, choices in (
             ("checks", checks, get_args(Checks)),
@@ -80,7 +80,7 @@ class Watch:
                 )
         self.checks = checks
         self.nonfinite = nonfinite
-        self._is_poisoned = is_poisoned
+        self._are_finite = are_finite
         self._term: str | None = None
         self._divides = True
         self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
@@ -157,7 +157,7 @@ class Watch:
         lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
         if lost and self._lost_mean_at is None:
             self._lost_mean_at = step
-            if self.nonfinite != "allow" and self._is_poisoned():
+            if self.nonfinite != "allow" and not self._are_finite():
                 raise TrainkitError(f"{where}, {lost}:{self._hint()}")
         bad = _ranks(rows, lambda row: not isfinite(row[LOSS]))
         if bad and self.nonfinite != "allow":

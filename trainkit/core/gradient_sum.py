@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainkit.core._compat import version_of
 from trainkit.core.checks import LateReading
 from trainkit.core.gradients import (
+    are_finite,
     gradients_of,
     leaves_of,
     scale_,
@@ -128,6 +129,11 @@ class GradientSum:
             scale_(gradients, scale)
         if self._ranks.size > 1 and (is_apart or not self._ranks.backend_sums):
             sum_over_ranks_(rest, self._ranks, times=1 / self._ranks.multiplier)
+
+    def are_finite(self) -> bool:
+        """Whether no gradient and no parameter is NaN or infinite; waits for the
+        device."""
+        return are_finite(self.parameters)
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window, whose gradients are back."""

@@ -40,15 +40,10 @@ def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
 
 
 def refuse_division(
-    window: Window,
-    told: Told | None,
-    ranks: Ranks,
-    averaged: AbstractSet[int],
-    parameters: Sequence[Tensor],
-    *,
-    is_apart: bool,
+    accumulator: Any, averaged: AbstractSet[int], *, is_apart: bool
 ) -> None:
     """Refuse to close a window that cannot be divided exactly."""
+    window, told, ranks = accumulator.window, accumulator.told, accumulator.ranks
     refuse_torn(window)
     if window.is_apart and not is_apart:
         raise TrainkitError(
@@ -75,7 +70,7 @@ def refuse_division(
     if ranks.ddp is not None and ranks.backend_sums:
         if not is_apart:
             refuse_unfinished_reduction(ranks.ddp)
-        refuse_unreduced(averaged, parameters)
+        refuse_unreduced(averaged, accumulator.gradients.parameters)
 
 
 def refuse_other_strategy(
