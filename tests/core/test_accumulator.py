@@ -152,10 +152,6 @@ def divide(toy: Toy) -> None:
         (lambda toy: go_own_way(toy, 2), "1 losses were weighted, and 2 backward"),
         (divide, "accelerator.backward: .*steps=4.*gradient_accumulation_steps=1"),
         (
-            lambda toy: (toy.add(2, 3), toy.accumulator.weigh_by(PerToken())),
-            r"weighed by GivenWeight \(mean\), and another strategy",
-        ),
-        (
             lambda toy: toy.accumulator.backward(toy.parameter.expand(2), 1),
             r"one element, received \[2\].*='mean'",
         ),

@@ -19,7 +19,6 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
-from trainkit.core.strategies import weigh_alike
 
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
 TARGETS = {"x": torch.zeros(2, 3), "targets": torch.zeros(2, 3, dtype=torch.long)}
@@ -112,48 +111,6 @@ def test_strategy_is_a_frozen_value(strategy: Any) -> None:
     assert hash(strategy) == hash(type(strategy)())
     with pytest.raises(dataclasses.FrozenInstanceError):
         strategy.loss_reduction = "sum"
-
-
-class ByTable(AccumulationStrategy):
-    """Holds whatever it is given."""
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-
-    def weight(self, batch: Any) -> Any:
-        return self.table[batch].sum()
-
-
-class ByOtherTable(ByTable):
-    """Of another class."""
-
-
-TABLE = torch.ones(3)
-USED, USED_CLASSES = PerSample(), PerClassWeight(weight=[1, 2])
-USED.weight([torch.ones(2, 8, 9, 9), torch.ones(2, 8, 9, 9)])
-USED_CLASSES.weight({"labels": torch.tensor([1])})
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "are_alike"),
-    [
-        (ByTable(TABLE), ByTable(TABLE), True),
-        (ByTable([1, 2]), ByTable([1, 2]), True),
-        (ByTable(TABLE), ByTable(TABLE.clone()), False),
-        (ByTable([1, 2]), ByTable([1, 3]), False),
-        (ByTable([TABLE]), ByTable([TABLE.clone()]), False),
-        (ByTable([1, 2]), ByOtherTable([1, 2]), False),
-        (USED, PerSample(), True),
-        (USED, PerSample(size="x"), False),
-        (PerSample(), PerToken(), False),
-        (USED_CLASSES, PerClassWeight(weight=[1.0, 2.0]), True),
-        (USED_CLASSES, PerClassWeight(weight=torch.ones(2)), False),
-    ],
-)
-def test_strategies_of_one_class_that_hold_the_same_weigh_alike(
-    one: Any, other: Any, are_alike: bool
-) -> None:
-    assert weigh_alike(one, other) == are_alike
 
 
 # ---- what is refused -----------------------------------------------------------------

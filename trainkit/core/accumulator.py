@@ -102,26 +102,18 @@ class Accumulator:
         self.division = Division(
             self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
-        self.watch = Watch(checks, nonfinite, self.gradients.are_finite)
         self.num_windows = 0
-        self._weigh_by(strategy)
+        self.strategies: Strategies = named_strategies(strategy)
+        self.strategy = leading(self.strategies)
+        measured, are_finite = self.strategies, self.gradients.are_finite
+        self.watch = Watch(checks, nonfinite, measured, are_finite)
+        self._close()
         self._num_running = num_running()
         self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
             self.gradients.keep_wide(partial(trained, module))
-
-    def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
-        """Weigh by another strategy from now on; refused while a window is open."""
-        refusals.refuse_other_strategy(self.window, self.told, self.strategy)
-        self._weigh_by(strategy)
-
-    def _weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
-        self.strategies: Strategies = named_strategies(strategy)
-        self.strategy = leading(self.strategies)
-        self.watch.measure_by(self.strategies)
-        self._close()
 
     def backward(
         self,

@@ -58,6 +58,7 @@ class Watch:
         nonfinite: what to do with a loss that is not finite and weighs something:
             `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
             a step.
+        strategies: of the terms of a loss; windows are measured by the first.
         are_finite: returns whether all gradients and parameters are finite. It is
             called once, when a micro-batch of weight 0 had such a loss: its gradient is
             zero for most losses and NaN for some, and the loss does not show which.
@@ -67,6 +68,7 @@ class Watch:
         self,
         checks: Checks,
         nonfinite: Nonfinite,
+        strategies: Mapping[str, AccumulationStrategy],
         are_finite: Callable[[], bool],
     ) -> None:
         for name, value, choices in (
@@ -81,18 +83,13 @@ class Watch:
         self.checks = checks
         self.nonfinite = nonfinite
         self._are_finite = are_finite
-        self._term: str | None = None
-        self._divides = True
-        self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
-        self._lost_mean_at: int | None = None
-        self._warned_weightless = False
-
-    def measure_by(self, strategies: Mapping[str, AccumulationStrategy]) -> None:
-        """Measure windows by the first of the strategies of a loss's terms."""
         term, strategy = next(iter(strategies.items()))
         self._term = term if len(strategies) > 1 else None
         # A sum that stays a sum has a gradient even if nothing weighs anything.
         self._divides = strategy.loss_reduction != "total"
+        self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
+        self._lost_mean_at: int | None = None
+        self._warned_weightless = False
 
     def submit(
         self, step: int, table: Tensor, *, gradients: Iterable[Tensor] = ()

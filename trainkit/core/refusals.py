@@ -73,19 +73,6 @@ def refuse_division(
         refuse_unreduced(averaged, accumulator.gradients.parameters)
 
 
-def refuse_other_strategy(
-    window: Window, told: Told | None, strategy: AccumulationStrategy
-) -> None:
-    if window.is_open or told is not None:
-        raise TrainkitError(
-            f"strategy: the open window (micro-batches so far: "
-            f"{window.num_micro_batches}) was weighed by "
-            f"{kind_of(strategy)}, and another strategy's weights "
-            f"cannot be added to it. Change it between two windows, for example at the "
-            f"start of an epoch or after the optimizer's step."
-        )
-
-
 def refuse_expect(window: Window, told: Told | None) -> None:
     if window.is_open or told is not None:
         raise TrainkitError(

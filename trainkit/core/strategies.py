@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -215,30 +215,6 @@ def check_reduction(strategy: AccumulationStrategy) -> None:
 def kind_of(strategy: AccumulationStrategy) -> str:
     """The name of a strategy's kind; weights of different kinds cannot be added up."""
     return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
-
-
-def weigh_alike(one: AccumulationStrategy, other: AccumulationStrategy) -> bool:
-    """Whether two strategies are of one class and have equal attributes.
-
-    Tensors are equal only if they are one object: nothing waits for their values.
-    """
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    names = set(vars(one)) | set(vars(other))
-    if is_dataclass(one):
-        names = {f.name for f in fields(one) if f.compare}
-    return all(_is_same(getattr(one, n, None), getattr(other, n, None)) for n in names)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    try:
-        return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # holds tensors or arrays
-        return False
 
 
 def checked_weight(

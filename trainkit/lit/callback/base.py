@@ -162,6 +162,7 @@ class WindowOwner(OrderedCallback):
 
     order = 1
     micro_batching: MicroBatching | None = None
+    split: Any = None
     proof: Any = "warn"
     wide_gradients = False
     has_strategy = True
@@ -230,8 +231,8 @@ class WindowOwner(OrderedCallback):
         """The window that closed last, where there is one optimizer."""
         return self.windows.get(0)
 
-    def follow(self, pl_module: Any) -> None:
-        """Take over what has been assigned to the module while `fit` runs."""
+    def refuse_changes(self, pl_module: Any) -> None:
+        """Refuse what has been assigned to the module while `fit` runs."""
 
     @property
     def is_split(self) -> bool:

@@ -60,7 +60,7 @@ class AccumulationMixin(_Base):
     Attributes:
         accumulation: says what a micro-batch weighs; for a loss of several terms, a
             dict of strategies by the terms' names. Without one `fit` refuses, but
-            for an inner cut. Assigned while `fit` runs, it counts from the next window.
+            for an inner cut. It stays the same while `fit` runs.
         micro_batching: cuts each loader batch, which is then one optimizer step.
         checks: `"late"`, or `"now"` to refuse before a bad step is taken.
         wide_gradients: True keeps the window's gradient in float32 beside parameters of
@@ -186,7 +186,7 @@ class AccumulationMixin(_Base):
         self._refuse_in_automatic("accumulate")
         windows = self._windows()
         index = self._index(windows, optimizer)
-        windows.follow(self)
+        windows.refuse_changes(self)
         strategy = windows.accumulators[index].strategy
         if weight is None and isinstance(strategy, Weighed):
             weight = windows.said.take(strategy, self, batch)

@@ -10,12 +10,7 @@ from typing import Any
 
 from trainkit.core.ranks import find_ranks
 from trainkit.core.split.micro_batching import is_inside
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    Strategies,
-    Uniform,
-    weigh_alike,
-)
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import batches_into_epoch
@@ -126,19 +121,14 @@ class MixinCallback(WindowCallback):
     def holds_schedulers(self, pl_module: Any) -> bool:
         return pl_module.hold_schedulers
 
-    def follow(self, pl_module: Any) -> None:
+    def refuse_changes(self, pl_module: Any) -> None:
         if pl_module.micro_batching is not self.micro_batching:
-            refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
-        is_same = pl_module.accumulation is self._chosen
-        if is_same and isinstance(self._chosen, AccumulationStrategy):
+            refusals.refuse_assigned(pl_module, "micro_batching", self.micro_batching)
+        chosen = pl_module.accumulation
+        if chosen is self._chosen and isinstance(chosen, AccumulationStrategy):
             return  # a dict may have been written into
-        self._chosen, chosen = pl_module.accumulation, strategies_of(pl_module)
-        if not _are_alike(chosen, self.strategies):
-            for accumulator in self.accumulators.values():
-                accumulator.weigh_by(pl_module.accumulation)
-            self.strategies = chosen
-            if self.driver is not None:
-                self.driver.follow()
+        if not _are_alike(strategies_of(pl_module), self.strategies):
+            refusals.refuse_assigned(pl_module, "accumulation", self.strategies)
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
         stats = super().close(trainer, index, *others)
@@ -237,6 +227,7 @@ def strategies_of(pl_module: Any) -> Strategies:
 
 
 def _are_alike(some: Strategies, others: Strategies) -> bool:
-    return some.keys() == others.keys() and all(
-        weigh_alike(each, others[name]) for name, each in some.items()
-    )
+    try:
+        return bool(some == others)  # also where a property makes an equal one
+    except (RuntimeError, TypeError, ValueError):  # they hold tensors or arrays
+        return False

@@ -51,11 +51,12 @@ def refuse_no_strategy(accumulation: Any, who: str) -> None:
         )
 
 
-def refuse_other_micro_batching(before: Any, pl_module: Any) -> None:
+def refuse_assigned(pl_module: Any, name: str, before: Any) -> None:
     raise TrainkitError(
-        f"{type(pl_module).__name__}.micro_batching: it was {before!r} when training "
-        f"began, and {pl_module.micro_batching!r} was assigned since. The cut cannot "
-        f"change during a fit. Assign it before trainer.fit()."
+        f"{type(pl_module).__name__}.{name}: it was {before!r} when training began, "
+        f"and {getattr(pl_module, name)!r} was assigned since. It cannot change during "
+        f"a fit. Assign it before, in __init__ or setup(); for weights that change, "
+        f"write a strategy whose weight() looks at what changes."
     )
 
 

@@ -41,7 +41,8 @@ class Streamed:
         self._plain: Any = PlainBackward(trainer, module, windows)
         self._skips_hooks = False
         self._unlike, self._patch = Unlike(), ExitStack()
-        self.follow()
+        self._strategy = windows.strategy
+        self._counts_alike = windows.has_strategy and counts_alike(windows.strategies)
 
     def start(self) -> None:
         """Take Lightning's calls, until `stop`."""
@@ -63,18 +64,12 @@ class Streamed:
     def end_epoch(self) -> None:
         """Do what waits for an epoch's end: nothing."""
 
-    def follow(self) -> None:
-        """Weigh by the callback's strategies, which may have changed."""
-        windows = self._windows
-        self._strategy = windows.strategy
-        self._counts_alike = windows.has_strategy and counts_alike(windows.strategies)
-
     # ---- a micro-batch ---------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
         windows = self._windows
-        windows.follow(self._module)
+        windows.refuse_changes(self._module)
         strategy = self._strategy
         if isinstance(strategy, Weighed):
             with windows.said.open():
