@@ -38,9 +38,8 @@ def entered(made: list[WindowStats], ledger: Ledger | None = None) -> Ledger:
 def numbers(ledger: Ledger) -> list[float]:
     account = ledger.of()
     assert account is not None
-    held = [account.weight, account.samples, account.smallest, account.largest]
-    losses = [account.first.loss, account.newest.loss]
-    return [account.num_windows, *map(float, [*held, *losses])]
+    held = [float(account.weight), float(account.samples)]
+    return [account.num_windows, *held, *account.extremes.tolist()]
 
 
 def test_an_account_equals_sums_and_extremes_by_hand() -> None:
