@@ -46,7 +46,7 @@ from trainkit import AccumulationCallback, PerToken, PlainComparison, WindowMoni
 EXACT = TOLERANCE[torch.float64]
 MORE = ragged_sequences(40)
 STRATEGIES = ["PerSample", "PerToken", "Uniform"]
-FRONTS = ["mixin", "callback", "loop"]
+FRONTS = ["mixin", "callback", "mixin"]
 NAMES = list(OPTIMIZERS)
 CLIPS: list[Clip] = ["norm", "value", None]
 SQUARE = [
