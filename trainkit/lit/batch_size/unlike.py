@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainkit.core.batches import num_samples
 from trainkit.core.nested import tensors
-from trainkit.core.strategies import Strategies, Uniform
+from trainkit.core.strategies import Strategies, Uniform, num_samples
 from trainkit.lit.callback.table import Row
 
 LABEL = "Uniform"

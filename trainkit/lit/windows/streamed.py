@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.batches import num_samples
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.core.strategies import AccumulationStrategy, PerSample, num_samples
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
