@@ -118,7 +118,6 @@ class WindowCallback(WindowOwner):
         refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
-        refusals.refuse_closures_that_repeat(trainer, num_expected)
         refusals.refuse_unknown_backend(trainer)
         refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         refusals.refuse_no_optimizer(trainer)
@@ -215,9 +214,6 @@ class WindowCallback(WindowOwner):
         self._num_closed = 0
         if not self.accumulators:
             return
-        if batch_idx == 0:  # GradientAccumulationScheduler has run by now
-            num_expected = trainer.accumulate_grad_batches
-            refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
 
@@ -256,7 +252,7 @@ class WindowCallback(WindowOwner):
         if not self.batch_is_unfinished and self.scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
         if self._num_closed > 1:
-            raise refusals.second_closure()
+            refusals.refuse_second_closure(optimizer, self._num_closed)
         self.close(trainer, index)
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:

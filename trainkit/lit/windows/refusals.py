@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import LBFGS
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
@@ -87,21 +86,11 @@ def refuse_unknown_backend(trainer: Any) -> None:
         )
 
 
-def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
-    for optimizer in map(unwrapped, trainer.optimizers):
-        if isinstance(optimizer, LBFGS) and num_micro_batches > 1:
-            raise TrainkitError(
-                f"LBFGS: its closure repeats only the last micro-batch of a window, so "
-                f"a window must have exactly one. accumulate_grad_batches is "
-                f"{num_micro_batches}. Set it to 1, or use another optimizer."
-            )
-
-
-def second_closure() -> TrainkitError:
-    return TrainkitError(
-        "optimizer: it ran its closure twice in one step, and the closure repeats only "
-        "the last micro-batch of the window. Set accumulate_grad_batches=1 for such an "
-        "optimizer."
+def refuse_second_closure(optimizer: Any, num_micro_batches: int) -> None:
+    raise TrainkitError(
+        f"{type(unwrapped(optimizer)).__name__}: it ran its closure twice in one step, "
+        f"and the closure repeats only the last micro-batch of the window, which had "
+        f"{num_micro_batches}. Set accumulate_grad_batches=1 for such an optimizer."
     )
 
 
