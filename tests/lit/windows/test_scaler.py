@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.helpers import TOLERANCE, deviation, ragged_sequences, trainer, weights
@@ -265,6 +266,29 @@ def test_scheduler_is_held_back_only_if_asked(
     by_step = 12 - (skipped if hold else 0)
     assert moved == (4 if made["scheduler"] == "epoch" else by_step)
     assert vars(fitted.lightning_module).get(STEP) is before
+
+
+class Deaf:
+    """A scheduler that is none of torch's: its step wants a number."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.state_dict: Any = dict
+        self.load_state_dict: Any = print
+
+    def step(self, number: int) -> None: ...
+
+
+def deaf(self: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return [optimizer], [{"scheduler": Deaf(optimizer), "interval": "step"}]
+
+
+def test_a_scheduler_of_another_kind_is_refused_before_training() -> None:
+    """By Lightning's own check, which takes a module with a hook to know better."""
+    made = {**MADE, "options": {"hold_schedulers": True}}
+    with pytest.raises(MisconfigurationException, match="scheduler `Deaf` doesn't fol"):
+        fit("mixin", hooked(Plain, configure_optimizers=deaf), made=made, **scaled())
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])

@@ -7,18 +7,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    Timer,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch.utils.data import DataLoader
 
 from tests.helpers import NAIVE, OPTIMIZERS, TokenNet, deviation, pad, trainer, weights
@@ -101,13 +96,6 @@ def at_start(function: Callable[[Any, int], Any]) -> Callable[[], list[Any]]:
     """Makes a callback that runs a function of the Trainer before each batch."""
     hook = lambda trainer, module, batch, index: function(trainer, index)  # noqa: E731
     return lambda: [LambdaCallback(on_train_batch_start=hook)]
-
-
-def expire(trainer: Any, batch_idx: int) -> None:
-    """Lets the Trainer's timer run out."""
-    if batch_idx == 6:
-        timer = next(c for c in trainer.callbacks if isinstance(c, Timer))
-        timer._duration = 0.0
 
 
 def lengthen(trainer: Any, batch_idx: int) -> None:
@@ -248,12 +236,6 @@ CASES: dict[str, Case] = {
         for held in (0, 3)
     },
     "should_stop": Case(of(WINDOW)[:1], dropped(2), callbacks=lambda: [Ending(5)]),
-    "max_time": Case(
-        of(WINDOW)[:1],
-        dropped(3),
-        callbacks=at_start(expire),
-        how={"max_time": timedelta(days=1)},
-    ),
     # Lightning learns too late that the epoch is over, and takes no step.
     "a loader shorter than it says": Case(
         of(WINDOW)[:2],
@@ -355,22 +337,6 @@ def test_fit_after_an_exception_equals_fresh_fit(
     fitted.fit(module, ragged(RAGGED))
     off = deviation(module, stepped([*of(WINDOW)[:1], *of(WINDOW)]), START)
     assert off > NAIVE if front == "plain" else off <= 1e-10
-
-
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_second_fit_equals_fresh_fit(front: str) -> None:
-    """The same Trainer and module again, with another optimizer state."""
-    fitted = fit(front, max_epochs=1, made={"optimizer": "adamw"})
-    between, ours = on_front(front, optimizer="adamw")
-    between.load_state_dict(fitted.lightning_module.state_dict())
-    fitted.fit_loop.max_epochs = 2
-    fitted.fit(fitted.lightning_module, ragged(RAGGED))
-    fresh = trainer(WINDOW, max_epochs=1, callbacks=ours)
-    fresh.fit(between, ragged(RAGGED))
-    assert deviation(fitted.lightning_module, between, START) <= 1e-12
-    window = windows_of(fitted).last_window
-    assert window is not None
-    assert int(window.num_micro_batches) == 2
 
 
 def leave(trainer: Any, module: Any) -> None:
