@@ -125,18 +125,20 @@ def loader(
     return DataLoader(sequences, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def trainer(accumulate: int = 1, **options: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU."""
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(accumulate_grad_batches=accumulate, **{**quiet, **options})
+    return pl.Trainer(accumulate_grad_batches=accumulate, **{**QUIET, **options})
 
 
 def weights(module: nn.Module) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils.data import IterableDataset
 
-from tests.helpers import OPTIMIZERS, TokenNet, pad
+from tests.helpers import OPTIMIZERS, QUIET, TokenNet, pad
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -283,16 +283,7 @@ OldMixed: Any = type(
 
 def old_trainer(accumulate: int = 1, **options: Any) -> old_pl.Trainer:
     """As `tests.helpers.trainer`, of the package named `pytorch_lightning`."""
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return old_pl.Trainer(accumulate_grad_batches=accumulate, **{**quiet, **options})
+    return old_pl.Trainer(accumulate_grad_batches=accumulate, **{**QUIET, **options})
 
 
 Made = TypeVar("Made", bound=type)

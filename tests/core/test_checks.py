@@ -145,13 +145,6 @@ def test_weight_that_cannot_be_is_refused_at_once(weight: Any, text: str) -> Non
         Toy().window((1, weight))
 
 
-def test_window_of_skipped_micro_batches_leaves_no_gradient_and_says_so() -> None:
-    toy = Toy(checks="now", nonfinite="skip")
-    with pytest.warns(UserWarning, match="none of the window's 2 micro-batches"):
-        toy.window((NAN, 1), (NAN, 1))
-    assert toy.parameter.grad is None
-
-
 def test_nonfinite_loss_is_left_to_a_scaler_if_allowed() -> None:
     """Beside a micro-batch of weight 0 too, whose gradient may be NaN."""
     toy = Toy(checks="now", nonfinite="allow")

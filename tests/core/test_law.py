@@ -73,8 +73,10 @@ REDUCTIONS = ("mean", "sum", "total")
 def test_any_cut_equals_big_batch(
     case: str, dtype: torch.dtype, reduction: Any, told: int, micro_batches: Any
 ) -> None:
-    """pytorch-lightning#20350, transformers#34191: ragged micro-batches. A sum follows
-    the mean; a total stays a sum."""
+    """pytorch-lightning#20350, transformers#34191: ragged micro-batches. What grows by
+    their number, or forgets its normaliser: transformers#35856, #43595, #47688,
+    axolotl#2262, fastai#3023, TRL#4935, #5828. A sum follows the mean; a total stays a
+    sum."""
     make, loss, _ = CASES[case]
     net, reference = fresh_net(dtype), fresh_net(dtype)
     strategy = make(loss_reduction=reduction)

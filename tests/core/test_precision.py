@@ -14,32 +14,14 @@ from tests.core.common import (
     cut,
     fresh_net,
     joined,
-    relative,
-    run_window,
 )
-from tests.helpers import deviation, gradients, ragged_sequences, token_loss
+from tests.helpers import deviation, ragged_sequences, token_loss
 from trainkit import Accumulator, PerToken, TrainkitError
 
 PARTS = cut(ragged_sequences(16, longest=30), (1, 5, 10))
 
-# Rounding of each micro-batch's own gradient, in units of the dtype's precision.
-HALF_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-
-@pytest.mark.parametrize("dtype", HALF_TOLERANCE, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_half_precision_equals_big_batch_up_to_rounding(
-    dtype: torch.dtype, reduction: Any
-) -> None:
-    net, reference = fresh_net(torch.float32).to(dtype), fresh_net(torch.float32)
-    reference.load_state_dict(net.state_dict())
-    stats = run_window(net, PARTS, PerToken(loss_reduction=reduction))
-    token_loss(reference, joined(PARTS)).backward()
-    assert relative(gradients(net), gradients(reference)) <= HALF_TOLERANCE[dtype]
-    assert float(stats.weight) == sum(float(PerToken().weight(b)) for b in PARTS)
-
-
-@pytest.mark.parametrize("dtype", HALF_TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("divided_by", [1, 3])
 def test_weight_1001_of_a_half_precision_loss_is_not_rounded(
     dtype: torch.dtype, divided_by: int

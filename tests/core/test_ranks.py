@@ -245,7 +245,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ignored": (lambda: step(ignored=True), NOT_AVERAGED),
     "join": (lambda: step(inside="join"), "Parallel.join(): it answers for ranks"),
     "no_sync": (lambda: step(inside="no_sync"), "backward pass ran under no_sync()"),
-    "skip": (lambda: step(nonfinite="skip"), "nonfinite='skip': is not possible if"),
     "static": (lambda: static_graph(""), "static_graph=True: DDP cannot"),
     "static, told": (lambda: static_graph("told"), "a window of several micro-batches"),
     "static, resumed": (lambda: static_graph("resumed"), "static_graph=False"),

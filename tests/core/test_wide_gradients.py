@@ -86,24 +86,6 @@ def half(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, dtype=torch.bfloat16))
 
 
-def test_sparse_gradients_stay_sparse_until_a_dense_one_comes() -> None:
-    table = nn.Embedding(5, 2, sparse=True, dtype=torch.bfloat16)
-    accumulator = of(table.weight)
-    for window in (["sparse"] * 2, ["sparse", "dense", "sparse"]):
-        table.zero_grad()
-        for kind in window:
-            chosen = table(torch.tensor([1, 3, 3]))
-            loss = chosen.sum() if kind == "sparse" else table.weight.sum()
-            accumulator.backward(loss, 1)
-        accumulator.finish(table.parameters())
-        found = table.weight.grad
-        assert found is not None
-        assert found.is_sparse == ("dense" not in window)
-        ones = window.count("dense")
-        expected = [ones, ones + 2, ones, ones + 4, ones]
-        assert found.to_dense()[:, 0].tolist() == expected
-
-
 def test_dropped_window_leaves_nothing() -> None:
     """A pass that failed half-way has left gradients that nobody has taken."""
     weight = half(3)
@@ -193,19 +175,6 @@ def test_unfrozen_parameters_equal_the_big_batch(when: str, wide: bool) -> None:
         accumulator.finish(net.parameters())
         found = gradients(net)
         assert relative(found, expected[-len(found) :]) <= TOLERANCE[torch.float64]  # type: ignore[index]
-
-
-def test_who_joins_is_summed_in_float32_too() -> None:
-    """In bfloat16, 256 + 1 is 256."""
-    early, late = half(1), half(1)
-    accumulator = of(early, late.requires_grad_(False))
-    for window in range(2):
-        late.requires_grad_(window == 1)
-        early.grad = None
-        for part in [256.0, *64 * [1.0]]:
-            accumulator.backward((early.sum() + late.sum()) * part, 1)
-        accumulator.finish([early, late])
-    assert early.grad == late.grad == 320
 
 
 # ---- several ranks: see test_rank_windows.py too -------------------------------------

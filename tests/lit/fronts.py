@@ -1,10 +1,9 @@
-"""Ways to train the same thing: mixin, callback, a plain loop, and the big batch."""
+"""Ways to train the same thing: by the mixin, the callback, and as big batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -25,17 +24,10 @@ from tests.helpers import (
 )
 from tests.zoo import Mixed as Mixed  # for those who train it by these ways
 from tests.zoo import Plain, on_front, plain_token_loss, sample_loss
-from trainkit import (
-    AccumulationStrategy,
-    Accumulator,
-    PerSample,
-    PerToken,
-    Uniform,
-)
+from trainkit import AccumulationStrategy, PerSample, PerToken, Uniform
 from trainkit.core.strategies import LossReduction
 from trainkit.lit.windows.callback import WindowCallback
 
-Front = Literal["mixin", "callback", "loop"]
 Clip = Literal["norm", "value"] | None
 Reduction = Literal["mean", "sum"]
 
@@ -195,63 +187,6 @@ def big_batch(
     return run
 
 
-def by_loop(
-    strategy: AccumulationStrategy,
-    sequences: Sequence[Any],
-    sizes: Sequence[int] = RAGGED,
-    loss: Callable[..., Tensor] = plain_token_loss,
-    *,
-    window: int = WINDOW,
-    optimizer: str = "sgd",
-    clip: Clip = None,
-    epochs: int = 2,
-    dtype: torch.dtype = torch.float64,
-) -> Run:
-    """A plain loop with an `Accumulator`."""
-    net = TokenNet(dtype=dtype)
-    run = Run(weights(net))
-    stepper = OPTIMIZERS[optimizer](net.parameters())
-    accumulator = Accumulator(strategy)
-    for _ in range(epochs):
-        for i, batch in enumerate(batches_of(sequences, sizes), 1):
-            accumulator.backward(loss(net, batch, strategy.loss_reduction), batch)
-            if i % window == 0 or i == len(sizes):
-                run.losses.append(float(accumulator.finish(stepper).loss))
-                clip_(net, clip)
-                stepper.step()
-                stepper.zero_grad()
-        run.ends.append(weights(net))
-    return run
-
-
-def by_trainer(
-    front: str,
-    strategy: AccumulationStrategy,
-    sequences: Sequence[Any],
-    sizes: Sequence[int] = RAGGED,
-    loss: Callable[..., Tensor] = plain_token_loss,
-    *,
-    window: int = WINDOW,
-    clip: Clip = None,
-    epochs: int = 2,
-    **how: Any,
-) -> Run:
-    """A Lightning Trainer: with the mixin, with the callback, or without trainkit."""
-    how |= {"loss": loss, "reduction": strategy.loss_reduction}
-    module, ours = on_front(front, strategy=strategy, **how)
-    run = Run(weights(module))
-    options = {"max_epochs": epochs, **clip_options(clip)}
-    fitted = trainer(window, callbacks=[Recorder(run), *ours], **options)
-    fitted.fit(module, micro_batches(sequences, sizes))
-    return run
-
-
-def train(front: str, strategy: AccumulationStrategy, *data: Any, **how: Any) -> Run:
-    """Train by a plain loop, or by a Trainer in one of three ways."""
-    made = by_loop if front == "loop" else partial(by_trainer, front)
-    return made(strategy, *data, **how)
-
-
 # ---- any module, in windows and in big batches ---------------------------------------
 
 
@@ -293,6 +228,31 @@ def fit(
     fitted = trainer(window, callbacks=[*callbacks, *ours], **options)
     fitted.fit(module, batches(sizes), validation, ckpt_path=ckpt_path)
     return fitted
+
+
+def train(
+    front: str,
+    strategy: AccumulationStrategy,
+    sequences: Sequence[Any],
+    sizes: Sequence[int] = RAGGED,
+    loss: Callable[..., Tensor] = plain_token_loss,
+    *,
+    clip: Clip = None,
+    **how: Any,
+) -> Run:
+    """Train by a Trainer: with the mixin, with the callback, or without trainkit."""
+    made = {"loss": loss, "reduction": strategy.loss_reduction, **how}
+    run = Run(weights(Plain(**made)))
+    fit(
+        front,
+        Plain,
+        Recorder(run),
+        batches=lambda sizes: micro_batches(sequences, sizes),
+        sizes=sizes,
+        made={"strategy": strategy, **made} if front != "plain" else made,
+        **clip_options(clip),
+    )
+    return run
 
 
 def assert_big_batch(

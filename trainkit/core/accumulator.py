@@ -11,16 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
-from trainkit.core.announced import Told, on_host, weights_by_term
 from trainkit.core.checks import Checks, Nonfinite, Watch
-from trainkit.core.division import Division
+from trainkit.core.division import Division, Told, on_host, weights_by_term
 from trainkit.core.gradient_sum import GradientSum, trained
-from trainkit.core.gradients import (
-    HALF,
-    are_finite,
-    gradients_of,
-    parameters_of,
-)
+from trainkit.core.gradients import HALF, gradients_of, parameters_of
 from trainkit.core.ranks import (
     Aggregation,
     Ranks,
@@ -28,17 +22,16 @@ from trainkit.core.ranks import (
     find_ranks,
     num_running,
 )
-from trainkit.core.state import load_weights, load_window, save_weights, save_window
+from trainkit.core.state import load_state, save_state
 from trainkit.core.strategies import (
     AccumulationStrategy,
     LossReduction,
     Strategies,
     Weight,
     checked_weight,
-    kind_of,
 )
 from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
-from trainkit.core.window import Window, WindowStats, default_device, vector
+from trainkit.core.window import Window, WindowStats, default_device
 
 
 class Accumulator:
@@ -77,9 +70,8 @@ class Accumulator:
         checks: `"late"` costs nothing and complains one window late. `"now"` waits for
             the device once a window, and refuses before the step is taken.
         nonfinite: what to do with a loss that is NaN or infinite and weighs something.
-            `"raise"` an error (the default without a scaler); `"allow"` it, if a
-            gradient scaler skips the step (the default with one); or `"skip"` the
-            micro-batch with its weight, which waits for the device at each loss.
+            `"raise"` an error (the default without a scaler), or `"allow"` it, if a
+            gradient scaler skips the step (the default with one).
         scaler: the gradient scaler of the loop, if it has one. Needed if it serves
             several accumulators: its factor may then change inside a window.
         wide_gradients: keep the window's gradient in float32 beside parameters of half
@@ -110,28 +102,18 @@ class Accumulator:
         self.division = Division(
             self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
-        self.watch = Watch(checks, nonfinite, self._are_lost)
         self.num_windows = 0
-        self._weigh_by(strategy)
+        self.strategies: Strategies = named_strategies(strategy)
+        self.strategy = leading(self.strategies)
+        measured, are_finite = self.strategies, self.gradients.are_finite
+        self.watch = Watch(checks, nonfinite, measured, are_finite)
+        self._close()
         self._num_running = num_running()
         self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
             self.gradients.keep_wide(partial(trained, module))
-        if nonfinite == "skip":
-            refusals.refuse_skips_between_ranks(self.ranks)
-
-    def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
-        """Weigh by another strategy from now on; refused while a window is open."""
-        refusals.refuse_other_strategy(self.window, self.told, self.strategy)
-        self._weigh_by(strategy)
-
-    def _weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
-        self.strategies: Strategies = named_strategies(strategy)
-        self.strategy = leading(self.strategies)
-        self.watch.measure_by(self.strategies)
-        self._close()
 
     def backward(
         self,
@@ -162,9 +144,6 @@ class Accumulator:
                 weight = self.strategy.weight(batch)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         assert isinstance(loss, Tensor)
-        if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
-            window.skip(loss)
-            return
         if backward is None:
             self.pass_back(loss, weight)
             return
@@ -185,13 +164,7 @@ class Accumulator:
         return self._joined.loss
 
     def weigh(
-        self,
-        loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor | None = None,
-        divided_by: int = 1,
-        expected: int = 1,
+        self, loss: Tensor, weight: Weight | None = None, **how: Any
     ) -> RemovableHandle:
         """Weight the backward pass that is about to run on `loss`, and count it.
 
@@ -200,16 +173,16 @@ class Accumulator:
         Args:
             loss: where the pass starts.
             weight: what the micro-batch weighs; not needed after `expect`.
-            value: the loss to report, if it is not `loss` (which a scaler may have
-                multiplied). It is divided alike, and must not be written over.
-            divided_by: what the loop has divided the loss by.
-            expected: how many micro-batches the window will have on this rank, which
-                sets the size of the sums while it is open.
+            **how: `value`, the loss to report, if it is not `loss` (which a scaler may
+                have multiplied): it is divided alike, and must not be written over.
+                `divided_by`, what the loop has divided the loss by. `expected`, how
+                many micro-batches the window will have on this rank, which sets the
+                size of the sums while it is open.
 
         Returns:
             A handle whose `remove()` ends the weighting.
         """
-        factor = self._enter(loss, weight, value, divided_by, expected)
+        factor = self._enter(loss, weight, **how)
         window = self.window
 
         def weighted(gradient: Tensor) -> Tensor:
@@ -218,17 +191,9 @@ class Accumulator:
 
         return loss.register_hook(weighted)
 
-    def pass_back(
-        self,
-        loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor | None = None,
-        divided_by: int = 1,
-        expected: int = 1,
-    ) -> None:
+    def pass_back(self, loss: Tensor, weight: Weight | None = None, **how: Any) -> None:
         """Run `loss.backward()`, weighted; the arguments are those of `weigh`."""
-        gradient = self._enter(loss, weight, value, divided_by, expected)
+        gradient = self._enter(loss, weight, **how)
         if gradient is not None:
             if not isinstance(gradient, Tensor):
                 gradient = torch.full_like(loss, gradient)
@@ -238,15 +203,16 @@ class Accumulator:
         window.is_torn = True
         loss.backward(gradient)
         window.is_torn = False
-        self.passed()
+        self.gradients.add()
 
     def _enter(
         self,
         loss: Tensor,
         weight: Weight | None,
-        value: Tensor | None,
-        divided_by: int,
-        expected: int,
+        *,
+        value: Tensor | None = None,
+        divided_by: int = 1,
+        expected: int = 1,
     ) -> Weight | None:
         """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
         window, division, told = self.window, self.division, self.told
@@ -308,16 +274,14 @@ class Accumulator:
             weights: the weights themselves for each term, in place of `batches`.
         """
         if weights is None:
-            checked = weights_by_term(self.strategies, batches)
-        else:
-            refusals.refuse_unequal_terms(weights)
-            checked = {term: list(map(on_host, row)) for term, row in weights.items()}
-        self.tell(checked)
+            self.tell(weights_by_term(self.strategies, batches))
+            return
+        refusals.refuse_unequal_terms(weights)
+        self.tell({term: list(map(on_host, row)) for term, row in weights.items()})
 
     def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
         """Announce the next window, as `expect` does, by weights that were checked."""
-        if self.is_open or self.told is not None or self.watch.nonfinite == "skip":
-            refusals.refuse_expect(self.window, self.told)
+        refusals.refuse_expect(self.window, self.told)
         told = Told(weights, self.ranks, self.device)
         if self.ranks.ddp is not None:
             refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
@@ -330,7 +294,7 @@ class Accumulator:
         self.window, self.told, self._joined = window.copy(), None, None
         if not window.is_open:
             self.division.close()
-        self.gradients.rewind(len(window.carried_weights) + window.num_weighted)
+        self.gradients.rewind(len(window.carried_weights) + len(window.entries))
 
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
@@ -365,28 +329,12 @@ class Accumulator:
         gradients.refuse_changes(window, may_be_written=self.division.has_scaler)
         if self._num_running != num_running():
             raise refusals.late_start(self._num_running, num_running())
-        told = self.told
-        is_whole = window.num_weighted == window.num_passes and not window.is_torn
-        if told is not None:
-            is_whole = is_whole and told.num_begun == told.num_micro_batches
-        if not is_whole or not window.is_open or self.ranks.size > 1:
-            refusals.refuse_division(
-                window,
-                told,
-                self.ranks,
-                self._averaged,
-                gradients.parameters,
-                is_apart=is_apart,
-            )
+        refusals.refuse_division(self, self._averaged, is_apart=is_apart)
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(self.ranks)
-        row = window.row(self.device, slots=slots)
-        if self.ranks.size == 1:
-            table, totals = row[None], row
-        else:
-            table = self.ranks.gather_rows(row).wait()
-            totals = table.sum(0)
+        table = self.ranks.gather_rows(window.row(self.device, slots=slots)).wait()
+        totals = table[0] if self.ranks.size == 1 else table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))
         scale = self.division.scale(totals, window.reduction, step)
@@ -412,34 +360,15 @@ class Accumulator:
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        ranks = self.ranks if over_ranks else Ranks()
-        row, weights = self.window.row(self.device), self.window.weights
-        return {
-            "rank": None if over_ranks else self.ranks.index,
-            "num_windows": self.num_windows,
-            "strategy": kind_of(self.strategy),
-            "weights": save_weights(vector(weights, self.device), ranks),
-            **save_window(
-                row, self.division, self.module, ranks, wide=self.gradients.wide
-            ),
-        }
+        saved = save_state(self, self.ranks if over_ranks else Ranks())
+        return {**saved, "rank": None if over_ranks else self.ranks.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume inside the window that `state_dict` saved."""
         refusals.refuse_other_state(state, self.ranks, self.strategy)
         self.drop()
         self.watch.forget()
-        self.num_windows = state["num_windows"]
-        self.division.restore(state["reference"], state["factor"])
-        ranks = self.ranks if state["rank"] is None else Ranks()
-        wide = self.gradients.wide
-        row = load_window(state, self.module, ranks, wide=wide)
-        self.window.carry(row, load_weights(state.get("weights"), ranks))
-        self.division.is_open = self.is_open
-
-    def _are_lost(self) -> bool:
-        """Whether a gradient or a weight is NaN or infinite; waits for the device."""
-        return not are_finite(self.gradients.parameters)
+        load_state(self, state, self.ranks if state["rank"] is None else Ranks())
 
     def _close(self) -> None:
         reduction: LossReduction = self.strategy.loss_reduction

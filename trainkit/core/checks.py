@@ -16,7 +16,7 @@ from trainkit.core.window import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIG
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]
-Nonfinite = Literal["raise", "allow", "skip"]
+Nonfinite = Literal["raise", "allow"]
 
 
 class LateReading:
@@ -57,8 +57,9 @@ class Watch:
             before the step.
         nonfinite: what to do with a loss that is not finite and weighs something:
             `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
-            a step; `"skip"` has left its micro-batch out already.
-        is_poisoned: returns whether a gradient or a parameter is NaN or infinite. It is
+            a step.
+        strategies: of the terms of a loss; windows are measured by the first.
+        are_finite: returns whether all gradients and parameters are finite. It is
             called once, when a micro-batch of weight 0 had such a loss: its gradient is
             zero for most losses and NaN for some, and the loss does not show which.
     """
@@ -67,7 +68,8 @@ class Watch:
         self,
         checks: Checks,
         nonfinite: Nonfinite,
-        is_poisoned: Callable[[], bool],
+        strategies: Mapping[str, AccumulationStrategy],
+        are_finite: Callable[[], bool],
     ) -> None:
         for name, value, choices in (
             ("checks", checks, get_args(Checks)),
@@ -80,19 +82,14 @@ class Watch:
                 )
         self.checks = checks
         self.nonfinite = nonfinite
-        self._is_poisoned = is_poisoned
-        self._term: str | None = None
-        self._divides = True
-        self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
-        self._lost_mean_at: int | None = None
-        self._warned_weightless = False
-
-    def measure_by(self, strategies: Mapping[str, AccumulationStrategy]) -> None:
-        """Measure windows by the first of the strategies of a loss's terms."""
+        self._are_finite = are_finite
         term, strategy = next(iter(strategies.items()))
         self._term = term if len(strategies) > 1 else None
         # A sum that stays a sum has a gradient even if nothing weighs anything.
         self._divides = strategy.loss_reduction != "total"
+        self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
+        self._lost_mean_at: int | None = None
+        self._warned_weightless = False
 
     def submit(
         self, step: int, table: Tensor, *, gradients: Iterable[Tensor] = ()
@@ -157,7 +154,7 @@ class Watch:
         lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
         if lost and self._lost_mean_at is None:
             self._lost_mean_at = step
-            if self.nonfinite != "allow" and self._is_poisoned():
+            if self.nonfinite != "allow" and not self._are_finite():
                 raise TrainkitError(f"{where}, {lost}:{self._hint()}")
         bad = _ranks(rows, lambda row: not isfinite(row[LOSS]))
         if bad and self.nonfinite != "allow":

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from trainkit.core.window import (
+    COUNT,
     NUM_COLUMNS,
     SAMPLES,
     WEIGHT,
     WindowStats,
+    scalar,
 )
 
 NUM_WAITING = 64
@@ -31,14 +33,12 @@ class Account:
     """
 
     num_windows: int
-    sums: Tensor
-    """The columns of the windows' totals, added up."""
-    smallest: Tensor
-    largest: Tensor
-    first: WindowStats
-    newest: WindowStats
     counts_samples: bool
     """Whether the samples of every window have been counted."""
+    sums: Tensor
+    """The columns of the windows' totals, added up."""
+    extremes: Tensor
+    """The smallest and the largest weight; the first and the newest loss."""
 
     @classmethod
     def over(cls, windows: Sequence[WindowStats], *, counts_samples: bool) -> Account:
@@ -46,27 +46,20 @@ class Account:
         new = windows[-1].totals
         rows = [stats.totals[:NUM_COLUMNS].to(new.device) for stats in windows]
         totals = torch.stack(rows)
-        smallest, largest = totals[:, WEIGHT].aminmax()
-        return cls(
-            num_windows=len(windows),
-            sums=totals.sum(0),
-            smallest=smallest,
-            largest=largest,
-            first=windows[0],
-            newest=windows[-1],
-            counts_samples=counts_samples,
-        )
+        losses = windows[0].loss.to(new.device), windows[-1].loss
+        extremes = torch.stack([*totals[:, WEIGHT].aminmax(), *losses])
+        return cls(len(windows), counts_samples, totals.sum(0), extremes)
 
     def with_(self, later: Account) -> Account:
         """This account and a later one together."""
+        mine, theirs = self.extremes.to(later.sums), later.extremes
+        smallest = torch.minimum(mine[0], theirs[0])
+        largest = torch.maximum(mine[1], theirs[1])
         return Account(
-            num_windows=self.num_windows + later.num_windows,
-            sums=self.sums.to(later.sums) + later.sums,
-            smallest=torch.minimum(self.smallest.to(later.sums), later.smallest),
-            largest=torch.maximum(self.largest.to(later.sums), later.largest),
-            first=self.first,
-            newest=later.newest,
-            counts_samples=self.counts_samples and later.counts_samples,
+            self.num_windows + later.num_windows,
+            self.counts_samples and later.counts_samples,
+            self.sums.to(later.sums) + later.sums,
+            torch.stack([smallest, largest, mine[2], theirs[3]]),
         )
 
     @property
@@ -82,28 +75,17 @@ class Account:
 
     def state_dict(self) -> dict[str, Any]:
         """The account as plain numbers; waits for the device."""
-        return {
-            "num_windows": self.num_windows,
-            "sums": self.sums.tolist(),
-            "smallest": self.smallest.item(),
-            "largest": self.largest.item(),
-            "first": _saved(self.first),
-            "newest": _saved(self.newest),
-            "counts_samples": self.counts_samples,
-        }
+        vectors = {"sums": self.sums.tolist(), "extremes": self.extremes.tolist()}
+        return {**vars(self), **vectors}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Account:
         """The account that `state_dict` has saved."""
-        return cls(
-            num_windows=state["num_windows"],
-            sums=_vector(state["sums"]),
-            smallest=_vector(state["smallest"]),
-            largest=_vector(state["largest"]),
-            first=_restored(state["first"]),
-            newest=_restored(state["newest"]),
-            counts_samples=state["counts_samples"],
-        )
+        vectors = {
+            name: torch.tensor(state[name], dtype=torch.float64)
+            for name in ("sums", "extremes")
+        }
+        return cls(**{**state, **vectors})
 
 
 class Ledger:
@@ -148,22 +130,10 @@ class Ledger:
         return {i: each.state_dict() for i, each in found.items() if each is not None}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        self._accounts = {i: Account.restored(each) for i, each in state.items()}
+        """Continue; accounts of other versions begin anew."""
+        mine = {i: each for i, each in state.items() if "extremes" in each}
+        self._accounts = {i: Account.restored(each) for i, each in mine.items()}
         self._waiting = {}
-
-
-def _saved(stats: WindowStats) -> dict[str, Any]:
-    totals = stats.totals[:NUM_COLUMNS].tolist()
-    return {"totals": totals, "reduction": stats.reduction}
-
-
-def _restored(state: Mapping[str, Any]) -> WindowStats:
-    totals = _vector(state["totals"])
-    return WindowStats(totals[None], totals, state["reduction"])
-
-
-def _vector(numbers: Any) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
 
 
 class FirstWindows:
@@ -180,7 +150,6 @@ class FirstWindows:
         self.is_complete = False
         self._num_windows = 0
         self._sums: Tensor | None = None
-        self._num_batches: Tensor | int = 0
         self._resumed: Mapping[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,9 +173,10 @@ class FirstWindows:
             return
         self._num_windows += 1
         self.is_complete = len(self) >= NUM_MEASURED
-        sums = stats.totals[:NUM_COLUMNS]
+        totals = stats.totals
+        number = scalar(num_batches or totals[COUNT], totals.device)
+        sums = torch.stack([totals[SAMPLES], totals[WEIGHT], number])
         self._sums = sums if self._sums is None else self._sums + sums
-        self._num_batches = self._num_batches + (num_batches or stats.num_micro_batches)
 
     def micro_batch(self, what: Literal["samples", "weight"]) -> float | None:
         """The mean `samples` or `weight` of a loader batch; waits for the device.
@@ -220,18 +190,12 @@ class FirstWindows:
     @property
     def is_empty(self) -> bool:
         """Whether no window of this run has weighed anything; waits for the device."""
-        return self._sums is None or not bool(self._sums[WEIGHT] > 0)
+        return self._sums is None or not bool(self._sums[1] > 0)
 
     def _totals(self) -> dict[str, float]:
-        found = {"samples": 0.0, "weight": 0.0, "num_micro_batches": 0.0}
-        if self._sums is not None:
-            sums = self._sums.tolist()
-            found = {
-                "samples": sums[SAMPLES],
-                "weight": sums[WEIGHT],
-                "num_micro_batches": float(self._num_batches),
-            }
-        return {n: value + self._resumed.get(n, 0.0) for n, value in found.items()}
+        found = [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
+        names = zip(("samples", "weight", "num_micro_batches"), found, strict=True)
+        return {name: own + self._resumed.get(name, 0.0) for name, own in names}
 
     def state_dict(self) -> dict[str, Any]:
         return {"windows": len(self), "loader": self.loader_size, **self._totals()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
-from trainkit.core.announced import Told
+from trainkit.core.division import Told
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape
@@ -40,15 +40,10 @@ def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
 
 
 def refuse_division(
-    window: Window,
-    told: Told | None,
-    ranks: Ranks,
-    averaged: AbstractSet[int],
-    parameters: Sequence[Tensor],
-    *,
-    is_apart: bool,
+    accumulator: Any, averaged: AbstractSet[int], *, is_apart: bool
 ) -> None:
     """Refuse to close a window that cannot be divided exactly."""
+    window, told, ranks = accumulator.window, accumulator.told, accumulator.ranks
     refuse_torn(window)
     if window.is_apart and not is_apart:
         raise TrainkitError(
@@ -56,9 +51,9 @@ def refuse_division(
             "ranks' gradients are still apart. Leave no_sync() for the last "
             "micro-batch, its forward pass included."
         )
-    if window.num_weighted != window.num_passes:
+    if len(window.entries) != window.num_passes:
         raise TrainkitError(
-            f"window: {window.num_weighted} losses were weighted, and "
+            f"window: {len(window.entries)} losses were weighted, and "
             f"{window.num_passes} backward passes came from them, so a gradient in it "
             f"was weighted twice or not at all. Start each pass once, from the loss "
             f"that was passed on (an override of LightningModule.backward must use its "
@@ -75,23 +70,10 @@ def refuse_division(
     if ranks.ddp is not None and ranks.backend_sums:
         if not is_apart:
             refuse_unfinished_reduction(ranks.ddp)
-        refuse_unreduced(averaged, parameters)
+        refuse_unreduced(averaged, accumulator.gradients.parameters)
 
 
-def refuse_other_strategy(
-    window: Window, told: Told | None, strategy: AccumulationStrategy
-) -> None:
-    if window.is_open or told is not None:
-        raise TrainkitError(
-            f"strategy: the open window (micro-batches so far: "
-            f"{window.num_micro_batches}) was weighed by "
-            f"{kind_of(strategy)}, and another strategy's weights "
-            f"cannot be added to it. Change it between two windows, for example at the "
-            f"start of an epoch or after the optimizer's step."
-        )
-
-
-def refuse_expect(window: Window, told: Told | None) -> NoReturn:
+def refuse_expect(window: Window, told: Told | None) -> None:
     if window.is_open or told is not None:
         raise TrainkitError(
             f"expect(): must announce a window before it begins, and the open one has "
@@ -99,10 +81,6 @@ def refuse_expect(window: Window, told: Told | None) -> NoReturn:
             f"Call it once, before the window's first backward(); drop() forgets a "
             f"window."
         )
-    raise TrainkitError(
-        "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
-        "total is not known beforehand. Use nonfinite='raise', or do not call it."
-    )
 
 
 def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
@@ -254,14 +232,4 @@ def refuse_wide_without_module(module: Any) -> None:
             f"wide_gradients=True: needs the module whose parameters get sums in "
             f"float32, received module={type(module).__name__}. Pass the module that "
             f"trains, wrapped as it will be."
-        )
-
-
-def refuse_skips_between_ranks(ranks: Ranks) -> None:
-    if ranks.backend_sums:
-        raise TrainkitError(
-            f"nonfinite='skip': is not possible if backward passes communicate "
-            f"(aggregation={ranks.aggregation!r} over {ranks.size} ranks): a rank that "
-            f"skips one leaves the others waiting. Use 'raise', or 'allow' with a "
-            f"gradient scaler."
         )

@@ -10,33 +10,51 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainkit.core._compat import inside_wrappers
-from trainkit.core.division import Division
 from trainkit.core.ranks import Ranks
-from trainkit.core.strategies import Weight
+from trainkit.core.strategies import Weight, kind_of
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
+from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, vector
 from trainkit.errors import TrainkitError
 
 
-def save_window(
-    row: Tensor,
-    division: Division,
-    module: Any,
-    ranks: Ranks,
-    *,
-    wide: WideGradients | None = None,
-) -> dict[str, Any]:
-    """Return the totals and gradients of an open window, added up over ranks.
+def save_state(accumulator: Any, ranks: Ranks) -> dict[str, Any]:
+    """The open window of an accumulator, its parts added up over ranks, each of which
+    must call this, even without a micro-batch; `Ranks()` is this rank alone."""
+    window, device = accumulator.window, accumulator.device
+    weights = save_weights(vector(window.weights, device), ranks)
+    return {
+        "num_windows": accumulator.num_windows,
+        "strategy": kind_of(accumulator.strategy),
+        "weights": weights,
+        **_save_sums(accumulator, window.row(device), ranks),
+    }
 
-    Each of these ranks must call this, even without a micro-batch.
+
+def load_state(accumulator: Any, state: dict[str, Any], ranks: Ranks) -> None:
+    """Let an accumulator continue the window that `save_state` has saved.
 
     Args:
-        row: this rank's numbers.
-        division: has this rank's r, and the scaler's factor in its gradients.
-        module: the module that trains; anything else leaves gradients out.
-        ranks: the ranks whose parts to add up; `Ranks()` is this rank alone.
-        wide: has the gradients, if they are not in the parameters.
+        accumulator: between two windows.
+        state: what was saved.
+        ranks: the ranks that share it; `Ranks()` if it is this rank's own part.
     """
+    module, totals = accumulator.module, state["totals"]
+    accumulator.num_windows = state["num_windows"]
+    accumulator.division.restore(state["reference"], state["factor"])
+    if state["gradients"] and isinstance(module, nn.Module):
+        named = inside_wrappers(module).named_parameters()
+        wide = accumulator.gradients.wide
+        load_partial(holders(named, wide), state["gradients"], ranks)
+    if totals is not None:
+        # Open on every rank, since they must act alike; one has the totals.
+        totals = torch.stack([totals[name] for name in COLUMNS]) * (ranks.index == 0)
+    accumulator.window.carry(totals, load_weights(state.get("weights"), ranks))
+    accumulator.division.is_open = accumulator.is_open
+
+
+def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
+    """The totals and gradients of the open window, and r."""
+    division, module = accumulator.division, accumulator.module
     # A rank without a micro-batch has neither number, and sends zeros.
     own, carried = (
         row.new_zeros(()) if number is None else number.to(row)
@@ -51,8 +69,9 @@ def save_window(
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
         # With aggregation="none", ranks have different r in their first window.
-        named = holders(inside_wrappers(module).named_parameters(), wide)
-        gradients = save_partial(named, ranks, scale=own / common)
+        named = inside_wrappers(module).named_parameters()
+        held = holders(named, accumulator.gradients.wide)
+        gradients = save_partial(held, ranks, scale=own / common)
         if totals[WEIGHT] > 0 and not gradients:
             raise TrainkitError(
                 "state_dict: the window is open, and no parameter of `module` has a "
@@ -87,31 +106,6 @@ def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
         return []
     own = table[ranks.index]
     return own[~own.isnan()].tolist()
-
-
-def load_window(
-    state: dict[str, Any],
-    module: Any,
-    ranks: Ranks,
-    *,
-    wide: WideGradients | None = None,
-) -> Tensor | None:
-    """Put a saved window's gradients back; return this rank's share of its totals.
-
-    Args:
-        state: what `save_window` returned.
-        module: the module that trains.
-        ranks: the ranks that share it; `Ranks()` if it is this rank's own part.
-        wide: gets the gradients, if they do not belong in the parameters.
-    """
-    if state["gradients"] and isinstance(module, nn.Module):
-        named = holders(inside_wrappers(module).named_parameters(), wide)
-        load_partial(named, state["gradients"], ranks)
-    if state["totals"] is None:
-        return None
-    # The window is open on every rank, since they must act alike; one has the totals.
-    totals = torch.stack([state["totals"][name] for name in COLUMNS])
-    return totals * (ranks.index == 0)
 
 
 def holders(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.announced import Told
+from trainkit.core.division import Told
 from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,

@@ -36,9 +36,9 @@ class WideGradients:
     tensor([320.], dtype=torch.bfloat16)
 
     The sums live as long as the window: its first gradients make them, and `hand_over`
-    frees them. They take 4 bytes for each element that has a gradient. Gradients in
-    float32 or float64 are added up here too, in their own dtype, since a factor must
-    reach all gradients alike.
+    frees them. They take 4 bytes for each element that has a gradient; sparse gradients
+    become dense. Gradients in float32 or float64 are added up here too, in their own
+    dtype, since a factor must reach all gradients alike.
 
     Args:
         parameters: the parameters that train.
@@ -209,15 +209,9 @@ def _make_stand_in(parameter: Tensor) -> Tensor:
 
 def _added(stand_in: Tensor, gradient: Tensor, share: float) -> Tensor:
     """The sum with a share of one more gradient; in place if there is a sum already."""
-    total = stand_in.grad
-    if total is not None and not gradient.is_sparse and not total.is_sparse:
-        return total.add_(gradient, alpha=share)  # one kernel, no copy in float32
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    if stand_in.grad is not None:
+        return stand_in.grad.add_(dense, alpha=share)  # one kernel, no float32 copy
     # copy: a gradient of float32 may be a view of DDP's bucket
-    wide = gradient.to(stand_in.dtype, copy=True)
-    if share != 1:
-        wide.mul_(share)
-    if total is None:
-        return wide
-    if total.is_sparse and not wide.is_sparse:
-        total = total.to_dense()
-    return total.add_(wide)
+    wide = dense.to(stand_in.dtype, copy=True)
+    return wide if share == 1 else wide.mul_(share)

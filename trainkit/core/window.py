@@ -59,10 +59,8 @@ class Window:
         padding: how many tokens were padding, of those that were counted.
         tokens: how many tokens were counted.
         samples: how many samples were counted.
-        last_samples: how many samples were counted last; None if none were.
         carried: the row of the micro-batches that a checkpoint has brought back.
         carried_weights: the weight of each of these, if it is known.
-        num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
@@ -75,10 +73,8 @@ class Window:
     padding: Weight = 0
     tokens: Weight = 0
     samples: Weight = 0
-    last_samples: Weight | None = None
     carried: Tensor | None = None
     carried_weights: list[Weight] = field(default_factory=list)
-    num_skipped: int = 0
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
@@ -90,11 +86,6 @@ class Window:
         """How many micro-batches it has on this rank, with those of a checkpoint."""
         before = 0 if self.carried is None else int(self.carried[COUNT])
         return before + len(self.entries)
-
-    @property
-    def num_weighted(self) -> int:
-        """How many micro-batches have a backward pass: all that were not skipped."""
-        return len(self.entries) - self.num_skipped
 
     @property
     def weights(self) -> list[Weight]:
@@ -133,11 +124,6 @@ class Window:
         self.carried, self.carried_weights = row, weights
         self.is_open = row is not None
 
-    def skip(self, loss: Tensor) -> None:
-        """Leave a micro-batch out: count it with weight 0."""
-        self.add(loss.new_zeros(()), 0)
-        self.num_skipped += 1
-
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
     ) -> None:
@@ -145,7 +131,6 @@ class Window:
         self.padding += padding
         self.tokens += tokens
         self.samples += samples
-        self.last_samples = samples
 
     def copy(self) -> Window:
         """A copy that stays as it is while this window continues."""

@@ -8,7 +8,6 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,9 +64,10 @@ class MixedLarge(Mixed, Large): ...
 
 
 FRONTS: dict[str, Any] = {
-    f"{name} {front}": (front, cut)
-    for name, cut in (("split", FIXED), ("auto", AUTO), ("streamed", None))
-    for front in ("mixin", "callback")
+    "split mixin": ("mixin", FIXED),
+    "split callback": ("callback", FIXED),
+    "auto callback": ("callback", AUTO),
+    "streamed callback": ("callback", None),
 }
 ENDS: dict[str, dict[str, Any]] = {
     "end": {},
@@ -110,12 +110,8 @@ def fit(front: str, *callbacks: Any, error: Any = None, **options: Any) -> Any:
     [
         *((front, "end") for front in FRONTS),
         ("split mixin", "error"),
-        ("auto callback", "error"),
-        ("streamed callback", "error"),
-        ("streamed mixin", "interrupt"),
-        ("split callback", "interrupt"),
-        ("auto mixin", "fast_dev_run"),
-        ("split callback", "fast_dev_run"),
+        ("streamed callback", "interrupt"),
+        ("auto callback", "fast_dev_run"),
     ],
 )
 def test_all_can_be_pickled_and_copied_after_a_fit(front: str, end: str) -> None:
@@ -133,11 +129,7 @@ def test_all_can_be_pickled_and_copied_after_a_fit(front: str, end: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "end"),
-    [
-        *((name, "end") for name in OTHERS),
-        *((name, "error") for name in [*OTHERS][:3]),
-        ("Guard recalibrate", "error"),
-    ],
+    [*((name, "end") for name in OTHERS), ("Guard recalibrate", "error")],
 )
 def test_other_callbacks_are_small_after_a_fit(name: str, end: str) -> None:
     callback = OTHERS[name]()
@@ -193,31 +185,13 @@ def test_what_users_read_after_a_fit_is_there(front: str) -> None:
         assert (found.micro_batch_size is not None) == front.startswith("auto")
         if way != "copied":
             assert read_effective_batch(sent) == batch
-
-
-@cache
-def uncut() -> Plain:
-    fresh = Mixed()
-    trainer(1).fit(fresh, loader_batches())
-    return fresh
-
-
-@pytest.mark.parametrize("front", [f for f in FRONTS if "callback" in f])
-def test_a_callback_that_was_sent_after_a_fit_trains_as_itself(front: str) -> None:
-    _, fitted, _ = fit(front)
-    itself = windows_of(fitted)
-    for callback in (copy.deepcopy(SENT["pickled"](itself)), itself):
-        module = Plain()
-        trainer(1, callbacks=[callback]).fit(module, loader_batches())
-        assert deviation(module, uncut(), START) <= 1e-12
-
-
-def test_the_mixin_brings_its_callback_again() -> None:
-    module, fitted, _ = fit("split mixin")
-    assert type(windows_of(SENT["pickled"](fitted))) is type(windows_of(fitted))
-    fitted.fit_loop.max_epochs = 3
-    fitted.fit(module, loader_batches())
-    assert fitted.global_step == 9
+    if "callback" in front:  # it trains the next module, sent or not
+        uncut = Mixed()
+        trainer(1).fit(uncut, loader_batches())
+        for callback in (copy.deepcopy(SENT["pickled"](windows)), windows):
+            again = Plain()
+            trainer(1, callbacks=[callback]).fit(again, loader_batches())
+            assert deviation(again, uncut, START) <= 1e-12
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -245,11 +219,9 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "AccumulationSchedule": lambda: AccumulationSchedule({0: 2, 1: 4}),
     "BatchNormGuard": BatchNormGuard,
     "WindowMonitor": lambda: WindowMonitor(every_n_steps=2),
-    "LRScaling": lambda: LRScaling("linear", reference_batch=REFERENCE),
     "LRScaling of moments": lambda: LRScaling(
         "adam-sde", reference_batch=REFERENCE, weight_decay="sqrt", warmup_steps=3
     ),
-    "LRScaling of half-life": lambda: LRScaling("half-life", reference_batch=REFERENCE),
 }
 
 

@@ -32,7 +32,6 @@ from trainkit import (
     TrainkitError,
     Weighed,
 )
-from trainkit.core.strategies import weigh_alike
 
 # Each of these errors ends a training within a window.
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
@@ -189,12 +188,6 @@ def test_a_wrong_number_is_refused_by_name(name: str) -> None:
 def test_wrong_options_are_refused(how: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         Weighed(**how)
-
-
-def test_strategies_with_one_function_weigh_alike() -> None:
-    path = f"{count_kept.__module__}.count_kept"
-    assert weigh_alike(Weighed(by=path), Weighed(by=path))
-    assert not weigh_alike(Weighed(by=path), Weighed())
 
 
 def test_a_loop_of_ones_own_passes_the_weight() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.helpers import (
-    NAIVE,
     deviation,
     loader,
     pad,
@@ -27,8 +25,6 @@ from tests.zoo import (
     Plain,
     hooked,
     old_trainer,
-    plain_token_loss,
-    sample_loss,
 )
 from trainkit import AccumulationStrategy, MicroBatching, PerSample, PerToken, Uniform
 from trainkit.errors import TrainkitError
@@ -54,8 +50,6 @@ def too_late(self: Any, batch: Any, batch_idx: int) -> None:
 
 
 SILENT = hooked(Mixed, accumulation=None)
-OLD = hooked(OldMixed, accumulation=None)
-TOO_LATE = hooked(SILENT, validation_step=too_late)
 LOGS = hooked(
     SILENT, validation_step=lambda self, b, i: self.log("val", self.loss_of(b))
 )
@@ -72,7 +66,6 @@ def turns_silent(self: Any) -> None:
     "fit",
     [
         lambda: fitted(SILENT(), 1),
-        lambda: fitted(SILENT(), 4),
         # Before the sanity check.
         lambda: trainer(4).fit(
             hooked(SILENT, validation_step=too_late)(), loader(DATA, 4), loader(DATA, 4)
@@ -95,13 +88,8 @@ def test_module_without_a_strategy_is_refused(fit: Callable[[], Any]) -> None:
 
 
 def test_without_fit_nothing_is_asked() -> None:
-    """And a `fit` that is refused has moved nothing."""
     results = trainer().validate(LOGS(), loader(DATA, 4), verbose=False)
     assert "val" in results[0]
-    module = SILENT()
-    with pytest.raises(TrainkitError, match=NO_STRATEGY):
-        fitted(module)
-    assert torch.equal(weights(module), START)
 
 
 # ---- Uniform() by name ---------------------------------------------------------------
@@ -121,98 +109,10 @@ def test_uniform_says_when_it_is_right(capsys: Any) -> None:
 
 # ---- another one in mid-training -----------------------------------------------------
 
-LOSSES = {PerToken(): plain_token_loss, PerSample(): sample_loss}
-
-
-class Turns(Mixed):
-    """Another loss, and so another strategy, from some epoch or batch on."""
-
-    def __init__(self, at: int, where: str = "epoch", **how: Any) -> None:
-        super().__init__(strategy=PerToken(), **how)
-        self.at, self.where = at, where
-
-    def turn(self) -> None:
-        self.accumulation = PerSample()
-
-    def on_train_epoch_start(self) -> None:
-        if self.where == "epoch" and self.current_epoch == self.at:
-            self.turn()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.where == "batch" and self.current_epoch * 10 + batch_idx == self.at:
-            self.turn()
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        loss = LOSSES[self.accumulation](self.net, batch)  # type: ignore[index]
-        self.log_exact(f"loss {self.current_epoch}", loss, batch)
-        return loss
-
-
-class ByHand(Turns, Manual): ...
-
-
-def big_batches(loss_of: Callable[[int], Any]) -> torch.Tensor:
-    """Six windows of two epochs, each by a loss of its own."""
-    module = Plain()
-    optimizer = module.configure_optimizers()
-    for number, start in enumerate([*range(0, len(DATA), WINDOW)] * 2):
-        optimizer.zero_grad()
-        loss_of(number)(module.net, pad(DATA[start : start + WINDOW])).backward()
-        optimizer.step()
-    return weights(module)
-
-
-def turned(at: int) -> torch.Tensor:
-    return big_batches(lambda n: plain_token_loss if n < at else sample_loss)
-
-
-@pytest.mark.parametrize(
-    ("kind", "at", "where", "window"),
-    [
-        *((kind, 1, "epoch", 3) for kind in (Turns, ByHand)),
-        *((kind, 4, "batch", 1) for kind in (Turns, ByHand)),
-        *((kind, 10, "batch", 3) for kind in (Turns, ByHand)),
-        (hooked(Turns, micro_batching=MicroBatching(size=3)), 1, "batch", 1),
-    ],
-)
-def test_strategy_of_another_window_equals_the_big_batch(
-    kind: Any, at: int, where: str, window: int
-) -> None:
-    """The window went by the first strategy and `log_exact` by the new one."""
-    is_split = kind.micro_batching is not None
-    module = fitted(kind(at, where), *((1, WINDOW) if is_split else ()))
-    assert deviation(module, turned(window), START) <= EXACT
-    assert deviation(module, turned(99), START) > NAIVE
-
-
-def cuts(self: Any) -> None:
-    self.micro_batching = MicroBatching(size=1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Turns, r"micro-batches so far: \d\) was.*PerT"),
-        (ByHand, r"micro-batches so far: \d\) was.*PerT"),
-        (hooked(Turns, turn=cuts), "Assign it before trainer.fit"),
-    ],
-)
-def test_a_turn_inside_a_window_is_refused(kind: Any, text: str) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        fitted(kind(5, "batch"))
-
-
-def test_equal_strategy_inside_a_window_changes_nothing() -> None:
-    def renew(self: Any, batch: Any, batch_idx: int) -> None:
-        self.accumulation = PerToken()
-
-    module = fitted(hooked(Mixed, on_train_batch_start=renew)())
-    assert deviation(module, turned(99), START) <= EXACT
-
 
 @dataclass
 class ByLabel(AccumulationStrategy):
-    """Two of them cannot be compared by ==."""
+    """Two of them cannot be compared by ==, but for their very tensors."""
 
     weights: torch.Tensor
 
@@ -221,41 +121,56 @@ class ByLabel(AccumulationStrategy):
         return self.weights[labels[labels != -100]].sum()
 
 
-@cache
-def rates(epoch: int) -> torch.Tensor:
-    return torch.linspace(0.5, 2 + 5 * epoch, 13, dtype=torch.float64)
-
-
-def loss_by_label(epoch: int) -> Any:
-    return lambda net, batch: cross_entropy(
-        net(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), weight=rates(epoch)
-    )
+RATES = [torch.linspace(0.5, last, 13, dtype=torch.float64) for last in (2, 7)]
 
 
 class MadeAnew(Mixed):
-    """A strategy is made whenever it is asked for, of weights that turn."""
+    """Makes a strategy whenever it is asked for one, of weights that may turn."""
 
-    turns = True
+    turns = False
 
     @property
     def accumulation(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ByLabel(rates(self.epoch))
-
-    @property
-    def epoch(self) -> int:
-        return self.current_epoch if self.turns and self._trainer else 0
+        has_turned = self.turns and self._trainer and self.current_epoch
+        return ByLabel(RATES[bool(has_turned)])
 
     def loss_of(self, batch: Any) -> torch.Tensor:
-        return loss_by_label(self.epoch)(self.net, batch)
+        logits, labels = self.net(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        return cross_entropy(logits, labels, weight=RATES[0])
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_strategy_that_holds_tensors_may_be_made_anew(turns: bool) -> None:
-    """Made of the same weights it is the same; of others, another one."""
-    module = fitted(hooked(MadeAnew, turns=turns)())
-    fixed, turning = (
-        big_batches(lambda n, k=k: loss_by_label(k * (n // 3))) for k in (0, 1)
-    )
-    same, other = (turning, fixed) if turns else (fixed, turning)
-    assert deviation(module, same, START) <= EXACT
-    assert deviation(module, other, START) > NAIVE
+def test_strategy_that_holds_tensors_may_be_made_anew() -> None:
+    """Made of the same weights it is the same."""
+    module, big = MadeAnew(), MadeAnew()
+    fitted(module)
+    optimizer: Any = big.configure_optimizers()
+    for start in [*range(0, len(DATA), WINDOW)] * 2:
+        optimizer.zero_grad()
+        big.loss_of(pad(DATA[start : start + WINDOW])).backward()
+        optimizer.step()
+    assert deviation(module, big, START) <= EXACT
+
+
+def assigns(name: str, value: Any) -> Any:
+    def assign(self: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            setattr(self, name, value)
+
+    return {"on_train_batch_start": assign}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (hooked(Mixed, **assigns("accumulation", PerSample())), "Mixed.accumulation:"),
+        (hooked(Manual, **assigns("accumulation", Uniform())), "Manual.accumulation:"),
+        (hooked(MadeAnew, turns=True), "MadeAnew.accumulation: it was"),
+        (
+            hooked(Mixed, **assigns("micro_batching", MicroBatching(size=1))),
+            "Mixed.micro_batching: it was None when training began",
+        ),
+    ],
+)
+def test_what_is_assigned_in_a_fit_is_refused(kind: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=f"(?s){text}.*It cannot change during"):
+        fitted(kind())

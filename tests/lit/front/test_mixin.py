@@ -8,6 +8,8 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as old
+import torch
+from torch import nn
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import RAGGED, SEQUENCES, WINDOW, big_batch, drivers_of, ragged
@@ -67,7 +69,18 @@ class Extends(Mixed):
     """Overrides one hook and extends it."""
 
     def configure_callbacks(self) -> Any:
-        return [*super().configure_callbacks(), Counter()]
+        inherited: Any = super().configure_callbacks()
+        return [*inherited, Counter()]
+
+
+class Foreign:
+    """A base class of somebody else, which does not know that others follow."""
+
+    def configure_callbacks(self) -> Any:
+        return []
+
+
+class Shadowed(Foreign, Mixed): ...  # type: ignore[misc]
 
 
 class ChoosesLate(AccumulationMixin, Plain):
@@ -88,7 +101,7 @@ HOOKS = (
 )  # fmt: skip
 """The mixin leaves them to the module: none of them needs `super()`."""
 OVERRIDES = hooked(Mixed, **dict.fromkeys(HOOKS, nothing))
-KINDS = [Mixed, Through, Extends, ChoosesLate, OVERRIDES]
+KINDS = [Mixed, Through, Extends, Shadowed, ChoosesLate, OVERRIDES]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,16 +122,6 @@ def test_one_trainer_fits_several_modules_one_after_another() -> None:
     assert not drivers_of(fit)
 
 
-class Foreign:
-    """A base class of somebody else, which does not know that others follow."""
-
-    def configure_callbacks(self) -> Any:
-        return []
-
-
-class Shadowed(Foreign, Mixed): ...  # type: ignore[misc]  # that is the mistake
-
-
 def ours() -> AccumulationCallback:
     return AccumulationCallback(PerToken())
 
@@ -126,12 +129,6 @@ def ours() -> AccumulationCallback:
 @pytest.mark.parametrize(
     ("make", "callbacks", "text"),
     [
-        (
-            hooked(Mixed, configure_callbacks=lambda self: []),
-            [],
-            r"Mixed.configure_callbacks\(\): it must call super\(\)",
-        ),
-        (Shadowed, [], r"Shadowed.configure_callbacks\(\): it must call super\(\)"),
         (lambda: Mixed(strategy=PerToken), [], "strategy: must be an AccumulationStr"),
         (lambda: Mixed(strategy="tokens"), [], "strategy: must be an AccumulationStr"),
         (Mixed, [ours()], r"one driver, and 2 are present \(Accu"),
@@ -158,49 +155,35 @@ def no_callbacks() -> None:
     return None
 
 
-OWN = [some_callbacks, one_callback, no_callbacks, None]
-"""As Lightning takes them; what is no function is none."""
+OWN = [some_callbacks, one_callback, no_callbacks]
+"""As Lightning takes them."""
 
 
-@pytest.mark.parametrize("kind", [Mixed, Extends, Plain])
 @pytest.mark.parametrize("own", OWN)
-def test_callbacks_of_the_instance_are_extended(kind: Any, own: Any) -> None:
-    """Without the mixin they train as plain Lightning does."""
-    module = kind()
-    if kind is Plain and own is None:
-        return  # Lightning asks for a function
+def test_callbacks_of_the_instance_are_extended(own: Any) -> None:
+    module = Extends()
     module.configure_callbacks = own
     fit = fitted(module)
-    assert is_exact(module) is (kind is not Plain)
-    assert len(drivers_of(fit)) == (kind is not Plain)
+    assert is_exact(module)
+    assert len(drivers_of(fit)) == 1
     counters = [each for each in fit.callbacks if isinstance(each, Counter)]
     assert [each.num_batches for each in counters] == [20] * (own in OWN[:2])
 
 
-def test_callbacks_of_a_patched_instance_are_extended() -> None:
+def test_an_instance_that_extends_or_patches_its_class_has_one_driver() -> None:
     """As Lightning's own tests give a module callbacks."""
-    module, counter = Mixed(), Counter()
-    with patch.object(module, "configure_callbacks", return_value=[counter]) as asked:
-        fit = fitted(module)
-    asked.assert_called_once_with()
-    assert len(drivers_of(fit)) == 1
-    assert counter.num_batches == 20
-    assert is_exact(module)
-    assert "configure_callbacks" not in vars(module)
-    assert len(drivers_of(fitted(Mixed()))) == 1
-
-
-@pytest.mark.parametrize("kind", [Mixed, Extends])
-def test_an_instance_that_extends_its_class_has_one_driver(kind: Any) -> None:
-    module = kind()
+    module, counter = Extends(), Counter()
     before = module.configure_callbacks
     module.configure_callbacks = lambda: [*before(), Counter()]
     assert len(drivers_of(fitted(module))) == 1
     assert is_exact(module)
     del module.configure_callbacks
-    assert module.configure_callbacks == before
-    with pytest.raises(AttributeError):
-        del module.configure_callbacks
+    with patch.object(module, "configure_callbacks", return_value=[counter]) as asked:
+        fit = fitted(module)
+    asked.assert_called_once_with()
+    assert len(drivers_of(fit)) == 1
+    assert counter.num_batches == 20
+    assert "configure_callbacks" not in vars(module)
 
 
 @pytest.mark.parametrize("way", SENT)
@@ -220,3 +203,19 @@ def test_callbacks_of_an_instance_of_the_other_namespace() -> None:
     fit.fit(module, ragged(RAGGED))
     assert len(drivers_of(fit)) == 1
     assert is_exact(module)
+
+
+def through(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_torchscript_gives_what_the_module_gives(method: Any) -> None:
+    module: Any = hooked(Mixed, forward=through)()
+    module.net, rows = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3)
+    module.example_input_array = rows
+    with torch.no_grad():
+        assert torch.equal(module.to_torchscript(method=method)(rows), module(rows))
+    with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
+        _ = module.effective_batch

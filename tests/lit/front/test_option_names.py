@@ -62,41 +62,43 @@ def test_all_have_the_same_options() -> None:
     assert all(callback[name] == loop[name] for name in set(callback) & set(loop))
 
 
-def seen_of(said: dict[str, Any], name: str) -> Any:
+def seen_of(said: dict[str, Any]) -> dict[str, Any]:
     """What the callback that a mixin module brings has been told by it."""
     module: Any = Mixed()
     for option, value in said.items():
         setattr(module, option, value)
     fitted = trainer(max_steps=1)
     fitted.fit(module, ragged(RAGGED))
-    return seen(windows_of(fitted), module, name)
+    return seen(windows_of(fitted), module)
 
 
-def seen(each: Any, module: Any, name: str) -> Any:
+def seen(each: Any, module: Any) -> dict[str, Any]:
     """What a callback has been told."""
-    if name == "accumulation":
-        return list(each.strategies.values())
-    if name == "hold_schedulers":
-        return each.holds_schedulers(module)
-    return getattr(each, OTHERWISE.get(name, name))
+    found = {n: getattr(each, OTHERWISE.get(n, n), None) for n in OTHERS}
+    return found | {
+        "accumulation": list(each.strategies.values()),
+        "hold_schedulers": each.holds_schedulers(module),
+    }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_the_mixin_says_is_what_the_callback_is_told(name: str) -> None:
-    said = OTHERS[name]
-    told = {"accumulation": PerToken(), OTHERWISE.get(name, name): said}
-    callback = seen(AccumulationCallback(**told), None, name)
-    assert seen_of({name: said}, name) == callback
-    assert seen_of({}, name) != callback  # the control
+@pytest.mark.filterwarnings("ignore:.*Uniform.. weighs micro-batches alike")
+def test_what_the_mixin_says_is_what_the_callback_is_told() -> None:
+    told = {OTHERWISE.get(name, name): said for name, said in OTHERS.items()}
+    callback, nothing = seen(AccumulationCallback(**told), None), seen_of({})
+    assert seen_of(OTHERS) == callback
+    assert all(nothing[name] != callback[name] for name in OTHERS)  # the control
 
 
-@pytest.mark.parametrize("name", sorted(LONGER))
-def test_the_longer_name_comes_first(name: str) -> None:
-    """Something of the module's own under the shorter name does no harm then."""
-    short = name.removeprefix("accumulation_")
-    plain = getattr(AccumulationMixin, short)
-    assert seen_of({name: OTHERS[short]}, short) == OTHERS[short]
-    assert seen_of({name: plain, short: ["its own"]}, short) == plain
+def test_the_longer_names_come_first() -> None:
+    """Something of the module's own under the shorter names does no harm then."""
+    short = {name: name.removeprefix("accumulation_") for name in LONGER}
+    found = seen_of({name: OTHERS[short[name]] for name in LONGER})
+    assert {name: found[name] for name in short.values()} == {
+        name: OTHERS[name] for name in short.values()
+    }
+    plain = {name: getattr(AccumulationMixin, short[name]) for name in LONGER}
+    found = seen_of({**plain, **dict.fromkeys(short.values(), ["its own"])})
+    assert all(found[short[name]] == plain[name] for name in LONGER)
 
 
 def test_strategy_is_another_name_of_accumulation() -> None:

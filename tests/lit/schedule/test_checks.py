@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import get_cosine_schedule_with_warmup
@@ -39,11 +38,6 @@ class Meddles(pl.Callback):
         trainer.accumulate_grad_batches = 3
 
 
-class Closes(Mixed):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class Fetches(Plain):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, *_ = next(dataloader_iter)
@@ -62,7 +56,6 @@ class Fetches(Plain):
         ),
         (Plain, [BY_TOKENS, AccumulationCallback(PerSample())], "PerSample does not w"),
         (Plain, [BY_TOKENS, AccumulationCallback(Uniform())], "Uniform does not weig"),
-        (Closes, [GROWS], "LBFGS: .* accumulate_grad_batches is 2"),
         (Fetches, [GROWS, AccumulationCallback(Uniform())], "ader_iter.*_batches is 2"),
     ],
 )

@@ -65,7 +65,7 @@ def test_hooks_that_nobody_has_are_not_called(
     monkeypatch.setattr(WindowCallback, "on_before_backward", counted)
     for callbacks, is_called in (([], False), (listening(), True)):
         SEEN.clear()
-        made = {"cut": cut}
+        made = {"cut": cut, "options": {"proof": "off"}}  # which has hooks of its own
         fit("callback", Plain, *callbacks, made=made, window=window, max_epochs=1)
         assert ("ours" in SEEN) is is_called
 

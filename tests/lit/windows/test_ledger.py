@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers import loader, pad, trainer
-from tests.lit.fronts import SEQUENCES, WINDOW, windows_of
+from tests.lit.fronts import SEQUENCES, WINDOW
 from tests.recording import Table
 from tests.zoo import Gan, Plain, on_front
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
@@ -67,77 +67,66 @@ def seen(table: Table) -> list[tuple[float, float | None]]:
     return [(row["window/seen"], row.get("window/samples_seen")) for row in rows]
 
 
-@pytest.mark.parametrize("every", [(1,), (4,), (1, 4)], ids=str)
-def test_totals_count_the_windows_that_are_not_logged_too(every: Any) -> None:
-    """Two monitors do not count twice; a second training starts at nothing."""
-    callbacks = [BY_TOKENS(), *map(WindowMonitor, every)]
-    for epochs in (EPOCHS, 1):
-        found, _ = train(*callbacks, epochs=epochs)
-        logged = [
-            n for n in range(3 * epochs) for e in every if not n or not (n + 1) % e
-        ]
-        assert found == [totals()[n] for n in sorted(logged)]
+def test_totals_count_the_windows_that_are_not_logged_too() -> None:
+    """Two monitors do not count twice; a second training starts at nothing; a second
+    `fit` of one Trainer continues."""
+    callbacks = [BY_TOKENS(), WindowMonitor(1), WindowMonitor(4)]
+    found, _ = train(*callbacks)
+    steps = range(3 * EPOCHS)
+    logged = [n for n in steps for every in (1, 4) if not n or not (n + 1) % every]
+    assert found == [totals()[n] for n in logged]
+    module, ours = on_front("mixin")
+    found, fitted = train(*ours, *callbacks[1:2], module=module, epochs=1)
+    assert found == totals(1)
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(module, loader(SEQUENCES, BATCH))
+    assert seen(fitted.logger) == totals(2)
 
 
 @pytest.mark.parametrize(
     ("strategy", "total"),
-    [(PerSample(), totals()[-1][1]), (Uniform(), 10 * EPOCHS)],
+    [(PerSample(), totals(1)[-1][1]), (Uniform(), 10)],
 )
 def test_what_was_seen_is_in_the_unit_of_the_strategy(
     strategy: Any, total: Any
 ) -> None:
-    found, _ = train(AccumulationCallback(strategy), WindowMonitor(1))
-    assert found[-1] == (total, totals()[-1][1])
+    found, _ = train(AccumulationCallback(strategy), WindowMonitor(1), epochs=1)
+    assert found[-1] == (total, totals(1)[-1][1])
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_a_second_fit_of_one_trainer_continues_the_totals(front: str) -> None:
-    module, ours = on_front(front)
-    found, fitted = train(*ours, WindowMonitor(1), module=module, epochs=2)
-    assert found == totals(2)
-    fitted.fit_loop.max_epochs = EPOCHS
-    fitted.fit(module, loader(SEQUENCES, BATCH))
-    assert seen(fitted.logger) == totals()
-
-
-@pytest.mark.parametrize("step", [5, 12])
+@pytest.mark.parametrize("step", [5, 6])
 def test_a_resumed_run_goes_on_where_the_checkpoint_was_written(
     tmp_path: Path, step: int
 ) -> None:
     """In mid-epoch, and at the end of one."""
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    straight, _ = train(BY_TOKENS(), WindowMonitor(1), saves)
-    assert straight == totals()
+    straight, _ = train(BY_TOKENS(), WindowMonitor(1), saves, epochs=3)
+    assert straight == totals(3)
     (saved,) = tmp_path.glob(f"*step={step}.ckpt")
-    resumed, fitted = train(BY_TOKENS(), WindowMonitor(1), resume=saved)
+    mine = [BY_TOKENS(), WindowMonitor(1)]
+    resumed, fitted = train(*mine, resume=saved, epochs=3)
     first = fitted.logger.column("window/weight")[0]
     assert resumed[0][0] - first == totals()[step - 1][0]
-    if step == 12:
-        assert resumed == totals()[step:]
+    if step == 6:
+        assert resumed == totals(3)[step:]
 
 
-@pytest.mark.parametrize("strategy", [PerSample(), PerToken(), PerSample(size="ids")])
-@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize("strategy", [PerSample(), PerToken()])
 def test_samples_that_nobody_counted_are_not_shown(
-    tmp_path: Path, strategy: Any, epochs: int
+    tmp_path: Path, strategy: Any
 ) -> None:
-    """Without a monitor only the first eight windows count their samples, and do so
-    once where samples are what a micro-batch weighs."""
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=3 * epochs)
-    _, fitted = train(AccumulationCallback(strategy), saves, epochs=epochs)
-    window = windows_of(fitted).last_window
-    assert window is not None
-    if epochs == 1:
-        assert float(window.samples) == len(SEQUENCES) - 2 * BATCH * WINDOW
+    """Without a monitor only the first eight windows count their samples; but where
+    samples are what a micro-batch weighs."""
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=12)
+    train(AccumulationCallback(strategy), saves, epochs=4)
     (saved,) = tmp_path.iterdir()
     mine = [AccumulationCallback(strategy), WindowMonitor(1)]
-    found, _ = train(*mine, epochs=epochs + 1, resume=saved)
-    column = 0 if isinstance(strategy, PerToken) else 1
-    rest = totals(epochs + 1)[3 * epochs :]
-    assert [row[0] for row in found] == [each[column] for each in rest]
-    if epochs == 1 or column == 0:
-        shown = [each[1] if epochs == 1 else None for each in rest]
-        assert [row[1] for row in found] == shown
+    found, _ = train(*mine, epochs=5, resume=saved)
+    rest = totals()[12:]
+    if isinstance(strategy, PerToken):
+        assert found == [(tokens, None) for tokens, _ in rest]
+    else:
+        assert [row[0] for row in found] == [samples for _, samples in rest]
 
 
 def test_samples_that_cannot_be_counted_are_not_shown() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,14 +18,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.demos import LightningTransformer
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers import TOLERANCE, deviation, trainer, weights
+from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
 from tests.lit.fronts import (
     RAGGED,
     SEQUENCES,
@@ -34,7 +35,8 @@ from tests.lit.fronts import (
     merged,
     ragged,
 )
-from tests.recording import SENT, Weights
+from tests.lit.windows.moving import ONCE, Moving
+from tests.recording import Weights
 from tests.zoo import Mixed, Plain, Rows, hooked, on_front
 from trainkit import PerSample, PerToken
 
@@ -78,25 +80,8 @@ class Partial(Plain):
         return torch.optim.AdamW(trained, lr=0.01)
 
 
-class Thawing(Plain):
-    """Thaws its embedding for the second epoch and adds it to the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.embed.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.head.parameters(), lr=0.5)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net.embed.requires_grad_(True)
-            optimizer: Any = self.optimizers()
-            optimizer.add_param_group({"params": [self.net.embed.weight]})
-
-
 class Unfreeze(BaseFinetuning):
-    """Lightning's own way to do so."""
+    """Lightning's own way to thaw a layer for a later epoch."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net.embed)
@@ -150,38 +135,14 @@ class Wrapper(LooksLikeOne, torch.optim.Optimizer):
 # ---- modules that somebody else wrote ------------------------------------------------
 
 
-def without_dropout() -> LightningTransformer:
-    """Lightning's own demo, without its download."""
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        quiet = hooked(LightningTransformer, prepare_data=lambda self: None)
-        module = quiet(vocab_size=13).double()
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        if isinstance(part, nn.MultiheadAttention):
-            part.dropout = 0.0
-    return module
-
-
-class Boring(BoringModel):
-    """Lightning's own: it returns a dict, and brings a scheduler."""
-
-    def __init__(self) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            super().__init__()
-        self.double()
-
-
 class Causal(pl.LightningModule):
     """What people write around a model of `transformers`."""
 
-    def __init__(self, of: tuple[Any, Any]) -> None:
+    def __init__(self, of: LlamaConfig) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(7)
-            self.model = of[0](of[1]).double()
+            self.model = LlamaForCausalLM(of).double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(**batch).loss
@@ -194,10 +155,6 @@ LLAMA = LlamaConfig(
     vocab_size=13, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
 )  # fmt: skip
-GPT2 = GPT2Config(
-    vocab_size=13, n_positions=32, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,
-    embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-)  # fmt: skip
 NUMBERS = torch.randn(
     38, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
 )
@@ -209,12 +166,6 @@ def ready(make: Callable[[list[int]], Any]) -> Callable[[Sequence[int]], Any]:
         [make(rows) for rows in cut(SEQUENCES, sizes)],  # type: ignore[arg-type]
         batch_size=None,
     )
-
-
-def pairs(rows: list[int]) -> Any:
-    """Inputs and targets; every micro-batch has another number of rows."""
-    ids = torch.randint(0, 13, (38, 6), generator=torch.Generator().manual_seed(0))
-    return ids[rows, :-1], ids[rows, 1:].contiguous()
 
 
 def causal(rows: list[int]) -> Any:
@@ -239,7 +190,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse": {"kind": Sparse},
     "SparseAdam": {"kind": Sparse, "made": {"adam": True}},
     "frozen, unused, left out": {"kind": Partial},
-    "thawed between epochs": {"kind": Thawing},
     # 0.75 of their gradient was what parameters of the new group got.
     **{
         f"finetuning, {wide=}": {
@@ -255,60 +205,38 @@ CASES: dict[str, dict[str, Any]] = {
     "no torch optimizer inside": {"made": {"optimizer": Wrapper}},
     # Exact weights are averaged, also where validation swaps them inside a window.
     **{
-        f"{name}, {validated=}": {
+        name: {
             "kind": VALIDATED,
             "callbacks": averages,
             "max_epochs": 3,
-            "limit_val_batches": validated,
             "validation": ragged([4]),
             "in_windows": {"val_check_interval": 3},
         }
         for name, averages in AVERAGING.items()
-        for validated in (0, 1)
-    },
-    "BoringModel": {
-        "kind": Boring,
-        "made": {"strategy": PerSample()},
-        "batches": ready(lambda rows: NUMBERS[rows]),
-        "limit_val_batches": 0,
-    },
-    # Its rate of 0.1 makes the training chaotic: rounding grows with each step.
-    "LightningTransformer": {
-        "kind": without_dropout,
-        "made": {"strategy": PerToken(labels=1)},
-        "batches": ready(pairs),
-        "fronts": ("callback",),
-        "max_epochs": 1,
-        "tolerance": 1e-8,
     },
     # transformers#46204, llm-foundry#1610: the first label of a row is no target, and
-    # padding is none. In float64, but these models compute their loss in float32.
+    # padding is none. In float64, but this model computes its loss in float32.
     **{
-        f"{name}, {shift=}": {
+        f"llama, {shift=}": {
             "kind": Causal,
-            "made": {"of": of, "strategy": PerToken(shift=shift)},
+            "made": {"of": LLAMA, "strategy": PerToken(shift=shift)},
             "batches": ready(causal),
             "max_epochs": 1,
             "tolerance": TOLERANCE[torch.float32],
         }
-        for name, of in (
-            ("llama", (LlamaForCausalLM, LLAMA)),
-            ("gpt2", (GPT2LMHeadModel, GPT2)),
-        )
         for shift in (True, False)
     },
 }
-OFF = ("llama, shift=False", "gpt2, shift=False")
-"""Where the strategy counts what is no target."""
+FRONTS = cycle(["mixin", "callback"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_windows_equal_big_batches(name: str) -> None:
-    if name not in OFF:
-        assert_big_batch(**CASES[name])
-        return
-    with pytest.raises(AssertionError, match="'mixin': 0.0"):
-        assert_big_batch(**CASES[name])
+@pytest.mark.parametrize(("name", "front"), [*zip(CASES, FRONTS, strict=False)])
+def test_windows_equal_big_batches(name: str, front: str) -> None:
+    """But for a strategy that counts what is no target."""
+    is_off = name == "llama, shift=False"
+    off = pytest.raises(AssertionError, match=f"'{front}': 0.0")
+    with off if is_off else nullcontext():
+        assert_big_batch(fronts=[front], **CASES[name])
 
 
 def test_frozen_and_unused_parameters_do_not_move() -> None:
@@ -343,14 +271,13 @@ def test_weights_do_not_move_in_batchnorm_epoch(front: str) -> None:
     assert any(moved) is (front == "plain")
 
 
-@pytest.mark.parametrize("way", SENT)
-def test_module_copied_inside_a_window_trains_exactly(way: str) -> None:
+def test_module_copied_inside_a_window_trains_exactly() -> None:
     """As averaging and search tools do. The original is not disturbed, and the copy
     starts a window of its own."""
     copies: list[Any] = []
 
     def send(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        copies.extend([SENT[way](module)] * (index == 5))
+        copies.extend([copy.deepcopy(module)] * (index == 5))
 
     sends = LambdaCallback(on_train_batch_end=send)
     original, expected = Mixed(), big_batch(SEQUENCES, epochs=1)
@@ -362,3 +289,20 @@ def test_module_copied_inside_a_window_trains_exactly(way: str) -> None:
     trainer(WINDOW, max_epochs=1).fit(copied, ragged(RAGGED))
     trainer(max_epochs=1).fit(plain, ragged(merged(RAGGED)))
     assert deviation(copied, plain, before) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("way", "wrong"), [("in place", "training_step"), ("queue", "on_train_batch_end")]
+)
+def test_state_moved_once_a_step_equals_the_big_batch(way: str, wrong: str) -> None:
+    """Before the step; in each batch, and at its end, which is the control, it moves
+    too often."""
+
+    def trained(where: str, sizes: Any = RAGGED, window: int = WINDOW) -> Moving:
+        module = Moving(where, way)
+        trainer(window).fit(module, ragged(sizes))
+        return module
+
+    whole, start = trained(ONCE, merged(RAGGED), 1), weights(Moving(ONCE, way))
+    assert deviation(trained(ONCE), whole, start) < 1e-7
+    assert deviation(trained(wrong), whole, start) > NAIVE

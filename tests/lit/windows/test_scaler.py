@@ -25,11 +25,11 @@ from tests.lit.fronts import (
     windows_of,
 )
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.lit.windows.half import Heavy, precise
 from tests.lit.windows.test_modules import Wrapper
+from tests.lit.windows.test_precision import Heavy, precise
 from tests.lit.windows.test_windows import of, stepped, without
 from tests.recording import SENT, Gradients, Weights
-from tests.zoo import Mixed, Plain, hooked, on_front, scaled
+from tests.zoo import Mixed, Plain, hooked, scaled
 from trainkit import AccumulationStrategy, PerToken
 
 pytestmark = [
@@ -89,9 +89,7 @@ def plainly(init_scale: float) -> Weights:
     [
         ("mixin", PerToken(), OVERFLOWS, "sgd"),
         ("callback", Heavy(), 2.0**16, "sgd"),
-        ("mixin", Heavy(1e8), 2.0**16, "sgd"),
         ("callback", Heavy(1e8), OVERFLOWS, "sgd"),
-        ("callback", PerToken(), 2.0**10, fused),
         ("callback", PerToken(), OVERFLOWS, fused),
         ("mixin", PerToken(), OVERFLOWS, Wrapper),
     ],
@@ -133,8 +131,8 @@ def test_no_step_is_lost_after_an_uneven_start(sizes: tuple[int, ...]) -> None:
 # ---- what the steps are --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skipped", [(0,), (1, 2), (4, 5, 6, 7)], ids=str)
-def test_none_elsewhere_under_a_scaler_does_not_count(skipped: tuple[int, ...]) -> None:
+def test_none_elsewhere_under_a_scaler_does_not_count() -> None:
+    skipped = (0, 4, 5, 6, 7)
     module = fit_scaled("mixin", without(*skipped), max_epochs=1).lightning_module
     expected = stepped(of(4, [k for k in range(10) if k not in skipped]))
     assert deviation(module, expected, START) <= HALF
@@ -185,7 +183,7 @@ def test_clipping_comes_after_unscaling(clip: str) -> None:
 # ---- checkpoints inside a window -----------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [1, 5, 12])
+@pytest.mark.parametrize("at", [1, 5])
 def test_resumed_inside_a_scaled_window_equals_uninterrupted(
     tmp_path: Path, at: int
 ) -> None:
@@ -200,7 +198,6 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
 @pytest.mark.parametrize(
     ("saved_in", "resumed_in"),
     [
-        ("16-mixed", "16-mixed"),
         ("16-mixed", "bf16-mixed"),
         ("16-mixed", "32-true"),
         ("32-true", "16-mixed"),
@@ -220,29 +217,10 @@ def test_window_resumed_in_another_precision_keeps_its_scale(
     assert norms[0] == pytest.approx(norms[1][-len(norms[0]) :], rel=0.02)
 
 
+# ---- schedulers ----------------------------------------------------------------------
+
 MADE: dict[str, Any] = {"dtype": torch.float32, "scheduler": "step"}
 STEP = "lr_scheduler_step"
-
-
-class Deaf:
-    """A scheduler that is none of torch's: its step wants a number."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.last_epoch = optimizer, 0
-
-    def step(self, number: int) -> None:
-        self.last_epoch = number
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def deaf(self: Any) -> Any:
-    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-    config = {"scheduler": Deaf(optimizer), "interval": "step"}
-    return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 def own_step(scheduler: Any, metric: Any) -> None:
@@ -255,48 +233,33 @@ class OfTheInstance(Plain):
         self.lr_scheduler_step = own_step
 
 
-DEAF = hooked(Plain, configure_optimizers=deaf)
 KINDS: dict[str, Any] = {
     "none": Plain,
     "with super": hooked(
         Plain,
         lr_scheduler_step=lambda self, *args: Plain.lr_scheduler_step(self, *args),
     ),
-    "without super": hooked(
-        Plain, lr_scheduler_step=lambda self, *args: own_step(*args)
-    ),
     "of the instance": OfTheInstance,
-    "of another kind": hooked(
-        DEAF, lr_scheduler_step=lambda self, s, metric: s.step(s.last_epoch + 1)
-    ),
 }
 
 
-@pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize(
-    ("front", "kind", "late", "made"),
+    ("front", "kind", "hold", "made"),
     [
-        *(("mixin", kind, False, {}) for kind in KINDS),
-        *(("mixin", kind, True, {}) for kind in list(KINDS)[:4]),
-        ("callback", "none", False, {}),
-        ("mixin", "none", False, {"optimizer": fused}),
-        ("mixin", "none", False, {"scheduler": "epoch"}),
-        ("callback", "none", False, {"scheduler": "epoch"}),
+        *(("mixin", kind, hold, {}) for kind in KINDS for hold in (True, False)),
+        ("callback", "none", True, {}),
+        ("mixin", "none", True, {"optimizer": fused}),
+        ("callback", "none", True, {"scheduler": "epoch"}),
     ],
 )
 def test_scheduler_is_held_back_only_if_asked(
-    front: str, kind: str, late: bool, made: Any, hold: bool
+    front: str, kind: str, hold: bool, made: Any
 ) -> None:
     """keras#20878, holocron#504: a skipped step moves Lightning's scheduler. One that
-    moves by epoch is never held; `late` asks while training runs."""
-
-    def ask(trainer: Any, module: Any) -> None:
-        module.hold_schedulers = hold
-
-    asks = [LambdaCallback(on_train_epoch_start=ask)] if late else []
+    moves by epoch is never held. After the fit nothing is left of it."""
     before = vars(KINDS[kind]()).get(STEP)
-    made = {**MADE, **made, "options": {"hold_schedulers": hold is not late}}
-    fitted = fit(front, KINDS[kind], *asks, made=made, max_epochs=4, **scaled(2.0**28))
+    made = {**MADE, **made, "options": {"hold_schedulers": hold}}
+    fitted = fit(front, KINDS[kind], made=made, max_epochs=4, **scaled(2.0**28))
     skipped = windows_of(fitted).num_skipped_steps
     assert 0 < skipped < fitted.global_step == 12
     moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch
@@ -305,47 +268,47 @@ def test_scheduler_is_held_back_only_if_asked(
     assert vars(fitted.lightning_module).get(STEP) is before
 
 
-@pytest.mark.parametrize("hold", [True, False])
-@pytest.mark.parametrize("again", [True, False])
-def test_a_scheduler_of_another_kind_is_refused_before_training(
-    hold: bool, again: bool
-) -> None:
-    """Lightning's own check; nothing of an earlier fit hides it."""
-    module, _ = on_front("mixin", DEAF, options={"hold_schedulers": hold}, **MADE)
-    if again:
-        module.configure_optimizers = lambda: Plain.configure_optimizers(module)
-        trainer(WINDOW, max_epochs=1, **scaled()).fit(module, ragged(RAGGED))
-        del module.configure_optimizers
+class Deaf:
+    """A scheduler that is none of torch's: its step wants a number."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.state_dict: Any = dict
+        self.load_state_dict: Any = print
+
+    def step(self, number: int) -> None: ...
+
+
+def deaf(self: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return [optimizer], [{"scheduler": Deaf(optimizer), "interval": "step"}]
+
+
+def test_a_scheduler_of_another_kind_is_refused_before_training() -> None:
+    """By Lightning's own check, which takes a module with a hook to know better."""
+    made = {**MADE, "options": {"hold_schedulers": True}}
     with pytest.raises(MisconfigurationException, match="scheduler `Deaf` doesn't fol"):
-        trainer(WINDOW, **scaled()).fit(module, ragged(RAGGED))
+        fit("mixin", hooked(Plain, configure_optimizers=deaf), made=made, **scaled())
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_nothing_stays_after_an_error(is_scaled: bool) -> None:
+def test_nothing_stays_after_an_error_nor_in_a_copy(is_scaled: bool) -> None:
     """And without a scaler nothing is put between."""
     seen: list[bool] = []
+    copies: list[Any] = []
 
     def fail(trainer: Any, module: Any) -> None:
         seen.append(STEP in vars(module))
+        copies.extend(send(module) for send in SENT.values())
         raise RuntimeError("on purpose")
 
-    module, _ = on_front("mixin", options={"hold_schedulers": True}, **MADE)
+    module = Mixed(**MADE)
+    module.hold_schedulers = True
     fails = LambdaCallback(on_train_epoch_end=fail)
     how = scaled() if is_scaled else {}
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer(WINDOW, callbacks=[fails], **how).fit(module, ragged(RAGGED))
     assert seen == [is_scaled]
-    assert STEP not in vars(module)
-
-
-@pytest.mark.parametrize("way", SENT)
-def test_a_module_copied_within_a_fit_trains_by_itself(way: str) -> None:
-    copies: list[Any] = []
-    copying = LambdaCallback(
-        on_train_epoch_start=lambda trainer, module: copies.append(SENT[way](module))
-    )
-    module: Any = Mixed(**MADE)
-    module.hold_schedulers = True
-    trainer(WINDOW, callbacks=[copying], **scaled()).fit(module, ragged(RAGGED))
-    trainer(WINDOW, **scaled()).fit(copies[-1], ragged(RAGGED))
-    assert STEP not in vars(copies[-1])
+    for each in copies:
+        trainer(WINDOW, max_epochs=1, **how).fit(each, ragged(RAGGED))
+    assert not any(STEP in vars(each) for each in (module, *copies))

@@ -7,17 +7,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    Timer,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch.utils.data import DataLoader
 
 from tests.helpers import NAIVE, OPTIMIZERS, TokenNet, deviation, pad, trainer, weights
@@ -28,7 +24,6 @@ from tests.lit.fronts import (
     batches_of,
     cut,
     fit,
-    merged,
     ragged,
     windows_of,
 )
@@ -103,13 +98,6 @@ def at_start(function: Callable[[Any, int], Any]) -> Callable[[], list[Any]]:
     return lambda: [LambdaCallback(on_train_batch_start=hook)]
 
 
-def expire(trainer: Any, batch_idx: int) -> None:
-    """Lets the Trainer's timer run out."""
-    if batch_idx == 6:
-        timer = next(c for c in trainer.callbacks if isinstance(c, Timer))
-        timer._duration = 0.0
-
-
 def lengthen(trainer: Any, batch_idx: int) -> None:
     """Sets the window's length in mid-epoch, as some schedules do."""
     if batch_idx == 2:
@@ -170,14 +158,14 @@ CASES: dict[str, Case] = {
     # Also one that divides the epoch exactly (transformers#37777), and N = 1.
     **{
         f"of {n}": Case(of(n) * 2, is_off=n > 1, how={"window": n})
-        for n in (1, 2, 3, 5, 7, 10)
+        for n in (1, 3, 5, 10)
     },
     "longer than an epoch": Case(of(10) * 2, short(64, 10), how={"window": 64}),
     **{
         f"a stream in windows of {n}": Case(
             of(n) * 2, optimizer="adamw", how={"window": n, "batches": stream()}
         )
-        for n in (3, 5, 100)
+        for n in (3, 100)
     },
     "Lightning's own schedule": Case(
         [*of(2), *of(4)],
@@ -192,7 +180,7 @@ CASES: dict[str, Case] = {
             kind=hooked(Plain, validation_step=lambda self, batch, _: None),
             how={"validation": ragged([4]), "val_check_interval": n},
         )
-        for n in (1, 3, 5, 0.3)
+        for n in (3, 0.3)
     },
     **{
         f"limited to {n}": Case(
@@ -205,10 +193,7 @@ CASES: dict[str, Case] = {
     ),
     "fast_dev_run": Case([[0, 1, 2]], how={"fast_dev_run": 3}),
     # Windows are counted, not micro-batches; the second epoch starts afresh.
-    **{
-        f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n})
-        for n in (1, 2, 4)
-    },
+    **{f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n}) for n in (2, 4)},
     # None for the first, a middle, the last of a window, for a whole one, for many.
     **{
         f"without {skipped}": Case(
@@ -217,7 +202,7 @@ CASES: dict[str, Case] = {
             optimizer="momentum",
             how=ONCE,
         )
-        for skipped in ((0,), (1, 2), (3,), (9,), (4, 5, 6, 7), (0, 3, 8, 9))
+        for skipped in ((0, 3, 9), (1, 2), (4, 5, 6, 7))
     },
     "without any": Case([], kind=without(*ALL), is_off=False, how=ONCE),
     "Uniform() that fetches its batches": Case(
@@ -248,15 +233,9 @@ CASES: dict[str, Case] = {
             dropped(held) if held else "",
             kind=ends_epoch_at(WINDOW + held),
         )
-        for held in (0, 1, 2, 3)
+        for held in (0, 3)
     },
     "should_stop": Case(of(WINDOW)[:1], dropped(2), callbacks=lambda: [Ending(5)]),
-    "max_time": Case(
-        of(WINDOW)[:1],
-        dropped(3),
-        callbacks=at_start(expire),
-        how={"max_time": timedelta(days=1)},
-    ),
     # Lightning learns too late that the epoch is over, and takes no step.
     "a loader shorter than it says": Case(
         of(WINDOW)[:2],
@@ -276,28 +255,24 @@ def run(front: str, case: Case) -> Any:
         return fit(front, case.kind, *case.callbacks(), made=made, **case.how)
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "front"), [*zip(CASES, cycle(["mixin", "callback"]), strict=False)]
+)
 def test_windows_are_big_batches_of_these_micro_batches(name: str, front: str) -> None:
     """With exactly these messages; plain Lightning, the control, is off."""
     case = CASES[name]
     with told("accumul") as said:
-        fitted = run(front, case)
-    expected = stepped(case.windows, case.optimizer)
+        module = run(front, case).lightning_module
     if not case.windows:
-        assert torch.equal(weights(fitted.lightning_module), START)
-    elif front == "plain":
-        off = deviation(fitted.lightning_module, expected, START)
-        assert (off > NAIVE) is case.is_off
-    else:
-        assert deviation(fitted.lightning_module, expected, START) <= 1e-10
-        assert said == [case.said] * bool(case.said)
-
-
-def test_each_merged_window_is_a_big_batch() -> None:
-    """The reference of other tests merges the same micro-batches."""
-    sizes = [sum(RAGGED[k] for k in window) for window in of(WINDOW)]
-    assert merged(RAGGED) == sizes
+        assert torch.equal(weights(module), START)
+        return
+    assert said == [case.said] * bool(case.said)
+    expected = stepped(case.windows, case.optimizer)
+    assert deviation(module, expected, START) <= 1e-10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = run("plain", case).lightning_module
+    assert (deviation(plain, expected, START) > NAIVE) is case.is_off
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
@@ -341,9 +316,15 @@ def end(fitted: Any, module: Any, how: str, *, is_ours: bool = True) -> None:
     assert said == ([dropped(2, ENDS[how][1])] if is_ours else [])
 
 
-@pytest.mark.parametrize("same_trainer", [True, False])
-@pytest.mark.parametrize("how", ["error", "ctrl-c"])
-@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+@pytest.mark.parametrize(
+    ("front", "how", "same_trainer"),
+    [
+        ("mixin", "error", True),
+        ("callback", "ctrl-c", True),
+        ("callback", "error", False),
+        ("plain", "error", True),
+    ],
+)
 def test_fit_after_an_exception_equals_fresh_fit(
     front: str, how: str, same_trainer: bool
 ) -> None:
@@ -356,22 +337,6 @@ def test_fit_after_an_exception_equals_fresh_fit(
     fitted.fit(module, ragged(RAGGED))
     off = deviation(module, stepped([*of(WINDOW)[:1], *of(WINDOW)]), START)
     assert off > NAIVE if front == "plain" else off <= 1e-10
-
-
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_second_fit_equals_fresh_fit(front: str) -> None:
-    """The same Trainer and module again, with another optimizer state."""
-    fitted = fit(front, max_epochs=1, made={"optimizer": "adamw"})
-    between, ours = on_front(front, optimizer="adamw")
-    between.load_state_dict(fitted.lightning_module.state_dict())
-    fitted.fit_loop.max_epochs = 2
-    fitted.fit(fitted.lightning_module, ragged(RAGGED))
-    fresh = trainer(WINDOW, max_epochs=1, callbacks=ours)
-    fresh.fit(between, ragged(RAGGED))
-    assert deviation(fitted.lightning_module, between, START) <= 1e-12
-    window = windows_of(fitted).last_window
-    assert window is not None
-    assert int(window.num_micro_batches) == 2
 
 
 def leave(trainer: Any, module: Any) -> None:

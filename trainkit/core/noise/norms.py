@@ -83,7 +83,7 @@ class PassNorms:
         weights = vector(window.applied, unit.device)
         squares = vector(self.squares, unit.device)
         # The beginning of a window that a checkpoint carries was not seen here.
-        is_whole = len(squares) == window.num_weighted and window.carried is None
+        is_whole = len(squares) == len(window.entries) and window.carried is None
         is_whole = is_whole and not self.why_not
         parts = [squares.sum() * unit**2, weights.square().sum()]
         self.parts = torch.stack([*parts, torch.full_like(unit, is_whole)])

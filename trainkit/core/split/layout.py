@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import are_samples, length_of_tensors, own_count
 from trainkit.core.nested import (
     Build,
     Field,
@@ -36,7 +35,13 @@ from trainkit.core.split.rows import (
     marks_of,
     rows_of_samples,
 )
-from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerSample,
+    are_samples,
+    length_of_tensors,
+    own_count,
+)
 from trainkit.errors import TrainkitError
 
 Trims = Sequence[tuple[int, int]]

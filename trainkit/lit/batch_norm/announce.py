@@ -11,8 +11,8 @@ from trainkit.core.batch_norm.layers import (
     normalising_by_batch,
     num_sharing_ranks,
 )
-from trainkit.core.batches import num_samples
 from trainkit.core.plan.options import brief
+from trainkit.core.strategies import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.batch_size.effective import (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +16,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ledger import FirstWindows, Ledger
-from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
-from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row, say, show
 
@@ -42,6 +43,13 @@ def say_dropped(held: int, why: str) -> None:
         f"dropped, since {why}; no optimizer step was taken with it.",
         stacklevel=3,
     )
+
+
+def without_module(callback: Any) -> dict[str, Any]:
+    """A callback's attributes without the module's logging methods, which Lightning
+    gives to every callback in `fit`: with them a pickle would hold the module."""
+    held = vars(callback).items()
+    return {name: value for name, value in held if name not in ("log", "log_dict")}
 
 
 class OrderedCallback(Callback):
@@ -134,6 +142,8 @@ class WindowOwner(OrderedCallback):
         ledger: what all closed windows of the training add up to.
         first_windows: the windows from which a batch size can be measured.
         strategies: say what a micro-batch weighs in each term of the loss.
+        driver: runs micro-batches, streamed or split; None outside of `fit`.
+        scaler: the Trainer's gradient scaler, if there is one.
         weight: what the micro-batch under way weighs, in a streamed window.
         said: what the module says that its loss weighs.
         counts_samples: whether somebody wants the samples of all windows.
@@ -143,36 +153,57 @@ class WindowOwner(OrderedCallback):
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
         micro_batching: how the user lets loader batches be cut.
+        shares_statistics: whether BatchNorm sees whole windows, so that no micro-batch
+            has a gradient of its own.
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         batch_is_unfinished: whether the batch under way has begun a backward pass.
         gradients_are_fresh: whether they were zeroed since the last window ended.
     """
 
-    accumulators: dict[int, Accumulator]
-    windows: dict[int, WindowStats]
-    ledger: Ledger
-    first_windows: FirstWindows
-    own_sizes: frozenset[int] = frozenset()
-    strategies: Mapping[str, AccumulationStrategy]
-    weight: Weight | None
-    said: SaidWeight
-    counts_samples: bool
-    inside: Any = None
-    has_strategy: bool = True
-    micro_batching: Any = None
-    moved_inside: Any = None
+    order = 1
+    micro_batching: MicroBatching | None = None
     split: Any = None
     proof: Any = "warn"
-    wide_gradients: bool = False
-    scaler: Any = None
-    driver: Any = None
-    batch_is_unfinished: bool
-    gradients_are_fresh: bool
-    _step_watches: list[Any]
-    _skipped_before: int = 0
-    _shown: int | None = None
-    _wants_weights: list[Callable[[int], bool]]
-    longest_window: int = 0
+    wide_gradients = False
+    has_strategy = True
+
+    def __init__(self, strategies: Strategies) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.strategies = strategies
+        self._forget()
+
+    def _forget(self) -> None:
+        """Clear what belongs to one `fit`, so that nothing of it reaches the next."""
+        self.accumulators: dict[int, Accumulator] = {}
+        self.windows: dict[int, WindowStats] = {}
+        self.first_windows = FirstWindows()
+        self.driver: Any = None
+        self.inside: Any = None
+        self.weight: Weight | None = None
+        self.said = SaidWeight()
+        self.scaler: Any = None
+        self.counts_samples = self.shares_statistics = False
+        self.batch_is_unfinished = self.gradients_are_fresh = False
+        self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
+        self.longest_window = 0
+        self.moved_inside: MicroBatching | None = None
+        self._step_watches: list[Any] = []
+        self._wants_weights: list[Callable[[int], bool]] = []
+        self._skipped_before, self._shown = 0, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was said to it, and the numbers that it shows after a `fit`: a Trainer
+        can be pickled with it, in a `fit` too, and a copy begins anew."""
+        copied = object.__new__(type(self))
+        vars(copied).update(without_module(self))
+        copied._forget()
+        copied.windows = {i: stats.on_host() for i, stats in self.windows.items()}
+        copied.first_windows = self.first_windows
+        copied.ledger = copy.copy(self.ledger)
+        copied._skipped_before = self.num_skipped_steps
+        copied._shown = self.micro_batch_size
+        return vars(copied)
 
     def keep_weights(self, wanted: Callable[[int], bool]) -> None:
         """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
@@ -200,8 +231,8 @@ class WindowOwner(OrderedCallback):
         """The window that closed last, where there is one optimizer."""
         return self.windows.get(0)
 
-    def follow(self, pl_module: Any) -> None:
-        """Take over what has been assigned to the module while `fit` runs."""
+    def refuse_changes(self, pl_module: Any) -> None:
+        """Refuse what has been assigned to the module while `fit` runs."""
 
     @property
     def is_split(self) -> bool:
@@ -266,12 +297,6 @@ class WindowOwner(OrderedCallback):
             trainer: in `fit`.
             pl_module: what trains.
         """
-
-    @property
-    @abstractmethod
-    def shares_statistics(self) -> bool:
-        """Whether BatchNorm sees whole windows, so that no micro-batch has a gradient
-        of its own."""
 
     @abstractmethod
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:

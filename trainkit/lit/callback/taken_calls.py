@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from trainkit.core.accumulator import Accumulator
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     has_plain_backward,
@@ -41,16 +39,12 @@ def taken_calls(trainer: Any, owner: Any, **mine: Callable[..., Any]) -> Iterato
 
 
 class _Taken:
-    """Calls our method, or Lightning's own while the callback is taken out.
-
-    Lightning's finders take callbacks out while they search, also during a training.
-    """
+    """Calls our method, or Lightning's own while a finder has taken the callback out,
+    which was announced before training."""
 
     def __init__(self, trainer: Any, owner: Any) -> None:
-        self._trainer = trainer
-        self._owner = owner
-        # A finder that is among the callbacks was announced before training.
-        self._has_said = has_finder(trainer)
+        self._trainer, self._owner = trainer, owner
+        self._may_search = has_finder(trainer)
 
     def call(
         self,
@@ -61,32 +55,16 @@ class _Taken:
     ) -> Any:
         if self._owner in self._trainer.callbacks:
             return own(*args, **kwargs)
-        _refuse_search_inside_window(self._owner.accumulators.values())
-        if not self._has_said:
-            self._has_said = True
-            _announce_taken_out(self._owner)
+        accumulators = self._owner.accumulators.values()
+        held = sum(a.num_micro_batches for a in accumulators if a.is_open)
+        if held or not self._may_search:
+            raise TrainkitError(
+                f"trainer.callbacks: {type(self._owner).__name__} was taken out of it, "
+                f"inside a window of {held} micro-batches so far. A search by one of "
+                f"Lightning's finders may do so between two windows, for example in "
+                f"on_train_epoch_start; nothing else may."
+            )
         return plain(*args, **kwargs)
-
-
-def _refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
-    """Refuse a finder that takes the callback out while a window is open."""
-    held = sum(a.num_micro_batches for a in accumulators if a.is_open)
-    if held:
-        raise TrainkitError(
-            f"trainer.callbacks: a search (as by Lightning's finders) has taken out "
-            f"the callback that divides windows, inside a window of {held} "
-            f"micro-batches so far. The search would zero their gradients. Begin it "
-            f"between two windows, for example in on_train_epoch_start."
-        )
-
-
-def _announce_taken_out(callback: Any) -> None:
-    warnings.warn(
-        f"{type(callback).__name__}: it is not among trainer.callbacks any more. Until "
-        f"it is there again, batches run uncut and undivided, with plain Lightning's "
-        f"gradients. This warning appears once.",
-        stacklevel=2,
-    )
 
 
 _HOOKS = ("on_before_backward", "on_after_backward", "backward")

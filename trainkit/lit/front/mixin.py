@@ -28,8 +28,12 @@ from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.callback.base import find_callback, window_ends
-from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
-from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, checked, listed
+from trainkit.lit.front.mixin_callback import (
+    CALLBACKS,
+    BringsCallback,
+    MixinCallback,
+    strategies_of,
+)
 from trainkit.lit.logs.exact_log import one_number, stage_of
 from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.windows.callback import WindowCallback
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_IGNORED = "__jit_ignored_attributes__"
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
@@ -57,7 +60,7 @@ class AccumulationMixin(_Base):
     Attributes:
         accumulation: says what a micro-batch weighs; for a loss of several terms, a
             dict of strategies by the terms' names. Without one `fit` refuses, but
-            for an inner cut. Assigned while `fit` runs, it counts from the next window.
+            for an inner cut. It stays the same while `fit` runs.
         micro_batching: cuts each loader batch, which is then one optimizer step.
         checks: `"late"`, or `"now"` to refuse before a bad step is taken.
         wide_gradients: True keeps the window's gradient in float32 beside parameters of
@@ -92,9 +95,9 @@ class AccumulationMixin(_Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
-        if not isinstance(getattr_static(cls, CALLBACKS), OwnCallbacks):
-            setattr(cls, CALLBACKS, OwnCallbacks(checked(cls.configure_callbacks)))
-        _hide_from_torchscript(cls, "effective_batch")
+        hook = getattr_static(cls, CALLBACKS, None)  # none without a LightningModule
+        if callable(hook):
+            setattr(cls, CALLBACKS, BringsCallback(hook))
         for name in ("setup", "configure_model"):
             _replace_after(cls, name)
 
@@ -113,22 +116,6 @@ class AccumulationMixin(_Base):
             if found is not None:
                 return found
         return read_effective_batch(trainer)
-
-    def __dir__(self) -> list[str]:
-        # TorchScript's tracing reads all attributes, also before this one is known.
-        return [name for name in super().__dir__() if name != "effective_batch"]
-
-    # ---- hooks -----------------------------------------------------------------------
-
-    def configure_callbacks(self) -> Any:
-        return self._with_driver(super().configure_callbacks())
-
-    def _with_driver(self, callbacks: Any) -> list[Any]:
-        """Callbacks as Lightning takes them, and the mixin's."""
-        found = listed(callbacks)
-        if any(isinstance(each, MixinCallback) for each in found):
-            return found
-        return [*found, MixinCallback(self, AccumulationMixin)]
 
     # ---- weights ---------------------------------------------------------------------
 
@@ -199,7 +186,7 @@ class AccumulationMixin(_Base):
         self._refuse_in_automatic("accumulate")
         windows = self._windows()
         index = self._index(windows, optimizer)
-        windows.follow(self)
+        windows.refuse_changes(self)
         strategy = windows.accumulators[index].strategy
         if weight is None and isinstance(strategy, Weighed):
             weight = windows.said.take(strategy, self, batch)
@@ -361,18 +348,6 @@ def _refuse_wrong_order(cls: type) -> None:
             f"LightningModule, whose hooks hide the mixin's otherwise. Write "
             f"class {cls.__name__}(AccumulationMixin, LightningModule)."
         )
-
-
-def _hide_from_torchscript(cls: type, name: str) -> None:
-    """Exclude a property from TorchScript, which would read it on each module.
-
-    TorchScript looks up exclusions in the class itself only.
-    """
-    own = getattr_static(AccumulationMixin, name)
-    if getattr_static(cls, name) is own:
-        setattr(cls, name, own)
-        ignored = getattr(cls, _IGNORED, ())
-        setattr(cls, _IGNORED, list({*ignored, name}))
 
 
 def _replace_after(cls: type[AccumulationMixin], name: str) -> None:

@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import getattr_static
+from types import MethodType
 from typing import Any
 
 from trainkit.core.ranks import find_ranks
 from trainkit.core.split.micro_batching import is_inside
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    Strategies,
-    Uniform,
-    weigh_alike,
-)
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import batches_into_epoch
-from trainkit.lit.callback.base import OrderedCallback
+from trainkit.lit.callback.base import OrderedCallback, no_callbacks
 from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
 from trainkit.lit.resume.between_steps import ends_epoch
 from trainkit.lit.resume.rank_states import gather
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.callback import WindowCallback
 
+CALLBACKS = "configure_callbacks"
+
+
+class BringsCallback:
+    """A `configure_callbacks` to whose result the mixin's callback is added, also where
+    a subclass or an instance has a function of its own.
+
+    A data descriptor, since an instance's function would hide anything else. What was
+    set stays in the instance as it is, which can be sent and copied as before.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self.hook = hook
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        if module is None:
+            return self.hook
+        # By super() a base class is asked for its own.
+        is_asked_first = getattr_static(type(module), CALLBACKS) is self
+        if not is_asked_first or CALLBACKS not in vars(module):
+            return partial(_extended, module, MethodType(self.hook, module))
+        return partial(_extended, module, vars(module)[CALLBACKS])
+
+    def __set__(self, module: Any, function: Any) -> None:
+        vars(module)[CALLBACKS] = function
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[CALLBACKS]
+
+
+def _extended(module: Any, hook: Any) -> list[Any]:
+    """What a hook returns, as a list, and the mixin's callback."""
+    found: Any = hook() if callable(hook) else None
+    found = [found] if found and not isinstance(found, Sequence) else [*(found or ())]
+    if hook is no_callbacks or any(isinstance(each, MixinCallback) for each in found):
+        return found
+    return [*found, MixinCallback(module)]
+
 
 class MixinCallback(WindowCallback):
     """The callback that a mixin module brings."""
 
-    def __init__(self, module: Any, mixin: type) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__(
             module.accumulation,
             aggregation=module.accumulation_aggregation,
@@ -34,7 +71,6 @@ class MixinCallback(WindowCallback):
             wide_gradients=_option(module, "wide_gradients"),
             proof=_option(module, "proof"),
         )
-        self._mixin = mixin
         for each in module.trainer.callbacks:
             if isinstance(each, MixinCallback):
                 self.ledger = each.ledger  # of an earlier `fit`, which may be continued
@@ -55,7 +91,7 @@ class MixinCallback(WindowCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
-        if isinstance(pl_module, self._mixin):
+        if isinstance(getattr_static(type(pl_module), CALLBACKS), BringsCallback):
             super().setup(trainer, pl_module, stage)
         else:  # left in the list by the module of an earlier fit
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
@@ -85,19 +121,14 @@ class MixinCallback(WindowCallback):
     def holds_schedulers(self, pl_module: Any) -> bool:
         return pl_module.hold_schedulers
 
-    def follow(self, pl_module: Any) -> None:
+    def refuse_changes(self, pl_module: Any) -> None:
         if pl_module.micro_batching is not self.micro_batching:
-            refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
-        is_same = pl_module.accumulation is self._chosen
-        if is_same and isinstance(self._chosen, AccumulationStrategy):
+            refusals.refuse_assigned(pl_module, "micro_batching", self.micro_batching)
+        chosen = pl_module.accumulation
+        if chosen is self._chosen and isinstance(chosen, AccumulationStrategy):
             return  # a dict may have been written into
-        self._chosen, chosen = pl_module.accumulation, strategies_of(pl_module)
-        if not _are_alike(chosen, self.strategies):
-            for accumulator in self.accumulators.values():
-                accumulator.weigh_by(pl_module.accumulation)
-            self.strategies = chosen
-            if self.driver is not None:
-                self.driver.follow()
+        if not _are_alike(strategies_of(pl_module), self.strategies):
+            refusals.refuse_assigned(pl_module, "accumulation", self.strategies)
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
         stats = super().close(trainer, index, *others)
@@ -196,6 +227,7 @@ def strategies_of(pl_module: Any) -> Strategies:
 
 
 def _are_alike(some: Strategies, others: Strategies) -> bool:
-    return some.keys() == others.keys() and all(
-        weigh_alike(each, others[name]) for name, each in some.items()
-    )
+    try:
+        return bool(some == others)  # also where a property makes an equal one
+    except (RuntimeError, TypeError, ValueError):  # they hold tensors or arrays
+        return False

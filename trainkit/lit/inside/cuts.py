@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
-from trainkit.core.batches import num_samples
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import SELF, MicroBatching
+from trainkit.core.strategies import num_samples
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, say

@@ -26,8 +26,7 @@ from trainkit.lit._compat import (
     unscales_itself,
     unwrapped,
 )
-from trainkit.lit.callback.base import find_callback
-from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.callback.base import find_callback, without_module
 from trainkit.lit.logs.late_rows import LateRows
 from trainkit.lit.windows.callback import WindowCallback
 

@@ -48,11 +48,9 @@ def facts_of_windows(trainer: Any) -> dict[str, float]:
     account = None if windows is None else windows.ledger.of()
     if account is None:
         return {}
+    names = "smallest", "largest", "first_loss", "last_loss"
     return {
         "windows": account.num_windows,
         "weight": float(account.weight),
-        "smallest": float(account.smallest),
-        "largest": float(account.largest),
-        "first_loss": float(account.first.loss),
-        "last_loss": float(account.newest.loss),
+        **dict(zip(names, account.extremes.tolist(), strict=True)),
     }

@@ -23,8 +23,12 @@ from trainkit.core.strategies import PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
 from trainkit.lit.batch_size.effective import may_be_several
-from trainkit.lit.callback.base import OrderedCallback, WindowOwner, windows_of
-from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.callback.base import (
+    OrderedCallback,
+    WindowOwner,
+    windows_of,
+    without_module,
+)
 from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.late_rows import LateRows
 

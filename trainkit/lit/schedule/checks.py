@@ -58,7 +58,6 @@ def require_windows(trainer: Any) -> Any:
 def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
     """What the largest window would be refused for is refused before the first."""
     largest = max(stages.sizes)
-    refusals.refuse_closures_that_repeat(trainer, largest)
     refusals.refuse_unseen_batches(trainer.lightning_module, windows.strategy, largest)
     # Its accumulators, which know the ranks too, are made after this.
     ranks = find_ranks(trainer.strategy, windows.aggregation)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.announced import weights_by_term
+from trainkit.core.division import weights_by_term
 from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch

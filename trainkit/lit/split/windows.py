@@ -78,7 +78,8 @@ class Split:
         self._trainer, self._module = trainer, pl_module
         self._options, self._windows = options, windows
         self._accumulator = accumulator = windows.accumulators[0]
-        self._refuse()
+        of = trainer, pl_module, options, accumulator.strategies
+        refusals.refuse_before_training(*of)
         ranks, is_auto = accumulator.ranks, options.is_auto
         run_alike = refusals.communicates_in_forward(pl_module, ranks)
         refusals.refuse_auto_between_ranks(trainer, is_auto and run_alike)
@@ -103,10 +104,6 @@ class Split:
         self._stash: list[tuple[Tensor, Tensor | None]] = []
         self._is_complete = False
         self._patch = ExitStack()
-
-    def _refuse(self) -> None:
-        of = self._trainer, self._module, self._options
-        refusals.refuse_before_training(*of, self._accumulator.strategies)
 
     # ---- what the callback asks ------------------------------------------------------
 
@@ -134,11 +131,6 @@ class Split:
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
         return None if self.sizes is None else self.sizes.search.state_dict()
-
-    def follow(self) -> None:
-        """Weigh by the accumulator's strategies, which have changed."""
-        self._refuse()
-        self._micro_batches.weigh_by(self._accumulator.strategies)
 
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
@@ -226,7 +218,7 @@ class Split:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         trainer, accumulator = self._trainer, self._accumulator
-        self._windows.follow(self._module)
+        self._windows.refuse_changes(self._module)
         self._drop_unstepped()
         self._own = parameters_of(trainer.optimizers[0])
         if not accumulator.window.is_open:

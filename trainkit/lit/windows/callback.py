@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.checks import Checks
 from trainkit.core.gradients import clear_gradients, parameters_of
-from trainkit.core.ledger import FirstWindows, Ledger
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, Weight
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
+from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
@@ -25,8 +26,7 @@ from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
-from trainkit.lit.callback.left_behind import copied_without_fit, emptied
-from trainkit.lit.callback.said_weight import SaidWeight, refuse_said_terms
+from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
@@ -38,9 +38,11 @@ from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
-from trainkit.lit.windows.held_schedulers import hold_schedulers, release_schedulers
-from trainkit.lit.windows.shared_layers import SharedLayers
-from trainkit.lit.windows.step_watch import StepWatch
+from trainkit.lit.windows.step_watch import (
+    StepWatch,
+    hold_schedulers,
+    release_schedulers,
+)
 from trainkit.lit.windows.streamed import Streamed
 
 
@@ -50,15 +52,7 @@ class WindowCallback(WindowOwner):
     It stands in `trainer.callbacks` before all others that look at gradients, so that
     they see the exact gradient in `on_before_optimizer_step`. What differs between the
     kinds of window is in its driver.
-
-    Attributes:
-        micro_batching: how loader batches are cut, if they are to be cut.
-        driver: runs micro-batches, streamed or split; None outside of `fit`.
-        scaler: the Trainer's gradient scaler, if there is one.
     """
-
-    order = 1
-    micro_batching: MicroBatching | None = None
 
     def __init__(
         self,
@@ -69,52 +63,23 @@ class WindowCallback(WindowOwner):
         wide_gradients: bool = False,
         proof: Proof = "warn",
     ) -> None:
-        super().__init__()
-        self.ledger = Ledger()
+        super().__init__({} if strategy is None else named_strategies(strategy))
         # Made here for its checks alone: the ranks are not known before training.
-        self.strategies = {} if strategy is None else named_strategies(strategy)
         Accumulator(strategy or Uniform(), aggregation="none", checks=checks)
         check_aggregation(aggregation)
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
         self.wide_gradients = wide_gradients
         self.proof: Proof = checked_proof(proof)
-        self._forget()
 
     def _forget(self) -> None:
-        """Clear what belongs to one `fit`, so that nothing of it reaches the next."""
-        self.accumulators: dict[int, Accumulator] = {}
-        self.windows: dict[int, WindowStats] = {}
-        self.first_windows = FirstWindows()
-        self.driver: Streamed | Split | None = None
-        self.inside: InsideCuts | None = None
-        self.weight: Weight | None = None
-        self.said = SaidWeight()
-        self.scaler = self._restored = self._found = self._meeting_point = None
-        self._step_watches: list[StepWatch] = []
-        self._wants_weights: list[Callable[[int], bool]] = []
-        self.counts_samples = False
-        self.batch_is_unfinished = self.gradients_are_fresh = False
+        super()._forget()
+        self._restored = self._found = self._meeting_point = None
         self._num_closed = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
-        self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
-        self.longest_window = 0
         self._warned_short_epoch = self._has_begun = False
-        self._skipped_before, self._shown = 0, None
-        self._shared: SharedLayers | None = None
-        self.moved_inside: MicroBatching | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return copied_without_fit(self)
-
-    def _show_as(self, other: WindowCallback) -> None:
-        """Show the numbers of a `fit` that another callback has run."""
-        self.windows = {i: stats.on_host() for i, stats in other.windows.items()}
-        self.first_windows = other.first_windows
-        self.ledger = copy.copy(other.ledger)
-        self._skipped_before = other.num_skipped_steps
-        self._shown = other.micro_batch_size
+        self._shared: list[TapedForward] = []
 
     # ---- what others ask -------------------------------------------------------------
 
@@ -153,7 +118,6 @@ class WindowCallback(WindowOwner):
         refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
-        refusals.refuse_closures_that_repeat(trainer, num_expected)
         refusals.refuse_unknown_backend(trainer)
         refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         refusals.refuse_no_optimizer(trainer)
@@ -210,17 +174,18 @@ class WindowCallback(WindowOwner):
         ranks = self.accumulators[0].ranks
         if self.inside is not None:
             self.inside.join_statistics(ranks)
-        self._shared = SharedLayers(pl_module, ranks)
-        self._shared.install()
-
-    @property
-    def shares_statistics(self) -> bool:
-        return self._shared is not None
+        self._shared = [
+            TapedForward(each, Sizes(), ranks, name)
+            for name, each in pl_module.named_modules()
+            if isinstance(each, BatchNorm) and ranks.size > 1
+        ]
+        for each in self._shared:
+            each.install()
+        self.shares_statistics = True
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        replaced = [] if self._shared is None else [self._shared]
-        replaced += [] if self.inside is None else self.inside.cuts
+        replaced = [*self._shared, *([] if self.inside is None else self.inside.cuts)]
         for each in reversed(replaced):
             each.remove()
         try:
@@ -249,9 +214,6 @@ class WindowCallback(WindowOwner):
         self._num_closed = 0
         if not self.accumulators:
             return
-        if batch_idx == 0:  # GradientAccumulationScheduler has run by now
-            num_expected = trainer.accumulate_grad_batches
-            refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
 
@@ -290,7 +252,7 @@ class WindowCallback(WindowOwner):
         if not self.batch_is_unfinished and self.scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
         if self._num_closed > 1:
-            raise refusals.second_closure()
+            refusals.refuse_second_closure(optimizer, self._num_closed)
         self.close(trainer, index)
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
@@ -372,13 +334,17 @@ class WindowCallback(WindowOwner):
         self._stop(pl_module)  # a finder that leaves `fit` early calls this hook alone
         self._wants_weights.clear()
         self.scaler = self.weight = self._meeting_point = None
-        self.accumulators = emptied(self.accumulators)
+        closed, self.accumulators = self.accumulators, {}
+        for index, each in closed.items():  # as many windows, and no module
+            emptied = Accumulator(each.strategy, aggregation="none")
+            emptied.num_windows = each.num_windows
+            self.accumulators[index] = emptied
 
     def _stop(self, pl_module: Any) -> None:
         """Give back what was taken for a `fit`."""
         release_schedulers(pl_module)
-        if self._shared is not None:
-            self._shared.remove()
+        for shared in self._shared:
+            shared.remove()
         for each in filter(None, (self.driver, self.inside)):
             each.stop()
         for watch in self._step_watches:

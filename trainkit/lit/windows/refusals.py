@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import LBFGS
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
@@ -51,11 +50,12 @@ def refuse_no_strategy(accumulation: Any, who: str) -> None:
         )
 
 
-def refuse_other_micro_batching(before: Any, pl_module: Any) -> None:
+def refuse_assigned(pl_module: Any, name: str, before: Any) -> None:
     raise TrainkitError(
-        f"{type(pl_module).__name__}.micro_batching: it was {before!r} when training "
-        f"began, and {pl_module.micro_batching!r} was assigned since. The cut cannot "
-        f"change during a fit. Assign it before trainer.fit()."
+        f"{type(pl_module).__name__}.{name}: it was {before!r} when training began, "
+        f"and {getattr(pl_module, name)!r} was assigned since. It cannot change during "
+        f"a fit. Assign it before, in __init__ or setup(); for weights that change, "
+        f"write a strategy whose weight() looks at what changes."
     )
 
 
@@ -86,21 +86,11 @@ def refuse_unknown_backend(trainer: Any) -> None:
         )
 
 
-def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
-    for optimizer in map(unwrapped, trainer.optimizers):
-        if isinstance(optimizer, LBFGS) and num_micro_batches > 1:
-            raise TrainkitError(
-                f"LBFGS: its closure repeats only the last micro-batch of a window, so "
-                f"a window must have exactly one. accumulate_grad_batches is "
-                f"{num_micro_batches}. Set it to 1, or use another optimizer."
-            )
-
-
-def second_closure() -> TrainkitError:
-    return TrainkitError(
-        "optimizer: it ran its closure twice in one step, and the closure repeats only "
-        "the last micro-batch of the window. Set accumulate_grad_batches=1 for such an "
-        "optimizer."
+def refuse_second_closure(optimizer: Any, num_micro_batches: int) -> None:
+    raise TrainkitError(
+        f"{type(unwrapped(optimizer)).__name__}: it ran its closure twice in one step, "
+        f"and the closure repeats only the last micro-batch of the window, which had "
+        f"{num_micro_batches}. Set accumulate_grad_batches=1 for such an optimizer."
     )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.batches import num_samples
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.core.strategies import AccumulationStrategy, PerSample, num_samples
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.taken_calls import PlainBackward, taken_calls
@@ -39,7 +38,7 @@ class Streamed:
         self._plain: Any = PlainBackward(trainer, module, windows)
         self._skips_hooks = False
         self._patch = ExitStack()
-        self.follow()
+        self._strategy = windows.strategy
 
     def start(self) -> None:
         """Take Lightning's calls, until `stop`."""
@@ -60,16 +59,12 @@ class Streamed:
     def end_epoch(self) -> None:
         """Do what waits for an epoch's end: nothing."""
 
-    def follow(self) -> None:
-        """Weigh by the callback's strategies, which may have changed."""
-        self._strategy = self._windows.strategy
-
     # ---- a micro-batch ---------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
         windows = self._windows
-        windows.follow(self._module)
+        windows.refuse_changes(self._module)
         strategy = self._strategy
         if isinstance(strategy, Weighed):
             with windows.said.open():

@@ -78,10 +78,7 @@ TURNS = cycle([(1, 1, 0), (2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 0, 1)])
 @pytest.mark.parametrize(
     ("zeroing", "after", "windows", "shown", "told"),
     [  # each zeroing at each place; the other values take turns
-        (zeroing, after, *next(TURNS))
-        for zeroing in ZEROINGS
-        for after in (1, 2, 3)
-        for _ in range(2)
+        (zeroing, after, *next(TURNS)) for zeroing in ZEROINGS for after in (1, 2, 3)
     ],
 )
 def test_zeroing_inside_a_window_is_refused(

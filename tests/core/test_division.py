@@ -10,7 +10,7 @@ import torch
 from tests.core.common import Toy, big_batch, cut, fresh_net, joined, relative
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
-from trainkit.core.announced import weights_by_term
+from trainkit.core.division import weights_by_term
 
 PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
 WHOLE, LOSS = big_batch(fresh_net(), joined(PARTS))
@@ -109,12 +109,6 @@ def test_another_window_than_announced_is_refused(
     toy.add(2)
     toy.add(6)
     assert toy.gradient == 5  # which leaves no trace
-
-
-def test_announcing_a_window_that_skips_micro_batches_is_refused() -> None:
-    """What is skipped cannot be taken out of a total that is known."""
-    with pytest.raises(TrainkitError, match="expect.*: nonfinite='skip' leaves"):
-        Toy(nonfinite="skip").accumulator.expect([1])
 
 
 def test_terms_with_different_numbers_of_weights_are_refused() -> None:
