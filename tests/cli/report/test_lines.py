@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.cli.report.lines import MOST, Line, noise_lines, read_lines, window_sizes
-from trainkit.cli.report.noise import curve
-from trainkit.core.noise.advice import Point
 
 NAN = math.nan
 NUMBERS = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(NAN)), max_size=100)
@@ -130,16 +128,6 @@ def test_a_scale_that_is_not_known_is_a_gap_and_none_is_no_line(unknown: str) ->
     assert noise_lines(noise(more=nothing)) == {}
     assert list(noise_lines(noise(seen=False))) == ["window/noise_scale"]
     assert noise_lines({"loss": line([1.0])}) == {}
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_the_curve_has_the_window_at_each_measured_step(seen: bool) -> None:
-    windows = [32, 32, 128, 128] if seen else [77] * 4
-    assert curve(noise(seen=seen), 77.0) == [
-        Point(step, 100 + step, window)
-        for step, window in zip((10, 20, 30, 40), windows, strict=True)
-    ]
-    assert curve({}, 77.0) == []
 
 
 def test_windows_that_are_not_logged_are_shared_out_evenly() -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.training import run_dirs, summary_of, the_run
+from tests.cli.training import summary_of, the_run
 from tests.cli.training import train as train_plainly
-from trainkit.cli.errors import Interrupted
 from trainkit.cli.main import main
-from trainkit.cli.report.noise import _repeated
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.config.redact import REDACTED
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metric_file import read_rows
 
 STEPS = [
     "trainer.max_steps=6",
@@ -51,10 +45,7 @@ def test_the_lines_are_everywhere(
     facts = summary_of(run)
     assert NoiseEstimate.of_facts(facts["noise_scale"]) == read_noise_scale(run)
     assert facts["noise_scale"]["num_windows"] == 60
-    assert [label for label, _ in facts["advice"]] == [
-        "noise scale",
-        "window of 8",
-    ]  # near: no suggestion
+    assert [label for label, _ in facts["advice"]] == ["noise scale", "window of 8"]
     page = (run / "report.html").read_text()
     for label, text in facts["advice"]:
         assert f"trainkit | {label}: {text}" in out
@@ -106,80 +97,8 @@ def test_at_least_is_null_in_the_file(tmp_path: Path) -> None:
     facts = summary_of(the_run(tmp_path))
     assert facts["noise_scale"]["high"] is None
     assert facts["advice"][0][1].startswith("at least 38.5 samples")
-    assert len(facts["advice"]) == 2  # and no suggestion
     with pytest.raises(TrainkitError, match=r"at least 38.5 samples"):
         read_noise_scale(the_run(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("samples", "sizes"), [(40, "schedule.sizes={0: 4, 2: 16}"), (1.5, None)]
-)
-def test_the_command_that_is_suggested_runs_on_as_many_samples(
-    samples: float,
-    sizes: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    first = tmp_path / "first"
-    assert train(given(samples=samples), *STEPS, f"paths.run_dir='{first}'") == 0
-    out = capsys.readouterr().out
-    assert "without lr_scaling the rate does not follow the window" in out
-    (command,) = lines_of(out, "to try it: trainkit train ")
-    words = shlex.split(command)
-    if sizes is None:
-        assert "trainer.accumulate_grad_batches=1" in words  # 2 samples
-        assert not any(word.startswith("schedule") for word in words)
-    else:
-        assert sizes in words
-    assert not any("run_dir" in word for word in words)
-    assert train_plainly(*words, small=[]) == 0
-    (second,) = [run for run in run_dirs(tmp_path) if run != first]
-    seen = [
-        max(float(row.get("window/samples_seen", 0)) for row in read_rows(file))
-        for file in (first / "metrics.csv", second / "metrics.csv")
-    ]
-    assert seen == [48.0, 48.0]
-
-
-def test_a_rate_that_follows_needs_no_remark(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    scaled = ["lr_scaling=sqrt", "lr_scaling.reference_batch=8"]
-    assert train(given(samples=40), *STEPS, *scaled) == 0
-    out = capsys.readouterr().out
-    assert lines_of(out, "to try it")
-    assert "does not follow" not in out
-
-
-def test_an_interrupted_run_gets_no_other_windows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killer = "_target_: tests.cli.train.killer.Killer, hook: on_train_batch_end"
-    killer = f"{{{killer}, batch: 22, signum: SIGTERM}}"
-    with pytest.raises(Interrupted):
-        train(given(samples=40), *STEPS, f"+callbacks.killer={killer}")
-    assert summary_of(the_run(tmp_path))["status"] == "interrupted"
-    assert len(summary_of(the_run(tmp_path))["advice"]) == 2
-    assert not lines_of(capsys.readouterr().out, "to try it")
-
-
-def test_words_with_a_secret_are_left_to_the_user(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    saved = ["seed=1", "trainer.max_steps=9", "paths.run_dir=x", "ckpt_path=last"]
-    folder.write_start({}, saved)
-    given = ["trainer.max_steps=3"]
-    assert _repeated(folder, given) == ["seed=1", *given]  # the control
-    folder.write_start({}, [*saved, f"logger.key={REDACTED}"])
-    assert _repeated(folder, given) == ["...", *given]
-
-
-def test_a_run_that_has_a_schedule_gets_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["schedule=stages", "schedule.sizes={0: 4}", "schedule.unit=step"]
-    assert train(given(samples=40), *words, "trainer.max_steps=6") == 0
-    assert not lines_of(capsys.readouterr().out, "to try it")
-    assert len(summary_of(the_run(tmp_path))["advice"]) == 2
 
 
 def test_a_resumed_run_continues_the_estimate(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
-from trainkit.lit.logs.one_step import OneStep
+from trainkit.lit.logs.rows import OneStep
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import GracefulStop
@@ -161,7 +161,7 @@ def _fit_and_report(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         is_over = status == "finished"
-        facts.update(facts_of_noise(trainer, folder, is_over=is_over))
+        facts.update(facts_of_noise(trainer))
         facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
