@@ -21,7 +21,8 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.data.length_sampler import part
-from trainkit.data.row_sampler import RowSampler, check_last
+from trainkit.data.resumable import _check_last as check_last
+from trainkit.data.row_sampler import RowSampler
 
 TOKENS = 64
 

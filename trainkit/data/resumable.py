@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from trainkit.core.plan.options import check_whole_number
-from trainkit.data.epoch_order import EpochOrder, check_seed
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler
-from trainkit.data.row_sampler import Last, RowSampler, check_last
+from trainkit.data.row_sampler import EpochOrder, Last, RowSampler
 from trainkit.errors import TrainkitError
 
 
@@ -84,8 +83,8 @@ class ResumableLoader(DataLoader[Any]):
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        _check(dataset, batch_size, seed)
-        check_last(last, weigh_nothing, drop_last=drop_last)
+        _check(dataset, batch_size)
+        _check_last(last, weigh_nothing, drop_last=drop_last)
         keeps_dataset_order = _keeps_dataset_order(options)
         _check_in_order(options)
         if batch_sampler is None:
@@ -176,7 +175,7 @@ class ResumableLoader(DataLoader[Any]):
         return self._order.end if self._order.is_told else 0
 
 
-def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
+def _check(dataset: Any, batch_size: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TrainkitError(
             f"ResumableLoader dataset: must have a length and rows by index, received "
@@ -186,7 +185,6 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
             f"StatefulDataLoader, of a dataset with state_dict and __len__."
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
-    check_seed("ResumableLoader", seed)
 
 
 def _check_batch_sampler(
@@ -262,3 +260,23 @@ def _refuse_change(name: str, saved: Any, now: Any) -> None:
         f"when the checkpoint was written and is {now} now. Set it back, or begin a "
         f"new run (from the weights alone, or from a checkpoint of an epoch's end)."
     )
+
+
+def _check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
+    """Refuse an unknown `last`, and options that do not fit it."""
+    if last not in get_args(Last):
+        raise TrainkitError(
+            f"ResumableLoader last: must be one of {', '.join(get_args(Last))}, "
+            f"received {last!r}. 'weight' reads the last batch as it is."
+        )
+    if drop_last and last == "pad":
+        raise TrainkitError(
+            "ResumableLoader last='pad': cannot go with drop_last=True, which means "
+            "last='drop'. Give one of them."
+        )
+    if last == "pad" and weigh_nothing is None:
+        raise TrainkitError(
+            "ResumableLoader last='pad': needs weigh_nothing=, a function that changes "
+            "a row so that it weighs nothing, received None. For example "
+            "trainkit.WeighNothing(labels=-100) with PerToken()."
+        )

@@ -26,7 +26,7 @@ from trainkit import (
 from trainkit.core.checks import LateReading
 from trainkit.lit.callback.base import Stopped
 from trainkit.lit.logs import step_progress
-from trainkit.lit.logs.step_bar import StepBar
+from trainkit.lit.logs.step_progress import StepBar
 
 
 class Net(LightningModule):
@@ -249,11 +249,13 @@ def test_on_a_terminal_it_draws_a_bar(terminal: Any, bars: Any) -> None:
     """In it an earlier validation has its step."""
     shown = terminal(120)
     fit(StepProgress(), module=Validated(), **TWICE)
-    assert re.fullmatch(r"step .* 4/4 window/loss 6.5, val/loss 4 0:00:.*", shown())
+    assert re.fullmatch(
+        r"step .* 4/4 window/loss 6.5, val/loss 4 at step 4 0:00:.*", shown()
+    )
     texts = [each for _, each in bars]
-    assert ["window/loss 2.5", "val/loss 2"] in texts
+    assert ["window/loss 2.5", "val/loss 2 at step 2"] in texts
     assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in texts
-    assert texts[-1] == ["window/loss 6.5", "val/loss 4"]
+    assert texts[-1] == ["window/loss 6.5", "val/loss 4 at step 4"]
 
 
 class Wordy(Validated):

@@ -23,9 +23,8 @@ from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metric_rows import MetricRows
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
-from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.random_state import RandomState
+from trainkit.lit.resume.per_rank import EpochSums, RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 TRAIN = ragged_sequences(26)
@@ -113,7 +112,8 @@ class KillAt(pl.Callback):
         setattr(self, hook, self._look)
 
     def _look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.sanity_checking or self.has_died:
+        is_rehearsal = getattr(trainer, "is_rehearsal", False)
+        if trainer.sanity_checking or is_rehearsal or self.has_died:
             return
         if trainer.fit_loop.total_batch_idx >= self.batch:
             self.has_died = True

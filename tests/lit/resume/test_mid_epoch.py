@@ -47,7 +47,7 @@ from trainkit import (
     ResumableLoader,
     RunCheckpoint,
 )
-from trainkit.lit.resume.epoch_sums import KEY
+from trainkit.lit.resume.per_rank import EpochSums
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -290,7 +290,7 @@ def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
             train(folder, kill=stop_at("on_train_batch_end", 5))
         path = folder / "checkpoints" / "last.ckpt"
         checkpoint = torch.load(path, weights_only=True)
-        checkpoint[KEY] = states(checkpoint[KEY])
+        checkpoint[EpochSums.KEY] = states(checkpoint[EpochSums.KEY])
         torch.save(checkpoint, path)
         train(folder, resume=True)
         return mean_of(folder)
