@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from tests.data.sharing import fillers, rank_of, read_by_all, real_rows
 from trainkit import (
@@ -20,8 +20,6 @@ from trainkit import (
     TokenBudgetSampler,
     TrainkitError,
 )
-from trainkit.data.length_sampler import part
-from trainkit.data.resumable import _check_last as check_last
 from trainkit.data.row_sampler import RowSampler
 
 TOKENS = 64
@@ -220,14 +218,6 @@ def test_padding_is_less_than_of_rows_at_random(kind: str) -> None:
     assert padding(lengths, sampler) < 1.1 < 1.3 < at_random
 
 
-def test_budget_is_used() -> None:
-    lengths = uneven(1000)
-    [batches] = read_by_all(lambda: TokenBudgetSampler(lengths, tokens=512), 1)
-    used = [len(b) * max(lengths[row] for row in b) / 512 for b in batches]
-    assert sum(used) / len(used) > 0.85
-    assert padding(lengths, batches) < 1.1, "and not by what only pads"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_meet_others_in_each_epoch(kind: str) -> None:
     """The control: without shuffling they never would."""
@@ -271,21 +261,6 @@ def test_without_fillers_rows_that_do_not_go_round_are_left_out(
     assert len(real_rows(shares)) == read
 
 
-def test_torchs_sampler_reads_rows_twice() -> None:
-    """Negative control: the rows with which it makes ranks even count twice."""
-    shares = [
-        list(DistributedSampler(range(25), num_replicas=3, rank=r))  # type: ignore[arg-type]
-        for r in range(3)
-    ]
-    rows = [row for share in shares for row in share]
-    assert (len(rows), len(set(rows))) == (27, 25)
-
-
-def test_parted_until_every_rank_has_a_batch() -> None:
-    assert part([[0, 1, 2]], 3, first=0) == [[0], [1], [2]]
-    assert part([[0, 1]], 3, first=0) == [[0], [1]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_rows_than_ranks_are_refused_and_the_remedy_helps(kind: str) -> None:
     def make(fills: bool) -> Any:
@@ -294,11 +269,6 @@ def test_fewer_rows_than_ranks_are_refused_and_the_remedy_helps(kind: str) -> No
     with pytest.raises(TrainkitError, match=r"(?i)use fewer ranks.* weigh_nothing="):
         read_by_all(lambda: make(False), 4)
     assert real_rows(read_by_all(lambda: make(True), 4)) == [0, 1, 2]
-
-
-def test_what_is_lacking_is_counted() -> None:
-    with pytest.raises(TrainkitError, match="5 rows do not make 6 batches for 3 ranks"):
-        read_by_all(lambda: TokenBudgetSampler([1, 1, 22, 30, 33], tokens=40), 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,24 +295,16 @@ def grouped(**how: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (
+            lambda: read_by_all(of_budget([1, 1, 22, 30, 33], tokens=40), 3),
+            "5 rows do not make 6 batches for 3 ranks",
+        ),
         (of_budget([3, 70]), r"must hold the longest row, received 64, and row 1 has"),
         (of_budget(tokens=0), "tokens: must be a whole number"),
         (of_budget(size=0), "size: must be a whole"),
         (of_budget(seed="1"), "seed: must be a whole"),
         (grouped(batch_size=1.0), "batch_size: must be a"),
         (grouped(pool=0), "pool: must be a"),
-        (
-            lambda: check_last("keep", None, drop_last=False),
-            "last: must be one of weight, pad, drop, received 'keep'",
-        ),
-        (
-            lambda: check_last("pad", None, drop_last=False),
-            r"last='pad': needs weigh_nothing=.*\.WeighNothing\(labels=-100\)",
-        ),
-        (
-            lambda: check_last("pad", abs, drop_last=True),
-            "'pad': cannot go with drop_last=True",
-        ),
     ],
 )
 def test_options_are_checked(make: Callable[[], Any], text: str) -> None:
