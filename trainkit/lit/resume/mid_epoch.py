@@ -31,8 +31,7 @@ def resume(trainer: Any, pl_module: Any) -> None:
         why = why_data_differ(trainer)
         if why and _reads_ahead(trainer):  # Lightning says it of loaders with a length
             warnings.warn(
-                f"checkpoint: it was taken within an epoch, and {why}.",
-                stacklevel=2,
+                f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
             )
 
 
@@ -69,7 +68,7 @@ def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
 def why_data_differ(trainer: Any) -> str:
     """Why a run resumed within an epoch reads other rows than were left; empty if the
     rows are exact."""
-    loaders = train_loaders(trainer)
+    loaders = tree_leaves(trainer.train_dataloader)  # lists and dicts may hold them
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
             "the train_dataloader starts again at its first batch, since it has no "
@@ -86,9 +85,5 @@ def why_data_differ(trainer: Any) -> str:
 
 def _reads_ahead(trainer: Any) -> bool:
     """Whether Lightning reads one batch ahead, as it does if a loader has no length."""
-    return any(sized_len(each) is None for each in train_loaders(trainer))
-
-
-def train_loaders(trainer: Any) -> list[Any]:
-    """The training loaders, taken out of any lists and dicts that hold them."""
-    return tree_leaves(trainer.train_dataloader)
+    loaders = tree_leaves(trainer.train_dataloader)
+    return any(sized_len(each) is None for each in loaders)
