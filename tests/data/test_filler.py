@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.data.sharing import rank_of
 from tests.helpers import (
@@ -118,43 +118,25 @@ def test_ranks_equal_the_big_batch() -> None:
 # ---- rows that weigh nothing ---------------------------------------------------------
 
 
-class AtOnce(Dataset[Any]):
-    """Rows that are read as a batch, as those of Hugging Face's datasets are."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, row: int) -> Any:
-        raise AssertionError("one by one")
-
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        self.asked.append(rows)
-        return [{"x": row, "weight": 1.0} for row in rows]
-
-
-def test_rows_are_read_at_once_where_the_dataset_can() -> None:
-    rows = AtOnce()
-    loader = ResumableLoader(rows, 2, last="pad", weigh_nothing=WeighNothing(weight=0))
-    assert [b["weight"].tolist() for b in loader] == [[1, 1], [1, 1], [1, 0]]
-    assert rows.asked == [[0, 1], [2, 3], [4, 4]]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_fillers_reach_workers_as_such(num_workers: int) -> None:
-    loader = ResumableLoader(
-        sequences(3),
-        2,
-        last="pad",
-        weigh_nothing=NOTHING,
-        collate_fn=PAD,
-        num_workers=num_workers,
-    )
-    real, last = [batch["labels"] for batch in loader]
-    assert (real != -100).any(dim=1).all()
-    assert (last != -100).any(dim=1).tolist() == [True, False]
+    """Also where rows are read as a batch, as those of Hugging Face's datasets are; and
+    in a loader that Lightning makes anew from the dataset of this one."""
+
+    class AtOnce(list[Any]):
+        def __getitem__(self, row: Any) -> Any:
+            raise AssertionError("one by one")
+
+        def __getitems__(self, rows: list[int]) -> list[Any]:
+            return [list.__getitem__(self, row) for row in rows]
+
+    how: Any = {"last": "pad", "weigh_nothing": NOTHING, "collate_fn": PAD}
+    for rows in (sequences(3), AtOnce(sequences(3))):
+        loader = ResumableLoader(rows, 2, num_workers=num_workers, **how)
+        for each in (loader, ResumableLoader(loader.dataset, 2, **how)):
+            real, last = [batch["labels"] for batch in each]
+            assert (real != -100).any(dim=1).all()
+            assert (last != -100).any(dim=1).tolist() == [True, False]
 
 
 class Pair(NamedTuple):
@@ -213,15 +195,6 @@ def test_odd_rows_are_refused(row: Any, text: str) -> None:
         WeighNothing()
     with pytest.raises(TrainkitError, match="torch.int64, received 0.5"):
         WeighNothing(labels=0.5)({"labels": 3})
-
-
-def test_loader_made_anew_fills_once() -> None:
-    """Lightning makes loaders anew from their own dataset."""
-    first = ResumableLoader([1, 2, 3], 2, last="pad", weigh_nothing=lambda row: -row)
-    again = ResumableLoader(
-        first.dataset, 2, last="pad", weigh_nothing=lambda row: -row
-    )
-    assert [b.tolist() for b in again] == [[1, 2], [3, -3]]
 
 
 def test_ranks_without_a_row_read_one_filler() -> None:

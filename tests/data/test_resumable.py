@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -210,10 +209,21 @@ def test_other_number_of_ranks_goes_on_at_the_same_row(
     assert together == [sorted(stretch) for stretch in stretches[2:]]
 
 
-def test_rows_too_few_for_the_ranks_are_spoken_of() -> None:
-    text = "the last 1 of 25 rows are too few for 3"
-    with rank_of(0, 3), pytest.warns(UserWarning, match=text):
-        read(loader(number=25))
+def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> None:
+    """Lightning puts no other sampler in the place of a `DistributedSampler`."""
+    for kind in KINDS:
+        assert isinstance(of_sequences(kind).sampler, DistributedSampler)
+    text, read_by_rank = "the last 1 of 25 rows are too few for 3", []
+    for rank in range(3):
+        with rank_of(rank, 3):
+            each = loader(number=25)
+            if rank:
+                read_by_rank += read(each)
+            else:
+                with pytest.warns(UserWarning, match=text):
+                    read_by_rank += read(each)
+    rows = [row for batch in read_by_rank for row in batch]
+    assert len(rows) == len(set(rows)) == 24
 
 
 # ---- refusals ------------------------------------------------------------------------
@@ -367,11 +377,3 @@ def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
     for kind in SAMPLERS:
         with pytest.raises(TypeError, match="can't inject"):
             trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))
-
-
-def test_lightning_puts_no_other_sampler_in_its_place() -> None:
-    """It asks for a `DistributedSampler`; the control is a plain loader."""
-    plain: Any = DataLoader(SEQUENCES, 4)  # type: ignore[arg-type]
-    assert not isinstance(plain.sampler, DistributedSampler)
-    for kind in KINDS:
-        assert isinstance(of_sequences(kind).sampler, DistributedSampler)

@@ -58,11 +58,13 @@ class Save(pl.Callback):
     def __init__(self, path: str, *, before: int = -1, after: int = -1) -> None:
         self.path, self.before, self.after = path, before, after
 
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if args[-1] == self.before:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.before:
             trainer.save_checkpoint(self.path)
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if args[-1] + 1 == self.after:
             trainer.save_checkpoint(self.path)
 
@@ -152,8 +154,8 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]
 
 
 def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(off: Any) -> None:
-    """transformers#22143: the pending gradients were gone. On two ranks or on one, saved
-    once or twice in the window, by manual optimization too."""
+    """transformers#22143: the pending gradients were gone. On two ranks or on one,
+    saved once or twice in the window, by manual optimization too."""
     stripped = off[2].pop("stripped")
     assert stripped > NAIVE
     assert len(off[2]) == 10
