@@ -197,6 +197,16 @@ def test_odd_rows_are_refused(row: Any, text: str) -> None:
         WeighNothing(labels=0.5)({"labels": 3})
 
 
+def test_state_is_that_of_the_rows_alone() -> None:
+    """Whether places are filled is no part of how far the epoch has come."""
+    rows = list(range(10))
+    first = ResumableLoader(rows, 4, weigh_nothing=lambda row: -1, last="pad")
+    next(iter(first))
+    second = ResumableLoader(rows, 4)
+    second.load_state_dict(first.state_dict())
+    assert [b.tolist() for b in second] == [[4, 5, 6, 7], [8, 9]]
+
+
 def test_ranks_without_a_row_read_one_filler() -> None:
     for rank, last in enumerate([[4], [-4]]):
         with rank_of(rank, 2):

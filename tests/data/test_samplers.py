@@ -212,6 +212,10 @@ def test_padding_is_less_than_of_rows_at_random(kind: str) -> None:
         else KINDS[kind](lengths, 3)
     )
     assert padding(lengths, sampler) < 1.1 < 1.3 < at_random
+    lengths = uneven(1000)
+    budget = TokenBudgetSampler(lengths, tokens=512)
+    used = [len(batch) * max(lengths[row] for row in batch) / 512 for batch in budget]
+    assert sum(used) / len(used) > 0.85
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from tests.zoo import hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
+    BatchNormGuard,
     PerSample,
     StepProgress,
     TrainkitError,
@@ -260,6 +261,18 @@ def test_a_number_wider_than_its_place_goes_on_below(
     assert max(map(len, shown().splitlines())) <= columns
     for word in ("0.008396", "val/loss", "0.009641", "195"):
         assert re.search(rf"(?<!\S){word}(?![\w.])", shown()), shown()
+
+
+def test_the_table_stands_above_the_bar(terminal: Any) -> None:
+    """Also if it is printed later, when BatchNormGuard knows what trains."""
+    terminal(80)
+    fit(BatchNormGuard(), StepProgress())
+    screen: Any = sys.stdout
+    plain = re.sub(r"\x1b\[[0-9;?]*m", "", screen.getvalue())
+    # The bar is cleared before the table, and drawn again below it.
+    above, _, below = plain.partition("trainkit")
+    assert above.endswith("\r\x1b[2K")
+    assert "step" in below
 
 
 def test_a_module_prints_and_what_is_disabled_says_nothing(

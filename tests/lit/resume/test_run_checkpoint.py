@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from tests.helpers import trainer as quiet_trainer
 from tests.lit.resume.interrupting import KillAt, Killed, differing, state_of, train
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.resume.between_steps import put_in_order
+from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint, _put_in_place
 
 SEQUENCES = ragged_sequences(40)
@@ -130,6 +134,15 @@ def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
     found = run(4)
     assert found
     assert run(6, ckpt_path=tmp_path / "last.ckpt") == found
+
+
+def test_savers_come_last() -> None:
+    rows, best, saver, stop, other = (
+        *(MetricRows(), ModelCheckpoint(), RunCheckpoint(), GracefulStop(), Callback()),
+    )
+    each = SimpleNamespace(callbacks=[stop, saver, best, rows, other])
+    put_in_order(each)
+    assert each.callbacks == [other, rows, best, saver, stop]
 
 
 def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
