@@ -111,7 +111,7 @@ class MetricsCSVLogger(Logger):
         columns = self._open()
         self.has_written = True
         if not row.keys() <= set(columns):
-            self.replace(self.rows(), more=[*columns, *row])
+            self.replace(self.rows(), more=row)
         recent = [each for _, each in self._recent]
         place = _place_of(row, recent)
         if place is None:
