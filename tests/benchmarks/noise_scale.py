@@ -44,9 +44,9 @@ def time_methods(cls: type, *names: str) -> Callable[[], float]:
     seconds = [0.0]
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
-            found = method(*args)
+            found = method(*args, **options)
             seconds[0] += time.perf_counter() - start
             return found
 
