@@ -18,7 +18,7 @@ from .core.strategies import Uniform as Uniform
 from .core.tape.forward import exact_batch_norm as exact_batch_norm
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
-from .data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
+from .data.length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .data.padding import PadCollate as PadCollate
 from .data.resumable import ResumableLoader as ResumableLoader
 from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler
@@ -34,8 +34,8 @@ from .lit.front.mixin import AccumulationMixin as AccumulationMixin
 from .lit.logs.metric_rows import MetricRows as MetricRows
 from .lit.logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .lit.logs.monitor import WindowMonitor as WindowMonitor
-from .lit.logs.one_step import OneStep as OneStep
 from .lit.logs.plain_comparison import PlainComparison as PlainComparison
+from .lit.logs.rows import OneStep as OneStep
 from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.noise.callback import NoiseScale as NoiseScale
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
@@ -43,9 +43,9 @@ from .lit.probe.find import find_micro_batch as find_micro_batch
 from .lit.proof.report import Report as Report
 from .lit.rates.lr_scaling import LRScaling as LRScaling
 from .lit.rates.rate_monitor import LearningRates as LearningRates
-from .lit.resume.epoch_sums import EpochSums as EpochSums
 from .lit.resume.graceful_stop import GracefulStop as GracefulStop
-from .lit.resume.random_state import RandomState as RandomState
+from .lit.resume.per_rank import EpochSums as EpochSums
+from .lit.resume.per_rank import RandomState as RandomState
 from .lit.resume.run_checkpoint import RunCheckpoint as RunCheckpoint
 from .lit.schedule.callback import AccumulationSchedule as AccumulationSchedule
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.data.epoch_order import EpochOrder
 from trainkit.data.filler import Filler
+from trainkit.data.row_sampler import EpochOrder
 
 Batches = list[list[int]]
 

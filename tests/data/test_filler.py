@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.data.sharing import rank_of
 from tests.helpers import (
@@ -33,7 +33,6 @@ from trainkit import (
     TrainkitError,
     WeighNothing,
 )
-from trainkit.data.filler import Filled, Filler
 
 WORLD_SIZE = 3
 PAD = PadCollate({"labels": -100})
@@ -119,43 +118,83 @@ def test_ranks_equal_the_big_batch() -> None:
 # ---- rows that weigh nothing ---------------------------------------------------------
 
 
-class AtOnce(Dataset[Any]):
-    """Rows that are read as a batch, as those of Hugging Face's datasets are."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, row: int) -> Any:
-        raise AssertionError("one by one")
-
-    def __getitems__(self, rows: list[int]) -> list[Any]:
-        self.asked.append(rows)
-        return [{"x": row, "weight": 1.0} for row in rows]
-
-
-def test_rows_are_read_at_once_where_the_dataset_can() -> None:
-    rows = AtOnce()
-    loader = ResumableLoader(rows, 2, last="pad", weigh_nothing=WeighNothing(weight=0))
-    assert [b["weight"].tolist() for b in loader] == [[1, 1], [1, 1], [1, 0]]
-    assert rows.asked == [[0, 1], [2, 3], [4, 4]]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_fillers_reach_workers_as_such(num_workers: int) -> None:
-    loader = ResumableLoader(
-        sequences(3),
-        2,
-        last="pad",
-        weigh_nothing=NOTHING,
-        collate_fn=PAD,
-        num_workers=num_workers,
-    )
-    real, last = [batch["labels"] for batch in loader]
-    assert (real != -100).any(dim=1).all()
-    assert (last != -100).any(dim=1).tolist() == [True, False]
+    """Also where rows are read as a batch, as those of Hugging Face's datasets are; and
+    in a loader that Lightning makes anew from the dataset of this one."""
+
+    class AtOnce(list[Any]):
+        def __getitem__(self, row: Any) -> Any:
+            raise AssertionError("one by one")
+
+        def __getitems__(self, rows: list[int]) -> list[Any]:
+            return [list.__getitem__(self, row) for row in rows]
+
+    how: Any = {"last": "pad", "weigh_nothing": NOTHING, "collate_fn": PAD}
+    for rows in (sequences(3), AtOnce(sequences(3))):
+        loader = ResumableLoader(rows, 2, num_workers=num_workers, **how)
+        for each in (loader, ResumableLoader(loader.dataset, 2, **how)):
+            real, last = [batch["labels"] for batch in each]
+            assert (real != -100).any(dim=1).all()
+            assert (last != -100).any(dim=1).tolist() == [True, False]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+ARRAY = torch.ones(3, dtype=torch.int16).numpy()
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ([3, 4], -100, [-100, -100]),
+        ((5,), -1, (-1,)),
+        (6.0, 0, 0.0),
+        (True, 0, False),
+        ([[1, 2], [3]], -100, [[-100, -100], [-100]]),
+        (Pair([1], 5), 0, Pair([0], 0)),
+    ],
+)
+def test_values_keep_their_form(old: Any, value: float, new: Any) -> None:
+    row = {"x": old, "other": 1}
+    nothing = WeighNothing(x=value)(row)
+    assert nothing == {"x": new, "other": 1}
+    assert type(nothing["x"]) is type(new)
+    assert row["x"] is old, "the row itself stays as it is"
+
+
+def test_tensors_and_arrays_keep_their_type() -> None:
+    for old in (ARRAY, torch.from_numpy(ARRAY)):
+        nothing = WeighNothing(y=-100)({"y": old})["y"]
+        assert (nothing.tolist(), nothing.dtype) == ([-100] * 3, old.dtype)
+
+
+BYTES = torch.ones(2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ((1, 2), "rows must be mappings, received tuple.* of your own"),
+        ({"x": 1}, "labels: must be a field .* received a row of x"),
+        ({"labels": "text"}, "labels: must be a tensor, .* str"),
+        ({"labels": ["text"]}, "labels: must be a tensor, .* str"),
+        # Each would become a label that counts: 156 or True.
+        ({"labels": BYTES}, r"labels: .* torch\.uint8, received -100: .* could weigh"),
+        ({"labels": BYTES.numpy()}, r"the field's type, torch\.uint8, received -100"),
+        ({"labels": True}, r"torch\.bool, received -100"),
+    ],
+)
+def test_odd_rows_are_refused(row: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        NOTHING(row)
+    with pytest.raises(TrainkitError, match="needs at least one field and its value"):
+        WeighNothing()
+    with pytest.raises(TrainkitError, match="torch.int64, received 0.5"):
+        WeighNothing(labels=0.5)({"labels": 3})
 
 
 def test_state_is_that_of_the_rows_alone() -> None:
@@ -166,82 +205,6 @@ def test_state_is_that_of_the_rows_alone() -> None:
     second = ResumableLoader(rows, 4)
     second.load_state_dict(first.state_dict())
     assert [b.tolist() for b in second] == [[4, 5, 6, 7], [8, 9]]
-
-
-def test_values_of_every_kind() -> None:
-    row = {"a": torch.ones(2), "b": [3, 4], "c": (5,), "d": 6.0, "e": True, "f": 1}
-    nothing = WeighNothing(a=0, b=-100, c=-1, d=0, e=0)(row)
-    assert nothing["a"].tolist() == [0, 0]
-    assert {k: v for k, v in nothing.items() if k != "a"} == {
-        "b": [-100, -100],
-        "c": (-1,),
-        "d": 0.0,
-        "e": False,
-        "f": 1,
-    }
-    assert row["b"] == [3, 4], "the row itself stays as it is"
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def test_lists_of_lists_and_named_tuples_keep_their_form() -> None:
-    row = {"a": [[1, 2], [3]], "b": Pair(torch.ones(2), 5)}
-    nothing = WeighNothing(a=-100, b=0)(row)
-    assert nothing["a"] == [[-100, -100], [-100]]
-    assert isinstance(nothing["b"], Pair)
-    assert (nothing["b"].first.tolist(), nothing["b"].second) == ([0, 0], 0)
-
-
-def test_array_becomes_an_array_of_its_type() -> None:
-    array = torch.ones(3, dtype=torch.int16).numpy()
-    nothing = WeighNothing(y=-100)({"y": array})["y"]
-    assert (nothing.tolist(), nothing.dtype) == ([-100] * 3, array.dtype)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: WeighNothing(), "needs at least one field and its value"),
-        (
-            lambda: NOTHING((1, 2)),
-            "rows must be mappings, received tuple.* of your own",
-        ),
-        (lambda: NOTHING({"x": 1}), "labels: must be a field .* received a row of x"),
-        (lambda: NOTHING({"labels": "text"}), "labels: must be a tensor, .* str"),
-        (lambda: NOTHING({"labels": ["text"]}), "labels: must be a tensor, .* str"),
-        # Each would become a label that counts: 156, True, 0.
-        (
-            lambda: NOTHING({"labels": torch.ones(2, dtype=torch.uint8)}),
-            r"labels: must be .* torch\.uint8, received -100: .* could weigh",
-        ),
-        (
-            lambda: NOTHING({"labels": torch.ones(2, dtype=torch.uint8).numpy()}),
-            r"must be a value of the field's type, torch\.uint8, received -100",
-        ),
-        (lambda: NOTHING({"labels": True}), r"torch\.bool, received -100"),
-        (lambda: WeighNothing(labels=0.5)({"labels": 3}), "torch.int64, received 0.5"),
-    ],
-)
-def test_odd_rows_are_refused(make: Any, text: str) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        make()
-
-
-def test_filler_is_an_index_like_any_other() -> None:
-    rows = Filled(["a", "b"], str.upper)
-    assert (rows[1], rows[Filler(1)], len(rows)) == ("b", "B", 2)
-
-
-def test_loader_made_anew_fills_once() -> None:
-    """Lightning makes loaders anew from their own dataset."""
-    first = ResumableLoader([1, 2, 3], 2, last="pad", weigh_nothing=lambda row: -row)
-    again = ResumableLoader(
-        first.dataset, 2, last="pad", weigh_nothing=lambda row: -row
-    )
-    assert [b.tolist() for b in again] == [[1, 2], [3, -3]]
 
 
 def test_ranks_without_a_row_read_one_filler() -> None:

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -29,7 +29,6 @@ from trainkit import (
     ResumableLoader,
     TokenBudgetSampler,
     TrainkitError,
-    WeighNothing,
 )
 
 NUM_ROWS = 23
@@ -92,7 +91,9 @@ def going_on(first: Any, **how: Any) -> Any:
 
 
 def test_workers_draw_by_seed_epoch_and_rank() -> None:
-    """What `worker_init_fn` finds as torch's seed comes from the loader's generator."""
+    """What `worker_init_fn` finds as torch's seed comes from the loader's generator;
+    torch's own generator is left alone."""
+    before = torch.get_rng_state()
 
     def drawn(rank: int, epoch: int = 0, **options: Any) -> int:
         with rank_of(rank, 2):
@@ -103,20 +104,6 @@ def test_workers_draw_by_seed_epoch_and_rank() -> None:
     assert drawn(0) == drawn(0)
     others = {drawn(0), drawn(1), drawn(0, epoch=1), drawn(0, seed=4)}
     assert len(others) == 4
-
-
-@pytest.mark.parametrize(("drop_last", "num_rows"), [(True, 20), (False, 23)])
-def test_each_row_is_read_once_an_epoch(drop_last: bool, num_rows: int) -> None:
-    each = loader(drop_last=drop_last)
-    whole = sorted(itertools.chain(*read(each)))
-    assert len(whole) == len(set(whole)) == num_rows
-    assert len(each) == -(-num_rows // 4)
-    assert read(each) == read(loader(drop_last=drop_last)), "and again"
-
-
-def test_global_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    read(loader())
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -137,8 +124,9 @@ def test_resumed_epoch_equals_the_rest_and_loads_no_other_row(kind: str) -> None
         assert read(second, epoch=3) == next_epoch
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("persistent_workers", [True, False])
+@pytest.mark.parametrize(
+    ("persistent_workers", "kind"), [(True, "rows"), (False, "token budget")]
+)
 def test_what_workers_have_fetched_ahead_is_not_read(
     persistent_workers: bool, kind: str
 ) -> None:
@@ -156,16 +144,9 @@ def test_what_workers_have_fetched_ahead_is_not_read(
     assert read(second, epoch=1) == read(loader(kind=kind), epoch=1)
 
 
-def test_state_of_an_epochs_end_begins_the_next() -> None:
-    other: dict[str, Any] = {"batch_size": 5, "seed": 9}
-    first = loader()
-    read(first)
-    second = going_on(first, **other)  # nothing is left of the old order
-    assert read(second, epoch=1) == read(loader(**other), epoch=1)
-
-
-def test_ended_loader_stays_ended_in_its_epoch() -> None:
-    """Beside a longer one it does; its next pass begins anew, as where they cycle."""
+def test_a_loader_that_has_ended_stays_ended_in_its_epoch() -> None:
+    """Beside a longer one it does; its next pass begins anew, as where they cycle, or
+    where nobody says which epoch it is. The next epoch may have another order."""
     first = loader()
     read(first, epoch=2)
     second = going_on(first)
@@ -173,13 +154,9 @@ def test_ended_loader_stays_ended_in_its_epoch() -> None:
     assert second.state_dict() == first.state_dict()
     assert read(second, epoch=2) == read(loader(), epoch=2)
     assert read(second, epoch=3) == read(loader(), epoch=3)
-
-
-def test_state_of_an_epochs_end_begins_another_where_nobody_says_which() -> None:
-    first = loader(shuffle=False)
-    whole = [batch.tolist() for batch in first]
-    second = going_on(first, shuffle=False)
-    assert [batch.tolist() for batch in second] == whole
+    assert [b.tolist() for b in going_on(first)] == read(loader(), epoch=2)
+    other: dict[str, Any] = {"batch_size": 5, "seed": 9}
+    assert read(going_on(first, **other), epoch=3) == read(loader(**other), epoch=3)
 
 
 @pytest.mark.parametrize("most", [2, None])
@@ -212,14 +189,6 @@ def test_look_at_a_batch_in_between_moves_nothing() -> None:
     assert [b.tolist() for b in seen] + read(going_on(each)) == whole
 
 
-def test_twice_interrupted_epoch() -> None:
-    each, seen = loader(), []
-    for _ in range(3):
-        seen += read(each, most=2)
-        each = going_on(each)
-    assert seen == read(loader())
-
-
 # ---- ranks ---------------------------------------------------------------------------
 
 
@@ -240,10 +209,21 @@ def test_other_number_of_ranks_goes_on_at_the_same_row(
     assert together == [sorted(stretch) for stretch in stretches[2:]]
 
 
-def test_rows_too_few_for_the_ranks_are_spoken_of() -> None:
-    text = "the last 1 of 25 rows are too few for 3"
-    with rank_of(0, 3), pytest.warns(UserWarning, match=text):
-        read(loader(number=25))
+def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> None:
+    """Lightning puts no other sampler in the place of a `DistributedSampler`."""
+    for kind in KINDS:
+        assert isinstance(of_sequences(kind).sampler, DistributedSampler)
+    text, read_by_rank = "the last 1 of 25 rows are too few for 3", []
+    for rank in range(3):
+        with rank_of(rank, 3):
+            each = loader(number=25)
+            if rank:
+                read_by_rank += read(each)
+            else:
+                with pytest.warns(UserWarning, match=text):
+                    read_by_rank += read(each)
+    rows = [row for batch in read_by_rank for row in batch]
+    assert len(rows) == len(set(rows)) == 24
 
 
 # ---- refusals ------------------------------------------------------------------------
@@ -276,7 +256,9 @@ def test_changes_within_an_epoch_are_refused(
     going_on(first, **{"kind": kind, **change})  # at an epoch's end whatever you like
 
 
-def test_state_of_another_loader_is_refused() -> None:
+def test_a_state_and_rows_that_cannot_be_are_refused() -> None:
+    with pytest.raises(TrainkitError, match="3 rows give not one batch of 4 on 1 rank"):
+        read(loader(number=3, drop_last=True))
     with pytest.raises(TrainkitError, match="received one without end, epoch, positi"):
         loader().load_state_dict({"_num_yielded": 3})
 
@@ -295,13 +277,19 @@ class Stream(IterableDataset[int]):
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
         ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),
         ({"in_order": False}, "in_order: must be True, .* which rows were read"),
+        ({"last": "keep"}, "last: must be one of weight, pad, drop, received 'keep'"),
+        ({"last": "pad"}, r"needs weigh_nothing=.*\.WeighNothing\(labels=-100\)"),
+        (
+            {"last": "pad", "weigh_nothing": abs, "drop_last": True},
+            "'pad': cannot go with drop_last=True",
+        ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, False)},
             "must be a TokenBudgetSampler or a LengthGroupedSampler, received BatchSam",
         ),
         (
             {"batch_sampler": SAMPLERS["token budget"](), "shuffle": True},
-            "cuts the batches by itself, .* apply to TokenBudgetSampler",
+            "cuts the batches by itself: .* apply to TokenBudgetSampler",
         ),
         (
             {"batch_sampler": LengthGroupedSampler([1, 2], batch_size=2)},
@@ -312,11 +300,6 @@ class Stream(IterableDataset[int]):
 def test_options_are_checked(how: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         ResumableLoader(**{"dataset": Rows(), **how})
-
-
-def test_no_full_batch_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="3 rows give not one batch of 4 on 1 rank"):
-        read(loader(number=3, drop_last=True))
 
 
 # ---- in a Trainer --------------------------------------------------------------------
@@ -394,34 +377,3 @@ def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
     for kind in SAMPLERS:
         with pytest.raises(TypeError, match="can't inject"):
             trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))
-
-
-def test_lightning_puts_no_other_sampler_in_its_place() -> None:
-    """The control is a plain loader, which does not resume either."""
-    from lightning.pytorch.trainer.connectors.data_connector import (
-        _DataConnector,  # what decides it
-    )
-
-    fitting: Any = trainer(max_epochs=1)
-    connector: Any = _DataConnector(fitting)
-    plain: Any = DataLoader(SEQUENCES, 4)  # type: ignore[arg-type]
-    assert not hasattr(plain, "load_state_dict")
-    for kind in KINDS:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(fitting._accelerator_connector), "is_distributed", True)
-            assert not connector._requires_distributed_sampler(of_sequences(kind))
-            assert connector._requires_distributed_sampler(plain)
-
-
-def test_fillers_where_rows_are_fewer_than_ranks() -> None:
-    shares = []
-    for rank in range(3):
-        with rank_of(rank, 3):
-            each = ResumableLoader(
-                SEQUENCES[:2],
-                batch_sampler=TokenBudgetSampler(NUM_TOKENS[:2], tokens=40),
-                weigh_nothing=WeighNothing(labels=-100),
-                collate_fn=PAD,
-            )
-            shares.append([(b["labels"] != -100).sum().item() for b in each])
-    assert sorted(itertools.chain(*shares)) == sorted([0, *NUM_TOKENS[:2]])

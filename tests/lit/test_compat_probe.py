@@ -85,29 +85,14 @@ def test_a_loader_takes_another_size() -> None:
     assert [len(x) for x, _ in loader] == [5, 5]
 
 
-def _batch_alone(self: Any, batch: Any) -> None: ...
-
-
-def _with_index(self: Any, batch: Any, batch_idx: int) -> None: ...
-
-
-def _with_another_name(self: Any, batch: Any, index: int) -> None: ...
-
-
-def _with_all(self: Any, *args: Any) -> None: ...
-
-
-def _with_options(self: Any, batch: Any, *, scale: float = 1.0, **how: Any) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("step", "takes_index"),
     [
-        (_batch_alone, False),
-        (_with_index, True),
-        (_with_another_name, True),
-        (_with_all, True),
-        (_with_options, False),
+        (lambda self, batch: None, False),
+        (lambda self, batch, batch_idx: None, True),
+        (lambda self, batch, index: None, True),
+        (lambda self, *args: None, True),
+        (lambda self, batch, *, scale=1.0, **how: None, False),
     ],
 )
 def test_arguments_of_a_step_are_those_that_lightning_gives(

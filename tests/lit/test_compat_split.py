@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from tests.helpers import trainer
 from tests.lit.split.common import Split, fit, loader_batches
+from tests.zoo import hooked
 from trainkit.lit import _compat
 
 BACKWARD = ("on_before_backward", "on_after_backward")
@@ -107,14 +108,9 @@ def test_methods_are_replaced_for_a_while() -> None:
     assert list(vars(owner)) == ["two"]
 
 
-class OwnStrategy(SingleDeviceStrategy):
-    def post_backward(self, closure_loss: Any) -> None:
-        super().post_backward(closure_loss)
-
-
-class OwnPrecision(DoublePrecision):
-    def pre_backward(self, tensor: Any, module: Any) -> Any:
-        return super().pre_backward(tensor, module)
+OwnStrategy = hooked(SingleDeviceStrategy, post_backward=lambda self, loss: None)
+OwnPrecision = hooked(DoublePrecision, pre_backward=lambda self, loss, module: loss)
+WITH_SCALER = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -125,27 +121,18 @@ class OwnPrecision(DoublePrecision):
         ({"precision": "64-true"}, True),
         ({"strategy": OwnStrategy("cpu")}, False),
         ({"plugins": [OwnPrecision()]}, False),
+        ({"plugins": [WITH_SCALER]}, True),
     ],
 )
 def test_which_backward_passes_are_plain(options: dict[str, Any], plain: bool) -> None:
     assert _compat.has_plain_backward(trainer(**options)) is plain
 
 
-def test_a_gradient_scaler_is_left_aside() -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    assert _compat.has_plain_backward(trainer(plugins=[plugin]))
-
-
-class Listener(pl.Callback):
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None: ...
-
-
-class Listening(pl.LightningModule):
-    def on_before_backward(self, loss: Any) -> None: ...
-
-
 def test_who_listens_to_a_hook() -> None:
-    module, listener = pl.LightningModule(), Listener()
+    """Also one that an object has been given."""
+    module = pl.LightningModule()
+    listener = hooked(pl.Callback, on_after_backward=lambda self, *args: None)()
+    listening = hooked(pl.LightningModule, on_before_backward=lambda self, loss: None)()
     nobody, somebody = trainer(), trainer(callbacks=[listener])
 
     def listened(fitted: Any, to: Any = module, apart_from: Any = None) -> bool:
@@ -154,42 +141,28 @@ def test_who_listens_to_a_hook() -> None:
     assert not listened(nobody)
     assert listened(somebody)
     assert not listened(somebody, apart_from=listener)
-    assert listened(nobody, Listening())
-
-
-def test_a_hook_that_an_object_has_been_given_is_its_own() -> None:
-    module = pl.LightningModule()
+    assert listened(nobody, listening)
     assert not _compat.has_own(module, "backward")
     module.backward = lambda loss: loss.backward()  # type: ignore[method-assign]
     assert _compat.has_own(module, "backward")
 
 
-class Moving(pl.LightningDataModule):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+def test_which_batches_reach_the_device_without_a_hook() -> None:
+    def transfer(self: Any, batch: Any, *args: Any) -> Any:
         return batch
 
-
-def test_which_batches_reach_the_device_without_a_hook() -> None:
-    class Transferred(pl.LightningModule):
-        def transfer_batch_to_device(
-            self, batch: Any, device: Any, dataloader_idx: int
-        ) -> Any:
-            return batch
-
-    fitted = trainer()
-    assert _compat.transfers_plainly(fitted, pl.LightningModule())
-    assert not _compat.transfers_plainly(fitted, Transferred())
+    own = hooked(pl.LightningModule, transfer_batch_to_device=transfer)()
+    assert _compat.transfers_plainly(trainer(), pl.LightningModule())
+    assert not _compat.transfers_plainly(trainer(), own)
     seen: list[bool] = []
 
     class Asking(Split):
         def on_train_start(self) -> None:
             seen.append(_compat.transfers_plainly(self.trainer, self))
 
-    class Data(Moving):
-        def train_dataloader(self) -> Any:
-            return loader_batches()
-
-    trainer().fit(Asking(cut=None), Data())
+    hooks: dict[str, Any] = {"train_dataloader": lambda self: loader_batches()}
+    hooks["on_after_batch_transfer"] = transfer
+    trainer().fit(Asking(cut=None), hooked(pl.LightningDataModule, **hooks)())
     trainer().fit(Asking(cut=None), loader_batches())
     assert seen == [False, True]
 

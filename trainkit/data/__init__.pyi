@@ -1,5 +1,5 @@
 from .filler import WeighNothing as WeighNothing
-from .length_grouped import LengthGroupedSampler as LengthGroupedSampler
+from .length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .padding import PadCollate as PadCollate
 from .resumable import ResumableLoader as ResumableLoader
 from .token_budget import TokenBudgetSampler as TokenBudgetSampler

@@ -18,13 +18,14 @@ Columns = dict[Any, list[Any]]
 
 
 class PadCollate:
-    """A `collate_fn` that pads ragged fields, and can add a mask or the lengths.
+    """A `collate_fn` that pads ragged fields, and can add a mask.
 
         PadCollate({"labels": -100})     # all other fields are padded with 0
 
     A sample is a mapping, tuple or list of fields, or a single tensor. Tensors, arrays
     and lists of numbers are stacked, and padded to the largest size in each dimension.
-    Numbers become a tensor, anything else becomes a list.
+    Numbers become a tensor, anything else becomes a list. The length of a sample is
+    that of its first field that has a dimension.
 
     >>> batch = PadCollate({"y": -1}, mask="m")([{"y": [1, 2]}, {"y": [3]}])
     >>> batch["y"].tolist(), batch["m"].tolist()
@@ -34,12 +35,9 @@ class PadCollate:
         fill: the padding value of each field, by name, or by index in a tuple.
             Default: 0.
         side: where the padding goes.
-        of: the field whose first dimension is the length of a sample. Default: the
-            first field that has a dimension.
         multiple_of: fields that are as long as the samples, also one whose size never
             changes, are padded to a multiple of this length.
         mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
-        lengths: name of the lengths to add to the batch.
     """
 
     def __init__(
@@ -47,22 +45,16 @@ class PadCollate:
         fill: Mapping[Any, float] | None = None,
         *,
         side: Literal["right", "left"] = "right",
-        of: Any = None,
         multiple_of: int = 1,
         mask: str | None = None,
-        lengths: str | None = None,
     ) -> None:
         if side not in ("right", "left"):
             raise TrainkitError(
                 f'PadCollate side: must be "right" or "left", received {side!r}.'
             )
         check_whole_number("PadCollate multiple_of", multiple_of)
-        self.fill = dict(fill or {})
-        self.side = side
-        self.of = of
-        self.multiple_of = multiple_of
-        self.mask = mask
-        self.lengths = lengths
+        self.fill, self.mask = dict(fill or {}), mask
+        self.side, self.multiple_of = side, multiple_of
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         columns = _columns(samples)
@@ -76,29 +68,26 @@ class PadCollate:
         return getattr(kind, "_make", kind)(batch.values())  # or a named tuple
 
     def _batch(self, columns: Columns) -> dict[Any, Any]:
-        fields = {name: _as_tensors(name, column) for name, column in columns.items()}
-        lengths = self._lengths(fields)
-        batch: dict[Any, Any] = {}
-        for name, found in fields.items():
-            if found is None:
-                batch[name] = columns[name]
-                continue
-            own = [len(each) if each.ndim else None for each in found]
-            batch[name] = self._stacked(name, found, is_as_long=own == lengths)
-        return batch | self._mask_and_lengths(lengths)
-
-    def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
-        """The lengths of the samples; None if no field has a length."""
-        for name in fields if self.of is None else [self.of]:
-            found = fields[name]
-            if found is not None and all(each.ndim for each in found):
-                return [len(each) for each in found]
-        if self.of is None:
-            return None
-        raise TrainkitError(
-            f"PadCollate of: must be a field with a length in every sample, received "
-            f"{self.of!r}. Name a field that holds a tensor or a list."
-        )
+        lengths: list[int] | None = None
+        batch: dict[Any, Any] = dict(columns)
+        for name, column in columns.items():
+            found = _as_tensors(name, column)
+            if found is not None:
+                has_length = all(each.ndim for each in found)
+                own = [len(each) for each in found] if has_length else None
+                lengths = lengths or own
+                is_as_long = has_length and own == lengths
+                batch[name] = self._stacked(name, found, is_as_long=is_as_long)
+        if self.mask is not None:
+            if lengths is None:
+                raise TrainkitError(
+                    "PadCollate mask: needs a field that has a length, received "
+                    "samples without. Add a field that is a list or tensor, or leave "
+                    "mask out."
+                )
+            ones = [torch.ones(length, dtype=torch.long) for length in lengths]
+            batch[self.mask] = self._stacked(self.mask, ones, is_as_long=True)
+        return batch
 
     def _stacked(self, name: Any, found: list[Tensor], *, is_as_long: bool) -> Tensor:
         if len({each.ndim for each in found}) > 1:
@@ -136,48 +125,20 @@ class PadCollate:
         pairs = zip(shape, whole, strict=True)
         return tuple(slice(full - size, None) for size, full in pairs)
 
-    def _mask_and_lengths(self, lengths: list[int] | None) -> dict[str, Tensor]:
-        if self.mask is None and self.lengths is None:
-            return {}
-        if lengths is None:
-            raise TrainkitError(
-                "PadCollate mask, lengths: need a field that has a length, received "
-                "samples with single numbers only. Add a field that is a list or "
-                "tensor, or leave these options out."
-            )
-        added: dict[str, Tensor] = {}
-        if self.lengths is not None:
-            added[self.lengths] = torch.tensor(lengths)
-        if self.mask is not None:
-            ones = [torch.ones(length, dtype=torch.long) for length in lengths]
-            added[self.mask] = self._stacked(self.mask, ones, is_as_long=True)
-        return added
-
     def _check_names(self, columns: Columns, *, is_named: bool) -> None:
-        known = ", ".join(map(repr, columns))
-        for option, names in (
-            ("fill: must name fields", self.fill),
-            ("of: must be a field", () if self.of is None else (self.of,)),
-        ):
-            for name in names:
-                if name not in columns:
-                    raise TrainkitError(
-                        f"PadCollate {option} of the samples, received {name!r}. Their "
-                        f"fields are {known}."
-                    )
-        added = [name for name in (self.mask, self.lengths) if name is not None]
-        if added and not is_named:
-            raise TrainkitError(
-                f"PadCollate mask, lengths: samples must be mappings, so that a batch "
-                f"has names, received {added} for samples of another type. Make each "
-                f"sample a dict."
-            )
-        for option, name in (("mask", self.mask), ("lengths", self.lengths)):
-            if name in columns:
+        for name in self.fill:
+            if name not in columns:
                 raise TrainkitError(
-                    f"PadCollate {option}: {name!r} is a field of the samples. Choose "
-                    f"another name."
+                    f"PadCollate fill: must name fields of the samples, received "
+                    f"{name!r}. Their fields are {', '.join(map(repr, columns))}."
                 )
+        if self.mask is not None and (not is_named or self.mask in columns):
+            what = "of another type" if not is_named else "that have such a field"
+            raise TrainkitError(
+                f"PadCollate mask: samples must be mappings without a field of this "
+                f"name, received {self.mask!r} for samples {what}. Make each sample a "
+                f"dict, or choose another name."
+            )
 
 
 def can_hold(dtype: torch.dtype, value: float) -> bool:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from trainkit.core.plan.options import check_whole_number
-from trainkit.data.epoch_order import EpochOrder, check_seed
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler
-from trainkit.data.row_sampler import Last, RowSampler, check_last
+from trainkit.data.row_sampler import EpochOrder, Last, RowSampler
 from trainkit.errors import TrainkitError
 
 
@@ -84,10 +83,8 @@ class ResumableLoader(DataLoader[Any]):
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        _check(dataset, batch_size, seed)
-        check_last(last, weigh_nothing, drop_last=drop_last)
+        _check(dataset, batch_size, last, weigh_nothing, drop_last)
         keeps_dataset_order = _keeps_dataset_order(options)
-        _check_in_order(options)
         if batch_sampler is None:
             order: EpochOrder = RowSampler(
                 dataset,
@@ -152,12 +149,25 @@ class ResumableLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the rows that were read; refuse a state that does not fit."""
-        _check_state(state_dict)
+        missing = {"epoch", "position", "end"} - state_dict.keys()
+        if missing:
+            _refuse(
+                "load_state_dict",
+                f"needs a state that a ResumableLoader has saved, received one without "
+                f"{', '.join(sorted(missing))}. Use the loader that the checkpoint was "
+                f"written with, or begin a new run.",
+            )
         if 0 < state_dict["position"] < state_dict["end"]:
             for name, value in self._order.described().items():
                 saved = state_dict.get(name, "another sampler")
                 if saved != value:
-                    _refuse_change(name, saved, value)
+                    _refuse(
+                        name,
+                        f"must stay as it was within an epoch, was {saved} when the "
+                        f"checkpoint was written and is {value} now. Set it back, or "
+                        f"begin a new run (from the weights alone, or from a "
+                        f"checkpoint of an epoch's end).",
+                    )
         self._order.epoch, self._order.is_told = state_dict["epoch"], False
         self._resumed = dict(state_dict)
 
@@ -168,7 +178,14 @@ class ResumableLoader(DataLoader[Any]):
         if state is None or state["epoch"] < epoch:
             return 0
         if state["epoch"] > epoch:
-            _refuse_earlier(epoch, saved=state["epoch"])
+            _refuse(
+                "set_epoch",
+                f"was saved in epoch {state['epoch']}, but set_epoch() announced epoch "
+                f"{epoch}. Call loader.sampler.set_epoch({state['epoch']}) before the "
+                f"epoch that resumes. With Fabric leave this loader out of "
+                f"setup_dataloaders, which counts epochs from 0, and move batches by "
+                f"fabric.to_device.",
+            )
         if state["position"] < state["end"]:
             return state["position"]
         # The epoch may resume because of a longer loader beside this one, which has
@@ -176,40 +193,66 @@ class ResumableLoader(DataLoader[Any]):
         return self._order.end if self._order.is_told else 0
 
 
-def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
+def _refuse(option: str, rule: str) -> NoReturn:
+    raise TrainkitError(f"ResumableLoader {option}: {rule}")
+
+
+def _check(
+    dataset: Any, batch_size: Any, last: Any, weigh_nothing: Any, drop_last: bool
+) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TrainkitError(
-            f"ResumableLoader dataset: must have a length and rows by index, received "
-            f"{type(dataset).__name__}. A stream needs a loader with a state of its "
-            f"own and with a length, since of one without Lightning reads a batch "
-            f"ahead, which a resumed run would leave out: torchdata's "
-            f"StatefulDataLoader, of a dataset with state_dict and __len__."
+        _refuse(
+            "dataset",
+            f"must have a length and rows by index, received {type(dataset).__name__}. "
+            f"For a stream use torchdata's StatefulDataLoader, of a dataset with "
+            f"state_dict and __len__: of one without a length Lightning reads a batch "
+            f"ahead, which a resumed run would leave out.",
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
-    check_seed("ResumableLoader", seed)
+    if last not in get_args(Last):
+        _refuse(
+            "last",
+            f"must be one of {', '.join(get_args(Last))}, received {last!r}. 'weight' "
+            f"reads the last batch as it is.",
+        )
+    if last == "pad" and drop_last:
+        _refuse(
+            "last='pad'",
+            "cannot go with drop_last=True, which means last='drop'. Give one of them.",
+        )
+    if last == "pad" and weigh_nothing is None:
+        _refuse(
+            "last='pad'",
+            "needs weigh_nothing=, a function that changes a row so that it weighs "
+            "nothing, received None. For example trainkit.WeighNothing(labels=-100) "
+            "with PerToken().",
+        )
 
 
 def _check_batch_sampler(
     batch_sampler: Any, dataset: Any, given: tuple[Any, ...], process_group: Any
 ) -> None:
     """Refuse a sampler that cannot resume, and options that would cut batches too."""
+    kind = type(batch_sampler).__name__
     if not isinstance(batch_sampler, LengthSampler):
-        raise TrainkitError(
-            f"ResumableLoader batch_sampler: must be a TokenBudgetSampler or a "
-            f"LengthGroupedSampler, received {type(batch_sampler).__name__}. Use a "
-            f"DataLoader for prediction, where Lightning passes one of its own, and "
-            f"torchdata's StatefulDataLoader for another."
+        _refuse(
+            "batch_sampler",
+            f"must be a TokenBudgetSampler or a LengthGroupedSampler, received {kind}. "
+            f"Use a DataLoader for prediction, where Lightning passes one of its own, "
+            f"and torchdata's StatefulDataLoader for another.",
         )
     if given != (1, False, 0, "weight", False) or process_group is not None:
-        raise TrainkitError(
-            f"ResumableLoader batch_sampler: cuts the batches by itself, so "
-            f"batch_size, shuffle, seed, last, drop_last and process_group cannot be "
-            f"given with it. Give those that apply to {type(batch_sampler).__name__}."
+        _refuse(
+            "batch_sampler",
+            f"cuts the batches by itself: batch_size, shuffle, seed, last, drop_last "
+            f"and process_group cannot be given with it. Give those that apply to "
+            f"{kind}.",
         )
     if len(batch_sampler.lengths) != len(dataset):
-        raise TrainkitError(
-            f"ResumableLoader batch_sampler: needs the length of every row, received "
-            f"{len(batch_sampler.lengths)} lengths for {len(dataset)} rows."
+        _refuse(
+            "batch_sampler",
+            f"needs the length of every row, received {len(batch_sampler.lengths)} "
+            f"lengths for {len(dataset)} rows.",
         )
 
 
@@ -218,47 +261,16 @@ def _keeps_dataset_order(options: dict[str, Any]) -> bool:
     makes the loader anew with a `SequentialSampler`. Other samplers are refused."""
     sampler = options.pop("sampler", None)
     if sampler is not None and not isinstance(sampler, SequentialSampler | RowSampler):
-        raise TrainkitError(
-            f"ResumableLoader sampler: it has its own and takes no other, received "
-            f"{type(sampler).__name__}. For prediction, where Lightning passes a "
-            f"sampler, use a DataLoader. For a sampler of your own, use torchdata's "
-            f"StatefulDataLoader."
+        _refuse(
+            "sampler",
+            f"it has its own and takes no other, received {type(sampler).__name__}. "
+            f"For prediction, where Lightning passes a sampler, use a DataLoader. For "
+            f"a sampler of your own, use torchdata's StatefulDataLoader.",
+        )
+    if not options.get("in_order", True):
+        _refuse(
+            "in_order",
+            "must be True, since a resumed run needs to know which rows were read, "
+            "received False. Leave it out.",
         )
     return isinstance(sampler, SequentialSampler)
-
-
-def _check_in_order(options: dict[str, Any]) -> None:
-    """Refuse batches out of order: a number of batches is then not a position."""
-    if not options.get("in_order", True):
-        raise TrainkitError(
-            "ResumableLoader in_order: must be True, since a resumed run needs to know "
-            "which rows were read, received False. Leave it out."
-        )
-
-
-def _check_state(state_dict: dict[str, Any]) -> None:
-    missing = {"epoch", "position", "end"} - state_dict.keys()
-    if missing:
-        raise TrainkitError(
-            f"ResumableLoader load_state_dict: needs a state that a ResumableLoader "
-            f"has saved, received one without {', '.join(sorted(missing))}. Use the "
-            f"loader that the checkpoint was written with, or begin a new run."
-        )
-
-
-def _refuse_earlier(epoch: int, *, saved: int) -> None:
-    raise TrainkitError(
-        f"ResumableLoader: was saved in epoch {saved}, but set_epoch() announced "
-        f"epoch {epoch}. Call loader.sampler.set_epoch({saved}) before the epoch that "
-        f"resumes. With Fabric leave this loader out of setup_dataloaders, which "
-        f"counts epochs from 0: the loader deals rows to the ranks by itself. Move "
-        f"batches by fabric.to_device."
-    )
-
-
-def _refuse_change(name: str, saved: Any, now: Any) -> None:
-    raise TrainkitError(
-        f"ResumableLoader {name}: must stay as it was within an epoch, was {saved} "
-        f"when the checkpoint was written and is {now} now. Set it back, or begin a "
-        f"new run (from the weights alone, or from a checkpoint of an epoch's end)."
-    )

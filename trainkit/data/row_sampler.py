@@ -1,16 +1,99 @@
-"""The sampler that deals single rows to the ranks."""
+"""The orders of all samplers, and the one that deals single rows to the ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sized
+from typing import Any, Literal, cast
 
-from trainkit.data.epoch_order import EpochOrder
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
 from trainkit.data.filler import Filler
 from trainkit.errors import TrainkitError
 
 Last = Literal["weight", "pad", "drop"]
+
+
+class EpochOrder(DistributedSampler[Any], ABC):
+    """The base of trainkit's samplers: an order of rows that the ranks share.
+
+    It is a `DistributedSampler` so that Lightning does not replace it. It looks up the
+    ranks when rows are read, not when it is made. A position counts what all ranks have
+    been given in the epoch; each sampler chooses the unit.
+
+    Attributes:
+        epoch: the epoch whose order it gives.
+        is_told: whether `set_epoch` has been called since the last resume.
+        start: the position from which the next pass begins.
+        fills: whether a rank without a row may be given a filler.
+    """
+
+    def __init__(
+        self, dataset: Any, *, shuffle: bool, seed: int, process_group: Any = None
+    ) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TrainkitError(
+                f"{type(self).__name__} seed: must be a whole number, received "
+                f"{seed!r}."
+            )
+        super().__init__(
+            dataset, num_replicas=1, rank=0, shuffle=bool(shuffle), seed=seed
+        )
+        self.process_group = process_group
+        self.is_told = False
+        self.start = 0
+        self.fills = False
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank's index, and how many ranks share the rows."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        group = self.process_group
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def num_rows(self) -> int:
+        return len(cast(Sized, self.dataset))
+
+    @property
+    @abstractmethod
+    def end(self) -> int:
+        """The position at which an epoch ends."""
+
+    @property
+    @abstractmethod
+    def gives_fillers(self) -> bool:
+        """Whether an epoch has fillers, on this rank or on another."""
+
+    @abstractmethod
+    def after(self, position: int) -> int:
+        """The position after one more batch on every rank."""
+
+    def described(self) -> dict[str, Any]:
+        """The options that must not change while a position is to keep its meaning."""
+        return {"shuffle": self.shuffle, "seed": self.seed}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order, as Lightning does before each epoch."""
+        self.epoch, self.is_told = epoch, True
+
+    def seed_for(self, *parts: int) -> int:
+        """A seed that differs with the epoch and with each of the parts."""
+        seed = self.seed
+        for part in (self.epoch, *parts):
+            seed = seed * 1_000_003 + part
+        return seed % 2**63
+
+    def permuted(self, number: int, *parts: int) -> list[int]:
+        """The numbers 0, 1, ... in this epoch's order, shuffled or not."""
+        if not self.shuffle:
+            return list(range(number))
+        generator = torch.Generator().manual_seed(self.seed_for(*parts))
+        return torch.randperm(number, generator=generator).tolist()
 
 
 class RowSampler(EpochOrder):
@@ -118,26 +201,6 @@ class RowSampler(EpochOrder):
                 f"nothing.",
                 stacklevel=2,
             )
-
-
-def check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
-    """Refuse an unknown `last`, and options that do not fit it."""
-    if last not in get_args(Last):
-        raise TrainkitError(
-            f"ResumableLoader last: must be one of {', '.join(get_args(Last))}, "
-            f"received {last!r}. 'weight' reads the last batch as it is."
-        )
-    if drop_last and last == "pad":
-        raise TrainkitError(
-            "ResumableLoader last='pad': cannot go with drop_last=True, which means "
-            "last='drop'. Give one of them."
-        )
-    if last == "pad" and weigh_nothing is None:
-        raise TrainkitError(
-            "ResumableLoader last='pad': needs weigh_nothing=, a function that changes "
-            "a row so that it weighs nothing, received None. For example "
-            "trainkit.WeighNothing(labels=-100) with PerToken()."
-        )
 
 
 def share(num_rows: int, rank: int, num_ranks: int) -> range:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,19 +14,6 @@ from trainkit.errors import TrainkitError
 
 SPREAD = 1.1
 """The longest row of a bucket may be this many times as long as its shortest row."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Rows with similar lengths.
-
-    Attributes:
-        rows: the indices of the rows, the longest first.
-        num_batches: how many batches they are cut into.
-    """
-
-    rows: list[int]
-    num_batches: int
 
 
 class TokenBudgetSampler(LengthSampler):
@@ -81,34 +67,36 @@ class TokenBudgetSampler(LengthSampler):
 
     @property
     def num_batches(self) -> int:
-        return sum(bucket.num_batches for bucket in self._buckets)
+        return sum(number for _, number in self._buckets)
 
     def described(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "size": self.size, **super().described()}
 
     def batches(self) -> list[Batch]:
         found = []
-        for place, bucket in enumerate(self._buckets):
-            order = self.permuted(len(bucket.rows), place)
-            rows = [bucket.rows[n] for n in order]
-            found += evenly_cut(rows, bucket.num_batches)
+        for place, (rows, number) in enumerate(self._buckets):
+            order = [rows[n] for n in self.permuted(len(rows), place)]
+            shares = (share(len(rows), nth, number) for nth in range(number))
+            found += [[order[index] for index in each] for each in shares]
         return [found[n] for n in self.permuted(len(found), len(self._buckets))]
 
 
-def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bucket]:
+def buckets(
+    lengths: Sequence[int], *, tokens: int, size: int | None
+) -> list[tuple[list[int], int]]:
     """Divide rows into buckets of similar lengths, the longest first.
 
     A bucket ends when it fills a batch and the next row is shorter by more than a
-    tenth.
+    tenth. It has its rows, and the number of batches into which they are cut.
 
-    >>> [b.rows for b in buckets([9, 2, 10, 2, 2], tokens=20, size=None)]
-    [[2, 0], [1, 3, 4]]
+    >>> buckets([9, 2, 10, 2, 2], tokens=20, size=None)
+    [([2, 0], 1), ([1, 3, 4], 1)]
 
     Raises:
         TrainkitError: a row has more tokens than the budget.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    found: list[Bucket] = []
+    found: list[tuple[list[int], int]] = []
     start = 0
     while start < len(order):
         longest = lengths[order[start]]
@@ -125,16 +113,6 @@ def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bu
         ):
             end += 1
         rows = order[start:end]
-        found.append(Bucket(rows, num_batches=-(-len(rows) // most)))
+        found.append((rows, -(-len(rows) // most)))
         start = end
     return found
-
-
-def evenly_cut(rows: Sequence[int], number: int) -> list[Batch]:
-    """Cut rows into a number of batches whose sizes differ by one row at most.
-
-    >>> evenly_cut([0, 1, 2, 3, 4], 2)
-    [[0, 1, 2], [3, 4]]
-    """
-    shares = (share(len(rows), place, number) for place in range(number))
-    return [[rows[index] for index in each] for each in shares]

@@ -7,8 +7,8 @@ from .front.mixin import AccumulationMixin as AccumulationMixin
 from .logs.metric_rows import MetricRows as MetricRows
 from .logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .logs.monitor import WindowMonitor as WindowMonitor
-from .logs.one_step import OneStep as OneStep
 from .logs.plain_comparison import PlainComparison as PlainComparison
+from .logs.rows import OneStep as OneStep
 from .logs.step_progress import StepProgress as StepProgress
 from .noise.callback import NoiseScale as NoiseScale
 from .probe.find import FoundMicroBatch as FoundMicroBatch
@@ -16,8 +16,8 @@ from .probe.find import find_micro_batch as find_micro_batch
 from .proof.report import Report as Report
 from .rates.lr_scaling import LRScaling as LRScaling
 from .rates.rate_monitor import LearningRates as LearningRates
-from .resume.epoch_sums import EpochSums as EpochSums
 from .resume.graceful_stop import GracefulStop as GracefulStop
-from .resume.random_state import RandomState as RandomState
+from .resume.per_rank import EpochSums as EpochSums
+from .resume.per_rank import RandomState as RandomState
 from .resume.run_checkpoint import RunCheckpoint as RunCheckpoint
 from .schedule.callback import AccumulationSchedule as AccumulationSchedule

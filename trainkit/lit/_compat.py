@@ -1,7 +1,7 @@
 """Everything that trainkit uses of Lightning beside its public documentation.
 
-Each function has its own test, so that a version of Lightning that changes one of these
-things fails in the test with its name.
+Each function runs in a test, its own or its caller's, so that a version of Lightning
+that changes one of these things fails there.
 """
 
 from __future__ import annotations
@@ -211,16 +211,6 @@ def restore_loaders(trainer: Any) -> None:
     if loop.restarting and loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
-
-
-def is_within_epoch(trainer: Any) -> bool:
-    """Whether a run resumes inside an epoch. Call this in `on_train_start`."""
-    return bool(trainer.fit_loop.restarted_mid_epoch)
-
-
-def reads_ahead(trainer: Any) -> bool:
-    """Whether Lightning reads one batch ahead, as it does if a loader has no length."""
-    return trainer.fit_loop._data_fetcher.length is None
 
 
 def is_ending(trainer: Any) -> bool:

@@ -20,19 +20,19 @@ from trainkit.core.noise.estimate import (
 from trainkit.core.plan.scaling import gain
 
 EQUAL = [Setting(2, 4, 0.25, False), Setting(8, 4, 8, False)]
-RAGGED = [Setting(2, 1, 1, True), Setting(4, 1, 0.25, True), Setting(8, 1, 1, True)]
-LARGE = [Setting(16, 1, 8, True), Setting(4, 4, 2, True)]
+RAGGED = [Setting(2, 1, 1, True), Setting(4, 1, 0.25, True)]
+LARGE = [Setting(16, 1, 8, True)]
 BIAS, COVERED = 0.03, (0.85, 0.95)
 
 
 @pytest.mark.parametrize("setting", [*EQUAL, *RAGGED, *LARGE], ids=str)
 def test_it_is_unbiased_and_its_interval_covers_the_truth(setting: Setting) -> None:
-    found = [estimate_of(setting.windows(60, seed)) for seed in range(1000)]
+    found = [estimate_of(setting.windows(60, seed)) for seed in range(400)]
     truth = setting.noise_scale
     known = [each for each in found if each is not None]
-    assert len(known) == 1000
+    assert len(known) == 400
     assert abs(fmean(truth / each.samples for each in known) - 1) < BIAS
-    covered = sum(each.low <= truth <= each.high for each in known) / 1000
+    covered = sum(each.low <= truth <= each.high for each in known) / 400
     assert COVERED[0] <= covered <= COVERED[1]
 
 
@@ -81,12 +81,6 @@ def test_long_gradients_at_the_beginning_do_not_outweigh_later_ones() -> None:
         plain = estimate_of(windows)
     assert plain is not None
     assert plain.samples < 0.2 * later.samples  # the control
-
-
-def test_a_long_gradient_moves_the_unit_by_a_quarter_of_the_way() -> None:
-    windows = [[squared, *[1.0] * 6] for squared in (1.0, 101.0, 1.0)]
-    squares = [window[0] for window in estimate._in_units(windows)]
-    assert squares == pytest.approx([1, 101, 1 / 26])
 
 
 def test_without_an_upper_end_it_is_at_least_the_lower_one() -> None:

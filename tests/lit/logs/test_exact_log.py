@@ -1,4 +1,4 @@
-"""`log_exact` equals the loss over the whole set as one batch."""
+"""`log_exact` equals the loss over the whole set as one batch, in resumed runs too."""
 
 from __future__ import annotations
 
@@ -15,37 +15,64 @@ from tests.helpers import (
     TokenModule,
     loader,
     pad,
+    quiet_lightning,
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
+    run_cases,
     run_ranks,
     token_loss,
     trainer,
 )
-from tests.lit.logs.test_monitor import Record
+from tests.lit.resume.interrupting import (
+    Exactly,
+    KillAt,
+    ask,
+    close,
+    differing,
+    interrupted,
+    rows,
+    state_of,
+    train,
+)
+from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
+from tests.lit.resume.test_rank_checkpoints import DATA, FromBatch, Save
+from tests.recording import Table
 from trainkit import AccumulationMixin, PerSample, PerToken
 from trainkit.errors import TrainkitError
+from trainkit.lit.logs.exact_log import KEY
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
 
 TRAIN, EVAL = ragged_sequences(12), ragged_sequences(30, seed=7)
 BATCH = 4  # the last batch has two
 
 
 class Evaluated(AccumulationMixin, TokenModule):
+    """Learns nothing, so that the losses of an epoch are of one model."""
+
     accumulation = PerToken()
 
-    def on_evaluation_batch(self, batch: Any, batch_idx: int, stage: str) -> None:
-        loss = token_loss(self.net, batch, self.reduction)
-        self.log_exact(f"{stage}/loss", loss, batch)
-        if self.reduction == "mean" and not loss.isnan():
-            self.log(
-                f"{stage}/naive", loss, sync_dist=True, batch_size=len(batch["ids"])
-            )
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_exact("train/loss", loss.detach(), batch)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.on_evaluation_batch(batch, batch_idx, "val")
+        loss = token_loss(self.net, batch, self.reduction)
+        self.log_exact("val/loss", loss, batch)
+        if self.reduction == "mean" and not loss.isnan():
+            self.log("naive", loss, sync_dist=True, batch_size=len(batch["ids"]))
+        if self.global_rank == 0:  # the other rank has no batch of this name
+            self.log_exact("val/first", loss, batch, prog_bar=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.on_evaluation_batch(batch, batch_idx, "test")
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def one_batch(data: Any = EVAL, module: TokenModule | None = None) -> float:
@@ -59,34 +86,28 @@ def near(number: float) -> Any:
     return pytest.approx(number, rel=2e-7)  # logged in float32
 
 
-@pytest.mark.parametrize("stage", ["val", "test"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_logged_mean_equals_the_loss_of_one_batch(stage: str, reduction: str) -> None:
-    """transformers#35078: right in training, and times world in evaluation."""
+SILENT = [(ids, torch.full_like(labels, -100)) for ids, labels in EVAL[8:12]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduction", "data", "counts"),
+    [
+        # transformers#35078: right in training, and times world in evaluation.
+        ("validate", "mean", EVAL, EVAL),
+        ("test", "sum", EVAL, EVAL),
+        # llama-cookbook#133: 0 / 0 where all labels of a batch are ignored.
+        ("test", "mean", [*EVAL[:8], *SILENT, *EVAL[12:]], EVAL[:8] + EVAL[12:]),
+    ],
+)
+def test_logged_mean_equals_the_loss_of_one_batch(
+    stage: str, reduction: Any, data: Any, counts: Any
+) -> None:
     module = Evaluated(dtype=torch.float64, reduction=reduction)
-    module.accumulation = PerToken(loss_reduction=reduction)  # type: ignore[arg-type]
-    fit = trainer()
-    run = fit.validate if stage == "val" else fit.test
-    (logged,) = run(module, loader(EVAL, BATCH), verbose=False)
-    assert logged[f"{stage}/loss"] == near(one_batch())
-
-
-def test_log_of_lightning_does_not_equal_the_loss_of_one_batch() -> None:
-    module = Evaluated(dtype=torch.float64)
-    (logged,) = trainer().validate(module, loader(EVAL, BATCH), verbose=False)
-    assert logged["val/naive"] != pytest.approx(one_batch(), rel=1e-3)
-
-
-def silent(data: Any) -> Any:
-    return [(ids, torch.full_like(labels, -100)) for ids, labels in data]
-
-
-def test_batch_whose_labels_are_all_ignored_does_not_count() -> None:
-    """llama-cookbook#133: 0 / 0 in evaluation."""
-    module = Evaluated(dtype=torch.float64)
-    data = [*EVAL[:8], *silent(EVAL[8:12]), *EVAL[12:]]
-    (logged,) = trainer().validate(module, loader(data, BATCH), verbose=False)
-    assert logged["val/loss"] == near(one_batch(EVAL[:8] + EVAL[12:]))
+    module.accumulation = PerToken(loss_reduction=reduction)
+    (logged,) = getattr(trainer(), stage)(module, loader(data, BATCH), verbose=False)
+    assert logged["val/loss"] == near(one_batch(counts))
+    if reduction == "mean":  # the control
+        assert logged["naive"] != pytest.approx(one_batch(counts), rel=1e-3)
 
 
 def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
@@ -94,57 +115,12 @@ def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
         accumulation = PerSample()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_exact(
-                "val/index", torch.tensor(float(batch_idx)), weight=batch_idx
-            )
-            self.log_exact("val/rows", torch.tensor(float(batch_idx)), batch)
+            self.log_exact("index", torch.tensor(float(batch_idx)), weight=batch_idx)
+            self.log_exact("rows", float(batch_idx), batch)
 
     (logged,) = trainer().validate(Weighted(), loader(EVAL, BATCH), verbose=False)
-    assert logged["val/index"] == near(sum(i * i for i in range(8)) / sum(range(8)))
-    assert logged["val/rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
-
-
-# ---- inside fit ----------------------------------------------------------------------
-
-
-class LogsTraining(Evaluated):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log_exact("train/loss", loss.detach(), batch)
-        return loss
-
-
-class Frozen(LogsTraining):
-    """Learns nothing, so that the losses of an epoch are of one model."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def test_logged_means_in_fit_equal_those_of_one_batch() -> None:
-    """Each epoch by itself; the sanity check leaves nothing behind."""
-    record = Record()
-    fit = trainer(2, logger=record, log_every_n_steps=1, num_sanity_val_steps=2)
-    module = Frozen(dtype=torch.float64)
-    fit.fit(module, loader(TRAIN, 3), loader(EVAL, BATCH))
-    for key, data in (("train/loss", TRAIN), ("val/loss", EVAL)):
-        logged = [row[key] for _, row in record.rows if key in row]
-        assert logged == [near(one_batch(data))] * 2
-
-
-def test_logged_mean_can_be_monitored(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val/loss", filename="best")
-    stopper = EarlyStopping("val/loss", patience=1, min_delta=10.0)
-    module = Evaluated(dtype=torch.float64)
-    fit = trainer(
-        2, max_epochs=9, enable_checkpointing=True, callbacks=[saver, stopper]
-    )
-    fit.fit(module, loader(TRAIN, BATCH), loader(EVAL, BATCH))
-    assert fit.current_epoch == 2
-    assert stopper.best_score.dtype == torch.float32
-    best = Evaluated(dtype=torch.float64)
-    best.load_state_dict(torch.load(saver.best_model_path)["state_dict"])
-    assert float(saver.best_model_score or 0) == near(one_batch(EVAL, best))
+    assert logged["index"] == near(sum(i * i for i in range(8)) / sum(range(8)))
+    assert logged["rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
 
 
 def test_two_loaders_are_two_names() -> None:
@@ -152,8 +128,7 @@ def test_two_loaders_are_two_names() -> None:
         def validation_step(  # type: ignore[override]  # Lightning's other signature
             self, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
-            loss = token_loss(self.net, batch)
-            self.log_exact(f"val/{dataloader_idx}", loss, batch)
+            self.log_exact(f"val/{dataloader_idx}", token_loss(self.net, batch), batch)
 
     both: list[DataLoader[Any]] = [loader(TRAIN, 3), loader(EVAL, BATCH)]
     fit = trainer()
@@ -162,62 +137,137 @@ def test_two_loaders_are_two_names() -> None:
     assert float(fit.logged_metrics["val/1"]) == near(one_batch(EVAL))
 
 
-def test_plain_number_can_be_logged_and_a_vector_not() -> None:
-    class Plain(Evaluated):
-        value: Any = 0.5
-
+def test_a_vector_and_a_prediction_are_refused() -> None:
+    class Refused(Evaluated):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_exact("val/number", self.value, batch)
+            self.log_exact("val/number", torch.ones(3), batch)
 
-    module, fit = Plain(), trainer()
-    (logged,) = fit.validate(module, loader(EVAL, BATCH), verbose=False)
-    assert logged == {"val/number": 0.5}
-    module.value = torch.ones(3)
+        predict_step = Evaluated.validation_step
+
     with pytest.raises(TrainkitError, match=r"must be one number, .* shape \[3\]"):
-        fit.validate(module, loader(EVAL, BATCH), verbose=False)
-
-
-def test_log_exact_in_prediction_is_refused() -> None:
-    class Predicts(Evaluated):
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_exact("loss", torch.tensor(1.0), batch)
-
+        trainer().validate(Refused(), loader(EVAL, BATCH), verbose=False)
     with pytest.raises(TrainkitError, match=r"log_exact\(\): it logs the mean of an"):
-        trainer().predict(Predicts(), loader(EVAL, BATCH))
+        trainer().predict(Refused(), loader(EVAL, BATCH))
+
+
+def test_logged_means_in_fit_equal_those_of_one_batch(tmp_path: Path) -> None:
+    """Each epoch by itself, the sanity check leaves nothing behind, and they can be
+    monitored."""
+    table = Table()
+    saver = ModelCheckpoint(tmp_path, monitor="val/loss", filename="best")
+    stopper = EarlyStopping("val/loss", patience=1, min_delta=10.0)
+    how: dict[str, Any] = {"logger": table, "log_every_n_steps": 1, "max_epochs": 9}
+    how |= {"enable_checkpointing": True, "callbacks": [saver, stopper]}
+    fit = trainer(2, **how)
+    module = Evaluated(dtype=torch.float64)
+    fit.fit(module, loader(TRAIN, 3), loader(EVAL, BATCH))
+    for key, data in (("train/loss", TRAIN), ("val/loss", EVAL)):
+        assert table.column(key) == [near(one_batch(data))] * 2
+    assert fit.current_epoch == 2
+    assert stopper.best_score.dtype == torch.float32
+    assert float(saver.best_model_score or 0) == near(one_batch(EVAL))
 
 
 # ---- several ranks -------------------------------------------------------------------
 
 
-class Uneven(Evaluated):
-    """Rank 1 has no batch for one of the names."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if self.global_rank == 0:
-            loss = token_loss(self.net, batch)
-            self.log_exact("val/first", loss, batch, prog_bar=True)
+def on_ranks(world: int, **options: Any) -> Any:
+    ddp: Any = {"strategy": "ddp" if world > 1 else "auto", "devices": world}
+    return trainer(4, max_epochs=1, use_distributed_sampler=False, **ddp, **options)
 
 
 def evaluate_ranks(rank: int, world: int, stage: str) -> dict[str, float]:
-    module = Uneven(dtype=torch.float64)
-    fit = trainer(
-        2, strategy="ddp", devices=world, use_distributed_sampler=False, max_epochs=1
-    )
+    module, fit = Evaluated(dtype=torch.float64), on_ranks(world)
     share = rank_loader(EVAL, BATCH, rank, world)
     if stage == "fit":
-        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)
         fit.fit(module, rank_loader(TRAIN, BATCH, rank, world), share)
         assert "val/first" in fit.progress_bar_metrics  # also where it had no batch
         return {k: float(v) for k, v in fit.callback_metrics.items()}
     return dict(fit.validate(module, share, verbose=False)[0])
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, "validate"), (2, "fit"), (3, "fit")])
-def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(
-    world: int, stage: str
+def save_and_resume(rank: int, world: int, path: str) -> list[float]:
+    """The mean of a whole epoch, and of one that resumes after six batches."""
+    found = []
+    for resume in (None, path) if world > 1 else (path,):
+        fit = on_ranks(world, callbacks=[] if resume else [Save(path, after=6)])
+        data = FromBatch(rank, world, 6 if resume else 0)
+        fit.fit(Evaluated(dtype=torch.float64), data, ckpt_path=resume)
+        found.append(float(fit.callback_metrics["train/loss"]))
+    return found
+
+
+def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(tmp_path: Path) -> None:
+    """Also of an epoch that resumes on as many ranks, or on one."""
+    path = str(tmp_path / "inside.ckpt")
+    cases: Any = {stage: (evaluate_ranks, stage) for stage in ("validate", "fit")}
+    found = run_cases(2, {**cases, "resumed": (save_and_resume, path)})
+    for stage in ("validate", "fit"):
+        for logged in raise_rank_errors(found[stage]):
+            assert logged["val/loss"] == near(one_batch())
+            assert logged["val/first"] == near(one_batch(EVAL[::2]))
+            assert logged["naive"] != pytest.approx(one_batch(), rel=1e-3)
+    expected = near(one_batch(DATA))
+    assert raise_rank_errors(found["resumed"]) == [[expected] * 2] * 2
+    assert raise_rank_errors(run_ranks(save_and_resume, 1, path)) == [[expected]]
+
+
+# ---- interrupted and gone on ---------------------------------------------------------
+
+
+def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
+    """To the last bit. The hooks take turns, so that each of them dies in both ways."""
+
+    def exact(folder: Path) -> list[tuple[str, str]]:
+        found = [row for row in rows(folder) if row.get("train/exact")]
+        return [(row["train/exact"], row["train/first"]) for row in found]
+
+    with quiet_lightning():
+        whole = state_of(*train(tmp_path, kind=Exactly))
+        means = exact(tmp_path)
+        assert len(means) == 2
+        assert all(mean != first for mean, first in means)
+        for batch, hook, dies in (
+            (3, "on_after_backward", "stopped"),
+            (6, "on_train_batch_end", "killed"),
+            (8, "on_validation_end", "stopped"),
+            (8, "on_after_backward", "killed"),
+        ):
+            folder = tmp_path / f"{batch} {dies}"
+            kill = KillAt(hook, batch) if dies == "killed" else ask(hook, batch)
+            found = interrupted(folder, kill, kind=Exactly)
+            assert kill.has_died
+            assert differing(whole, state_of(*found)) == []
+            assert close(rows(tmp_path), rows(folder)) == []
+            assert exact(folder) == means
+
+
+PLACES = [
+    *(("on_train_batch_start", at, 4) for at in (0, 4, 9)),
+    *(("on_train_batch_end", at, 4) for at in (0, 3, 8)),
+    # The batch was logged already, and was under way when the checkpoint was made.
+    *(("on_before_backward", at, 1) for at in (0, 9)),
+]
+
+
+@pytest.mark.parametrize(("hook", "at", "window"), PLACES)
+def test_resumed_epoch_has_the_mean_of_all_its_batches(
+    tmp_path: Path, hook: str, at: int, window: int
 ) -> None:
-    for logged in raise_rank_errors(run_ranks(evaluate_ranks, world, stage)):
-        assert logged["val/loss"] == near(one_batch())
-        assert logged["val/first"] == near(one_batch(EVAL[::world]))
-        assert logged["val/naive"] != pytest.approx(one_batch(), rel=1e-3)
+    """Without what the checkpoint holds, it is that of the rest, and is said."""
+    path = tmp_path / "inside.ckpt"
+
+    def trained(*callbacks: Any, resume: Any = None) -> Any:
+        # The loader has given the batch that was under way, too.
+        replay = int(resume is not None and hook != "on_train_batch_end")
+        fit = trainer(window, max_epochs=1, callbacks=[*callbacks])
+        module = Evaluated(dtype=torch.float64)
+        fit.fit(module, Resumable(replay), ckpt_path=resume, weights_only=True)
+        return float(fit.callback_metrics["train/loss"])
+
+    trained(Saving(path, at, hook))
+    assert trained(resume=path) == near(one_batch(SEQUENCES))
+    if (hook, at) == ("on_train_batch_end", 3):  # the control
+        strip(path, KEY)
+        with pytest.warns(UserWarning, match=r"log_exact: .* for train/loss, so the"):
+            assert trained(resume=path) != pytest.approx(one_batch(SEQUENCES), rel=1e-3)

@@ -13,33 +13,53 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from tests.core.inside.common import batch as rows_of_batch
 from tests.helpers import (
     TokenModule,
     loader,
+    pad,
     ragged_sequences,
     token_loss,
     trainer,
     weights,
 )
 from tests.lit.fronts import RAGGED, micro_batches
-from tests.lit.noise.keep import KeepTable
+from tests.lit.inside.common import Foreign
+from tests.recording import Table
+from tests.zoo import Gan, Manual
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     MicroBatching,
     NoiseScale,
+    PerSample,
     PerToken,
-    Uniform,
+    ResumableLoader,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit import MetricsCSVLogger
 from trainkit.lit.noise.callback import _numbers, is_measured
 
 CLOSE = 1e-6
 DATA = ragged_sequences(sum(RAGGED))
 
-pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:.*under a gradient scaler"),
+]
+
+
+class KeepTable(pl.Callback):
+    """Keeps the sums of each measured window, which the training frees at its end."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        self.noise = NoiseScale(1)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.noise._moments is not None:
+            self.table = self.noise._moments.table
 
 
 class ByHand(pl.Callback):
@@ -80,53 +100,50 @@ WAYS: dict[str, dict[str, Any]] = {
     "streamed": {"accumulate": 4},
     "split": {"sizes": (20, 11, 7), "cut": 4},
     "split, several batches": {"accumulate": 2, "sizes": (20, 11, 7), "cut": 4},
-    "scaler": {"accumulate": 4, "scaled": "adamw"},
-    "split and scaler": {"sizes": (20, 11, 7), "cut": 4, "scaled": "adamw"},
-    "fused, scaled": {"accumulate": 4, "scaled": "fused"},
+    "scaler": {"accumulate": 4, "scaled": True},
+    "split and scaler": {"sizes": (20, 11, 7), "cut": 4, "scaled": True},
+    "fused, scaled": {"accumulate": 4, "scaled": True, "kind": Fused},
     "bfloat16": {"accumulate": 4, "precision": "bf16-true"},
 }
 
 
+def a_scaler() -> Any:
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+
 def fit(
-    way: dict[str, Any],
-    *callbacks: Any,
-    module: Any = None,
-    epochs: int = 2,
-    strategy: Any = None,
-    **options: Any,
+    way: dict[str, Any], *callbacks: Any, module: Any = None, **options: Any
 ) -> TokenModule:
+    """Train in one of the ways; a module of ours brings its own callback."""
     way = dict(way)
     cut, sizes = way.pop("cut", None), way.pop("sizes", RAGGED)
     micro = None if cut is None else MicroBatching(size=cut, trim=False)
-    scaled = way.pop("scaled", None)
-    if scaled is not None:
-        scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-        options["plugins"] = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-    module = module or (
-        Fused() if scaled == "fused" else TokenModule(optimizer="adamw")
-    )
-    own = AccumulationCallback(strategy or PerToken(), micro_batching=micro)
-    fit = trainer(
-        way.pop("accumulate", 1),
-        callbacks=[*callbacks, own],
-        max_epochs=epochs,
-        **way,
-        **options,
-    )
+    if way.pop("scaled", False):
+        options["plugins"] = a_scaler()
+    kind = way.pop("kind", TokenModule)
+    ours = [] if module else [AccumulationCallback(PerToken(), micro_batching=micro)]
+    module = module or kind(optimizer="adamw")
+    accumulate = way.pop("accumulate", 1)
+    fit = trainer(accumulate, callbacks=[*callbacks, *ours], **way, **options)
     fit.fit(module, micro_batches(DATA, sizes))
     return module
 
 
+def sums_of(way: dict[str, Any], *others: Any, **options: Any) -> Tensor:
+    kept = KeepTable()
+    fit(way, *others, kept, kept.noise, **options)
+    return kept.table
+
+
 @pytest.mark.parametrize("way", ["streamed", "split", "split, several batches"])
 def test_sums_are_those_by_hand(way: str) -> None:
-    noise, hand = NoiseScale(1), ByHand(WAYS[way].get("cut"))
-    kept = KeepTable(noise)
-    fit(WAYS[way], kept, noise, hand)
+    hand = ByHand(WAYS[way].get("cut"))
+    found = sums_of(WAYS[way], hand)
     wanted = torch.tensor(hand.rows, dtype=torch.float64)
-    found = kept.table[:, :4]
     assert len(found) == len(wanted) >= 4
-    assert (found / wanted - 1).abs().max() < CLOSE
-    assert kept.table[:, 5].sum() == 2 * len(DATA)
+    assert (found[:, :4] / wanted - 1).abs().max() < CLOSE
+    assert found[:, 5].sum() == 2 * len(DATA)
 
 
 class Halves(pl.Callback):
@@ -140,29 +157,18 @@ class Halves(pl.Callback):
 
 
 def test_what_another_callback_does_to_the_gradient_comes_later() -> None:
-    tables = []
-    for others in ([], [Halves()]):
-        noise = NoiseScale(1)
-        kept = KeepTable(noise)
-        fit(WAYS["streamed"], *others, kept, noise, epochs=1)
-        tables.append(kept.table)
-    assert torch.equal(tables[0][0], tables[1][0])
-    assert not torch.equal(tables[0][1], tables[1][1])  # it trained with half
+    plain, halved = (sums_of(WAYS["streamed"], *each) for each in ([], [Halves()]))
+    assert torch.equal(plain[0], halved[0])
+    assert not torch.equal(plain[1], halved[1])  # it trained with half
 
 
-@pytest.mark.filterwarnings("ignore:.*under a gradient scaler")
 @pytest.mark.parametrize("way", ["scaler", "split and scaler", "fused, scaled"])
 def test_a_scaler_changes_nothing_but_rounding(way: str) -> None:
-    tables = []
-    for each in ({**WAYS[way], "scaled": None}, WAYS[way]):
-        noise = NoiseScale(1)
-        kept = KeepTable(noise)
-        fit(each, kept, noise, module=Fused() if way[0] == "f" else None)
-        tables.append(kept.table[:, :5])
-    assert (tables[0] / tables[1] - 1).abs().max() < 0.05  # float16 in forward passes
+    with_it, without = sums_of(WAYS[way]), sums_of({**WAYS[way], "scaled": False})
+    # Forward passes are in float16.
+    assert (with_it[:, :5] / without[:, :5] - 1).abs().max() < 0.05
 
 
-@pytest.mark.filterwarnings("ignore:.*under a gradient scaler")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_training_with_it_is_the_training_without_it(way: str) -> None:
     with_it, without = fit(WAYS[way], NoiseScale(1)), fit(WAYS[way])
@@ -176,41 +182,31 @@ def test_an_error_leaves_no_hook_behind() -> None:
             assert all(p._backward_hooks for p in module.parameters())  # the control
             raise RuntimeError("a fault")
 
-    module = TokenModule()
+    module = hooked = TokenModule()
+    own = AccumulationCallback(PerToken(), proof="off")  # it would meet the error
     with pytest.raises(RuntimeError, match="a fault"):
-        fit(WAYS["streamed"], NoiseScale(1), Fails(), module=module)
-    assert all(not p._backward_hooks for p in module.parameters())
+        fit(WAYS["streamed"], own, NoiseScale(1), Fails(), module=module)
+    assert all(not p._backward_hooks for p in hooked.parameters())
 
 
-def rows_of(folder: Path) -> dict[int, dict[str, float]]:
-    lines = [
-        line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()
-    ]
-    names = lines[0]
-    step = names.index("step")
-    return {
-        int(line[step]): {n: float(v) for n, v in zip(names, line, strict=True) if v}
-        for line in lines[1:]
-    }
+# ---- rows ----------------------------------------------------------------------------
 
 
-def test_one_of_every_n_windows_is_a_row(tmp_path: Path) -> None:
-    fit(
-        WAYS["streamed"],
-        NoiseScale(2),
-        epochs=18,
-        logger=MetricsCSVLogger(tmp_path),
-        log_every_n_steps=1,
-    )
-    rows = rows_of(tmp_path)
-    named = {step for step, row in rows.items() if "window/noise_scale_low" in row}
+def test_one_of_every_n_windows_is_a_row_that_callbacks_see() -> None:
+    table, seen = Table(), []
+
+    class Reader(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append("window/noise_scale" in trainer.callback_metrics)
+
+    options: Any = {"max_epochs": 18, "logger": table, "log_every_n_steps": 1}
+    fit(WAYS["streamed"], Reader(), NoiseScale(2), **options)
+    assert (seen[0], seen[-1]) == (False, True)
+    rows = {int(row["step"]): row for row in table.rows if "window/noise_scale" in row}
     # Steps are counted from 0 here; the first four measured windows are too few.
-    measured = [step for step in range(54) if is_measured(step, 2)]
-    assert named == set(measured[4:])
-    short = [step for step in named if step % 3 == 2]
-    assert short
-    for step in named:
-        row = rows[step]
+    assert [*rows] == [step for step in range(54) if is_measured(step, 2)][4:]
+    assert any(step % 3 == 2 for step in rows)  # short windows
+    for step, row in rows.items():
         scale = row["window/noise_scale"]
         assert row["window/noise_scale_low"] < scale
         assert scale < row.get("window/noise_scale_high", math.inf)
@@ -232,143 +228,120 @@ def test_no_place_in_an_epoch_is_left_out(every: int) -> None:
     windows = range(200 * every)
     measured = [number for number in windows if is_measured(number, every)]
     assert [number // every for number in measured] == list(range(200))
-    nth = [number for number in windows if (number + 1) % every == 0]
     for length in (2, every):  # windows of an epoch
-        places = [0] * length
-        for number in measured:
-            places[number % length] += 1
+        places = [sum(n % length == place for n in measured) for place in range(length)]
         assert min(places) > 0.5 * 200 / length
-        if every % length == 0:  # the control
-            assert {number % length for number in nth} == {length - 1}
+    each_nth = {n % every for n in windows if (n + 1) % every == 0}
+    assert each_nth == {every - 1}  # the control
     assert all(is_measured(number, 1) for number in range(20))
-
-
-def test_callbacks_see_it(tmp_path: Path) -> None:
-    seen = []
-
-    class Reader(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            seen.append("window/noise_scale" in trainer.callback_metrics)
-
-    fit(WAYS["streamed"], Reader(), NoiseScale(1), epochs=3)
-    assert seen[-1]
-    assert not seen[0]
 
 
 def test_a_copy_and_a_pickle_hold_the_estimate_alone() -> None:
     noise = NoiseScale(1)
-    fit(WAYS["streamed"], noise, epochs=3)
+    fit(WAYS["streamed"], noise, max_epochs=3)
     assert noise.estimate is not None
     for other in (copy.deepcopy(noise), pickle.loads(pickle.dumps(noise))):
         assert other.estimate == noise.estimate
 
 
-# ---- where it cannot be --------------------------------------------------------------
+# ---- resumed -------------------------------------------------------------------------
 
 
-class Manual(AccumulationMixin, TokenModule):
-    """Optimizes by hand, with one optimizer."""
+class Saver(pl.Callback):
+    """Saves a checkpoint after a batch, mostly within a window."""
 
-    accumulation = PerToken()
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.batch = path, batch
 
-    def __init__(self, optimizers: int = 1, *, clip_at: float = 0.0) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.num, self.clip_at, self.was_clipped = optimizers, clip_at, False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, *_ = _listed(self.optimizers())
-        self.accumulate(token_loss(self.net, batch), batch, optimizer=first)
-        if self.window_ends(batch_idx, every=4):
-            self.finish_window(first)
-            before = _gradient(self).clone()
-            self.clip_gradients(first, self.clip_at, "norm")
-            self.was_clipped = not torch.equal(before, _gradient(self))
-            first.step()
-            first.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        if self.num == 1:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-        nets = self.net.embed, self.net.head
-        return [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
 
 
-def _gradient(module: TokenModule) -> Tensor:
-    gradient = module.net.head.weight.grad
-    assert gradient is not None
-    return gradient
+class Validates(TokenModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
 
-def _listed(optimizers: Any) -> list[Any]:
-    return optimizers if isinstance(optimizers, list) else [optimizers]
+def shuffled_sums(*others: Any, validates: Any = None, resume: Any = None) -> Tensor:
+    kept, module = KeepTable(), Validates(optimizer="adamw")
+    own = AccumulationCallback(PerToken())
+    fit = trainer(4, callbacks=[kept, kept.noise, own, *others], max_epochs=3)
+    rows = ResumableLoader(DATA, 4, shuffle=True, collate_fn=pad)
+    if validates:
+        fit.validate(Validates(), rows, ckpt_path=validates, verbose=False)
+    fit.fit(module, rows, ckpt_path=resume)
+    return kept.table
 
 
-def test_manual_optimization_is_measured_too() -> None:
-    noise, of_callback = NoiseScale(1), NoiseScale(1)
-    fit_ = trainer(1, callbacks=[noise], max_epochs=3)
-    fit_.fit(Manual(), micro_batches(DATA, RAGGED))
-    fit(WAYS["streamed"], of_callback, epochs=3)
-    assert noise.estimate is not None
-    assert of_callback.estimate is not None
-    assert noise.estimate.samples == pytest.approx(of_callback.estimate.samples)
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+def test_a_resumed_run_has_the_same_sums_to_the_bit(tmp_path: Path) -> None:
+    """But for the window in which it was saved. A checkpoint that is only validated is
+    not resumed."""
+    places = {11: 3, 13: 9, 14: 4, 19: 9}
+    savers = [Saver(tmp_path / f"{at}.ckpt", at) for at in places]
+    straight = shuffled_sums(*savers)
+    assert len(straight) == 9
+    for saver, open_one in zip(savers, places.values(), strict=True):
+        others = [n for n in range(9) if n != open_one]
+        assert torch.equal(shuffled_sums(resume=saver.path), straight[others])
+    assert torch.equal(shuffled_sums(validates=savers[2].path), straight)
 
 
-@pytest.mark.filterwarnings("ignore:.*under a gradient scaler")
+# ---- manual optimization, and where it cannot be -------------------------------------
+
+
+class ByHandIn(Manual):
+    every = 4
+
+    def __init__(self, clip: float | None = None) -> None:
+        super().__init__(optimizer="adamw")
+        self.clip = clip
+
+
 @pytest.mark.parametrize("scaled", [False, True])
-def test_clipping_in_training_step_comes_after_the_measuring(scaled: bool) -> None:
-    tables = {}
-    for clip_at in (0.0, 1e-3):
-        noise = NoiseScale(1)
-        kept, module = KeepTable(noise), Manual(clip_at=clip_at)
-        own: dict[str, Any] = {}
-        if scaled:
-            scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
-            own["plugins"] = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-        trainer(1, callbacks=[noise, kept], **own).fit(
-            module, micro_batches(DATA, RAGGED)
-        )
-        assert module.was_clipped == (clip_at > 0)
-        tables[clip_at] = kept.table[0]
-    assert torch.equal(*tables.values())
-    noise = NoiseScale(1)
-    kept = KeepTable(noise)
-    fit(WAYS["streamed"], kept, noise, epochs=1)
-    assert (tables[0.0] / kept.table[0] - 1).abs().max() < (0.05 if scaled else CLOSE)
+def test_manual_optimization_is_measured_before_it_clips(scaled: bool) -> None:
+    options: Any = {"plugins": a_scaler()} if scaled else {}
+    plain, clipped = (
+        sums_of({}, module=ByHandIn(clip), **options) for clip in (None, 1e-3)
+    )
+    assert torch.equal(plain[0], clipped[0])
+    assert not torch.equal(plain[1], clipped[1])  # it was clipped
+    module = ByHandIn()
+    of_callback = TokenModule(optimizer="adamw")
+    of_callback.net = copy.deepcopy(module.net)
+    own = AccumulationCallback(PerToken())
+    streamed = sums_of(WAYS["streamed"], own, module=of_callback)
+    assert (plain[0] / streamed[0] - 1).abs().max() < (0.05 if scaled else CLOSE)
 
 
-def refused(what: str) -> tuple[Any, dict[str, Any]]:
-    one, alone = {"accumulate": 1}, AccumulationCallback(PerToken())
-    if what == "each window is one micro-batch of one rank":
-        return TokenModule(), {**one, "callbacks": [alone]}
-    if what == "one optimizer, and there are 2":
-        return Manual(2), {**one, "callbacks": []}
-    assert what == "neither is there"
-    return TokenModule(), {"accumulate": 4, "callbacks": []}
+def inside() -> Any:
+    cut = MicroBatching(size=4, inside="net")
+    return AccumulationCallback(PerSample(), micro_batching=cut)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "each window is one micro-batch of one rank",
-        "one optimizer, and there are 2",
-        "neither is there",
-    ],
-)
+REFUSED: dict[str, tuple[Any, int, list[Any]]] = {
+    "each window is one micro-batch of one": (
+        *(TokenModule, 1),
+        [AccumulationCallback(PerToken())],
+    ),
+    "one optimizer, and there are 2": (Gan, 1, []),
+    "neither is there": (TokenModule, 4, []),
+    "runs a loader batch in one backward": (Foreign, 2, [inside()]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
 def test_where_it_cannot_be_it_refuses_or_says_so(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, options = refused(what)
-    own = options.pop("callbacks")
+    make, accumulate, ours = REFUSED[what]
+    data: Any = loader(DATA, 4)
+    if make is Foreign:
+        data = DataLoader(TensorDataset(*rows_of_batch(44)), 11)
     with pytest.raises(TrainkitError, match=f"NoiseScale: .*{what}"):
-        trainer(options["accumulate"], callbacks=[NoiseScale(), *own]).fit(
-            module, loader(DATA, 4)
-        )
+        trainer(accumulate, callbacks=[NoiseScale(), *ours]).fit(make(), data)
     noise = NoiseScale(if_impossible="say")
-    module, options = refused(what)
-    trainer(options["accumulate"], callbacks=[noise, *options["callbacks"]]).fit(
-        module, loader(DATA, 4)
-    )
+    trainer(accumulate, callbacks=[noise, *ours]).fit(make(), data)
     assert what in capsys.readouterr().out
     assert what in (noise.why_not or "")
     assert noise.estimate is None
@@ -380,6 +353,6 @@ def test_wrong_arguments_are_refused() -> None:
             NoiseScale(wrong)  # type: ignore[arg-type]
     with pytest.raises(TrainkitError, match=r"\['raise', 'say'\], received 'warn'"):
         NoiseScale(if_impossible="warn")  # type: ignore[arg-type]
-    two = [NoiseScale(), NoiseScale(), AccumulationCallback(Uniform())]
+    two = [NoiseScale(), NoiseScale(), AccumulationCallback(PerToken())]
     with pytest.raises(TrainkitError, match="two of them"):
         trainer(4, callbacks=two).fit(TokenModule(), loader(DATA, 4))

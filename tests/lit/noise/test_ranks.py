@@ -19,59 +19,48 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.lit.noise.keep import KeepTable
-from trainkit import AccumulationCallback, MicroBatching, NoiseScale, PerToken
+from tests.lit.noise.test_callback import KeepTable
+from trainkit import AccumulationCallback, MicroBatching, PerToken
 
 WORLD, BATCH = 2, 4
 DATA = ragged_sequences(48)
-EPOCHS = 2
 WAYS: dict[str, dict[str, Any]] = {
     "streamed": {"accumulate": 3},
     "one micro-batch each": {},
-    "split": {"batch": 12, "cut": 4},
     "split in several batches": {"batch": 8, "cut": 4, "accumulate": 2},
 }
 
 
 def train(rank: int, world: int, way: str, measured: bool) -> tuple[Tensor, Any, bool]:
     """The weights in the end, the sums, and whether the ranks have the same ones."""
-    options = dict(WAYS[way])
-    cut, batch = options.pop("cut", None), options.pop("batch", BATCH)
+    cut, kept = WAYS[way].get("cut"), KeepTable()
     micro = None if cut is None else MicroBatching(size=cut, trim=False)
     own = AccumulationCallback(PerToken(), micro_batching=micro)
-    noise = NoiseScale(1)
-    kept = KeepTable(noise)
     module = TokenModule(dtype=torch.float64)
     fit = trainer(
-        options.pop("accumulate", 1),
+        WAYS[way].get("accumulate", 1),
         strategy="ddp",
         devices=world,
         use_distributed_sampler=False,
-        callbacks=[kept, noise, own] if measured else [own],
-        max_epochs=EPOCHS,
+        callbacks=[kept, kept.noise, own] if measured else [own],
     )
-    fit.fit(module, rank_loader(DATA, batch, rank, world))
+    fit.fit(module, rank_loader(DATA, WAYS[way].get("batch", BATCH), rank, world))
     table = kept.table if measured else torch.zeros(1)
     all_tables = [torch.empty_like(table) for _ in range(world)]
     torch.distributed.all_gather(all_tables, table)
     return weights(module), table, torch.equal(*all_tables)
 
 
-CASES: dict[Any, Any] = {
-    (way, m): (train, way, m) for way in WAYS for m in (True, False)
-}
-
-
 @pytest.fixture(scope="module")
 def ends() -> dict[Any, list[Any]]:
-    return run_cases(WORLD, CASES)
+    cases: Any = {(way, m): (train, way, m) for way in WAYS for m in (True, False)}
+    return run_cases(WORLD, cases)
 
 
 def by_hand(way: str) -> Tensor:
     """The sums of the first window, by one process."""
-    options = WAYS[way]
     net = TokenModule(dtype=torch.float64).net
-    size = options.get("batch", BATCH) * options.get("accumulate", 1)
+    size = WAYS[way].get("batch", BATCH) * WAYS[way].get("accumulate", 1)
     contributions, counts = [], []
     for rank in range(WORLD):
         own = DATA[rank::WORLD][:size]
@@ -86,16 +75,11 @@ def by_hand(way: str) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sums_are_those_of_all_ranks(way: str, ends: dict[Any, list[Any]]) -> None:
-    results = raise_rank_errors(ends[way, True])
-    assert (results[0][1][0] / by_hand(way) - 1).abs().max() < 1e-6
-    assert all(alike for *_, alike in results)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_training_is_the_same_to_the_bit(
+def test_sums_are_those_of_all_ranks_and_the_training_is_the_same_to_the_bit(
     way: str, ends: dict[Any, list[Any]]
 ) -> None:
     with_it, without = (raise_rank_errors(ends[way, m]) for m in (True, False))
+    assert (with_it[0][1][0] / by_hand(way) - 1).abs().max() < 1e-6
     for one, other in zip(with_it, without, strict=True):
+        assert one[2]
         assert torch.equal(one[0], other[0])

@@ -23,9 +23,8 @@ from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metric_rows import MetricRows
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
-from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.random_state import RandomState
+from trainkit.lit.resume.per_rank import EpochSums, RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 TRAIN = ragged_sequences(26)
@@ -113,27 +112,14 @@ class KillAt(pl.Callback):
         setattr(self, hook, self._look)
 
     def _look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.sanity_checking or self.has_died:
+        is_rehearsal = getattr(trainer, "is_rehearsal", False)
+        if trainer.sanity_checking or is_rehearsal or self.has_died:
             return
         if trainer.fit_loop.total_batch_idx >= self.batch:
             self.has_died = True
             if self.die is None:
                 raise Killed
             self.die(trainer)
-
-
-def callbacks(*, without: Sequence[str] = (), every: int = 1) -> list[pl.Callback]:
-    """All that a run needs to go on exactly, except what is named."""
-    ours: list[pl.Callback] = [
-        AccumulationCallback(PerToken()),
-        WindowMonitor(every_n_steps=1),
-        RandomState(),
-        EpochSums(),
-        MetricRows(),
-        RunCheckpoint(every_n_train_steps=every),
-        GracefulStop(),
-    ]
-    return [each for each in ours if type(each).__name__ not in without]
 
 
 def train(
@@ -156,27 +142,25 @@ def train(
 ) -> tuple[Dropping, pl.Trainer]:
     """Train from the start, or from `last.ckpt` where there is one.
 
-    Args:
-        folder: of the run.
-        resume: whether to go on.
-        kill: ends it early.
-        last: whether `kill` comes after all other callbacks.
-        without: names of our callbacks that are left out.
-        loader: in place of the shuffled one.
-        logger: in place of ours.
-        every: how many optimizer steps lie between checkpoints.
-        scheduler: the interval of a schedule, "plateau" or "plateau by step".
-        num_workers: of the shuffled loader.
-        logs_late: whether the module logs in `on_train_batch_end`.
-        others: more callbacks.
-        seed: of the dropout.
-        kind: of the module; one with a mixin brings its callback itself.
-        **options: of the Trainer.
+    `kill` ends it early, `last` of all callbacks or first; `without` names those of
+    ours that are left out, and `others` are more; `scheduler` is the interval of a
+    schedule, "plateau" or "plateau by step"; a `kind` with a mixin brings its callback
+    itself.
     """
     torch.manual_seed(seed)
     if issubclass(kind, AccumulationMixin):
         without = [*without, "AccumulationCallback"]
-    used = [*others, *callbacks(without=without, every=every)]
+    # All that a run needs to go on exactly.
+    ours: list[pl.Callback] = [
+        AccumulationCallback(PerToken()),
+        WindowMonitor(every_n_steps=1),
+        RandomState(),
+        EpochSums(),
+        MetricRows(),
+        RunCheckpoint(every_n_train_steps=every),
+        GracefulStop(),
+    ]
+    used = [*others, *(each for each in ours if type(each).__name__ not in without)]
     if kill is not None:
         if last:
             kill.late_place = 9  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
-    run_ranks,
+    run_cases,
     trainer,
 )
 from tests.lit.resume.interrupting import KillAt
@@ -33,8 +33,6 @@ from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 SEQUENCES = ragged_sequences(24)
-
-
 TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
@@ -53,7 +51,7 @@ def asking(*numbers: signal.Signals, hook: str = "on_after_backward", at: int = 
 
 
 class Always(Callback):
-    """Sends SIGTERM whenever a hook is called, and counts how often."""
+    """Sends SIGTERM at one call of a hook, and counts all."""
 
     def __init__(self, hook: str, *, at: int = 1) -> None:
         self.calls, self.at = 0, at
@@ -65,14 +63,6 @@ class Always(Callback):
             signal.raise_signal(TERM)
 
 
-def stopped(*callbacks: Any, module: Any = None, val: Any = None, **how: Any) -> Any:
-    """The error that ended a `fit` with these callbacks, and its Trainer."""
-    each = trainer(callbacks=list(callbacks), **how)
-    with pytest.raises(SystemExit) as caught:
-        each.fit(module or TokenModule(), loader(SEQUENCES, 4), val)
-    return caught.value, each
-
-
 class Validated(TokenModule):
     """Can be validated, tested and asked."""
 
@@ -82,14 +72,21 @@ class Validated(TokenModule):
     test_step = predict_step = validation_step
 
 
+def stopped(*callbacks: Any, val: Any = None, **how: Any) -> Any:
+    """The error that ended a `fit` with these callbacks, and its Trainer."""
+    each = trainer(callbacks=list(callbacks), **how)
+    with pytest.raises(SystemExit) as caught:
+        each.fit(Validated() if val else TokenModule(), loader(SEQUENCES, 4), val)
+    return caught.value, each
+
+
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
     """Whatever happens, the handlers of before are those of after."""
     before = [signal.getsignal(number) for number in SIGNALS]
     with quiet_lightning():
         yield
-    after = [signal.getsignal(number) for number in SIGNALS]
-    assert after == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 # ---- while training ------------------------------------------------------------------
@@ -105,8 +102,7 @@ def test_signal_saves_and_says_how_it_ended(
     stop = GracefulStop(tmp_path)
     error, _ = stopped(asking(number), stop)
     assert isinstance(error, Stopped)
-    assert error.code == status
-    assert stop.stopped_by is number
+    assert (error.code, stop.stopped_by) == (status, number)
     assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
     assert "since it has no load_state_dict" in stop.caveat
     assert steps_in(stop.checkpoint_path) == 3
@@ -175,10 +171,8 @@ def test_where_a_stopped_run_is_saved(
 ) -> None:
     stop = GracefulStop(tmp_path if has_folder else None)
     more = others(tmp_path) if others else []
-    options = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path} | {
-        **options
-    }
-    error, _ = stopped(asking(*numbers), *more, stop, **options)
+    how = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path, **options}
+    error, _ = stopped(asking(*numbers), *more, stop, **how)
     assert isinstance(error, Stopped) == (numbers != [INT, INT])
     assert stop.stopped_by is numbers[0]
     if saved is None:
@@ -189,39 +183,30 @@ def test_where_a_stopped_run_is_saved(
         assert steps_in(stop.checkpoint_path) == saved[1]
 
 
-def test_a_checkpoint_of_another_run_is_not_where_this_one_goes_on(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "last.ckpt").write_bytes(b"")
-    stop = GracefulStop(tmp_path)
-    stopped(asking(INT, INT), stop)
-    assert (stop.stopped_by, stop.checkpoint_path) == (INT, None)
-
-
-def test_run_that_nobody_stops(tmp_path: Path) -> None:
+def test_runs_that_save_nothing(tmp_path: Path) -> None:
+    """Nobody stops it, or it ends at once; another run's file is not this one's."""
     stop = GracefulStop(tmp_path)
     trainer(callbacks=[stop]).fit(TokenModule(), loader(SEQUENCES, 4))
     assert stop.stopped_by is stop.checkpoint_path is None
     assert not list(tmp_path.iterdir())
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    stopped(asking(INT, INT), stop)
+    assert (stop.stopped_by, stop.checkpoint_path) == (INT, None)
 
 
 def test_validation_is_finished_first(tmp_path: Path) -> None:
     ask = asking(TERM, hook="on_validation_batch_start")
     count = Always("on_validation_batch_end", at=0)
     how: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
-    _, each = stopped(
-        *(ask, count, GracefulStop(tmp_path)),
-        module=Validated(),
-        val=loader(SEQUENCES, 8),
-        **how,
-    )
+    val = loader(SEQUENCES, 8)
+    _, each = stopped(ask, count, GracefulStop(tmp_path), val=val, **how)
     assert count.calls == each.global_step == 3
 
 
 @pytest.mark.parametrize("hook", ["on_sanity_check_end", "on_train_start"])
 def test_signal_before_the_first_batch(tmp_path: Path, hook: str) -> None:
     stop = GracefulStop(tmp_path)
-    _, each = stopped(Always(hook), stop, module=Validated(), val=loader(SEQUENCES, 8))
+    _, each = stopped(Always(hook), stop, val=loader(SEQUENCES, 8))
     assert each.global_step == 0
     assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
@@ -289,69 +274,50 @@ def test_workers_leave_the_signal_to_the_run(tmp_path: Path) -> None:
 # ---- several ranks -------------------------------------------------------------------
 
 
-def _one_rank_is_asked(rank: int, world_size: int, folder: str, asked: int) -> Any:
+def on_ranks(world: int, *callbacks: Any) -> Any:
+    ddp: Any = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
+    return trainer(callbacks=[*callbacks], **ddp)
+
+
+def one_rank_is_asked(rank: int, world: int, folder: str, asked: int) -> Any:
     stop = GracefulStop(folder)
-    callbacks: list[Any] = [stop]
-    if rank == asked:
-        callbacks.append(asking(TERM, at=1))
-    each = trainer(
-        callbacks=callbacks,
-        strategy="ddp",
-        devices=world_size,
-        use_distributed_sampler=False,
-    )
+    each = on_ranks(world, stop, *[asking(TERM, at=1)] * (rank == asked))
     try:
-        each.fit(TokenModule(), rank_loader(SEQUENCES, 2, rank, world_size))
+        each.fit(TokenModule(), rank_loader(SEQUENCES, 2, rank, world))
     except Stopped as ended:
         return each.global_step, ended.code, stop.checkpoint_path
     return None
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_all_ranks_stop_together(tmp_path: Path, asked: int) -> None:
-    found = raise_rank_errors(run_ranks(_one_rank_is_asked, 2, str(tmp_path), asked))
-    (first, first_code, path), (second, code, other_path) = found
-    assert first == second
-    assert first in (2, 3)
-    assert path == other_path == str(tmp_path / "last.ckpt")
-    assert (first_code, code) == (143, 0)  # Lightning kills the first one for another's
-
-
-def _evaluate_unevenly(rank: int, world_size: int, how: str, asked: bool) -> Any:
+def evaluate_unevenly(rank: int, world: int, how: str, asked: bool) -> Any:
     """The first rank has two batches and the second six."""
     ask = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
-    each = trainer(
-        callbacks=[ask, GracefulStop()],
-        strategy="ddp",
-        devices=world_size,
-        use_distributed_sampler=False,
-    )
     share = SEQUENCES[:4] if rank == 0 else SEQUENCES[:12]
     try:
-        getattr(each, how)(Validated(), loader(share, 2))
+        getattr(on_ranks(world, ask, GracefulStop()), how)(
+            Validated(), loader(share, 2)
+        )
     except Stopped as ended:
         return ask.calls, ended.code
     return ask.calls, None
 
 
-def _evaluate_all(rank: int, world_size: int) -> Any:
-    found = {
-        how: _evaluate_unevenly(rank, world_size, how, False) for how in EVALUATIONS
-    }
-    return {**found, "asked": _evaluate_unevenly(rank, world_size, "predict", True)}
-
-
-@pytest.fixture(scope="module")
-def evaluated() -> Any:
-    return raise_rank_errors(run_ranks(_evaluate_all, 2))
-
-
-@pytest.mark.parametrize("how", EVALUATIONS)
-def test_ranks_may_evaluate_different_numbers_of_batches(
-    evaluated: Any, how: str
+def test_ranks_stop_training_together_and_evaluations_by_their_own_signals(
+    tmp_path: Path,
 ) -> None:
-    assert [each[how] for each in evaluated] == [(2, None), (6, None)]
-
-
-def test_each_rank_ends_an_evaluation_by_its_own_signal(evaluated: Any) -> None:
-    assert [each["asked"] for each in evaluated] == [(2, 143), (2, 143)]
+    """In an evaluation ranks may have different numbers of batches."""
+    cases: Any = {how: (evaluate_unevenly, how, False) for how in EVALUATIONS}
+    cases["asked"] = (evaluate_unevenly, "predict", True)
+    for rank in (0, 1):
+        cases[rank] = (one_rank_is_asked, str(tmp_path / str(rank)), rank)
+    found = {k: raise_rank_errors(each) for k, each in run_cases(2, cases).items()}
+    for how in EVALUATIONS:
+        assert found[how] == [(2, None), (6, None)]
+    assert found["asked"] == [(2, 143), (2, 143)]
+    for asked in (0, 1):
+        (first, first_code, path), (second, code, other_path) = found[asked]
+        assert first == second
+        assert first in (2, 3)
+        assert path == other_path == str(tmp_path / str(asked) / "last.ckpt")
+        # Lightning kills the first one for another's.
+        assert (first_code, code) == (143, 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from tests.lit.resume.interrupting import (
     TRAIN,
     Dropping,
     KillAt,
+    ask,
     differing,
     interrupted,
     rows,
@@ -39,6 +38,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import Saving
+from tests.recording import told
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -47,7 +47,6 @@ from trainkit import (
     ResumableLoader,
     RunCheckpoint,
 )
-from trainkit.lit.resume.epoch_sums import KEY
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -59,10 +58,6 @@ pytestmark = [
 def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
     with quiet_lightning():
         yield
-
-
-def stop_at(hook: str, batch: int) -> KillAt:
-    return KillAt(hook, batch, lambda _: signal.raise_signal(signal.SIGTERM))
 
 
 class StopSoon(pl.Callback):
@@ -98,46 +93,44 @@ def test_scheduler_by_metric_moves_without_a_run_checkpoint(
         return ModelCheckpoint(folder / "checkpoints", save_top_k=0, **every)
 
     whole = train(tmp_path, others=[keeps(tmp_path)], **options)
-    kill = KillAt("on_train_batch_start", batch + 1)
-    kill = kill if is_killed else stop_at("on_train_batch_end", batch)
+    kill = ask("on_train_batch_end", batch)
+    if is_killed:
+        kill = KillAt("on_train_batch_start", batch + 1)
     folder = tmp_path / "run"
     found = interrupted(folder, kill, others=[keeps(folder)], **options)
-    assert differing(state_of(*whole)["lr"], state_of(*found)["lr"]) == []
     assert differing(state_of(*whole), state_of(*found)) == []
 
 
 def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None:
     """It sets the size in `on_train_epoch_start` alone."""
 
-    def sizes(folder: Path) -> list[str]:
-        name = "window/micro_batches"
-        return [row[name] for row in rows(folder) if row.get(name)]
+    def sizes(folder: Path, **how: Any) -> list[str]:
+        scheduler = GradientAccumulationScheduler({0: 4, 2: 2})
+        how |= {"others": [scheduler], "accumulate_grad_batches": 1}
+        if "kill" in how:
+            interrupted(folder, how.pop("kill"), **how)
+        else:
+            train(folder, **how)
+        found = [row.get("window/micro_batches") for row in rows(folder)]
+        return [size for size in found if size]
 
-    how: dict[str, Any] = {"accumulate_grad_batches": 1}
-    train(
-        tmp_path / "whole", others=[GradientAccumulationScheduler({0: 4, 2: 2})], **how
-    )
-    folder = tmp_path / "run"
-    kill, again = stop_at("on_train_batch_end", 5), {0: 4, 2: 2}
-    interrupted(folder, kill, others=[GradientAccumulationScheduler(again)], **how)
     assert sizes(tmp_path / "whole") == ["4.0", "3.0"] * 2
-    assert sizes(folder) == sizes(tmp_path / "whole")
-
-
-class Annealing(Dropping):
-    def on_train_epoch_start(self) -> None:
-        self.drop = 0.0
+    found = sizes(tmp_path / "run", kill=ask("on_train_batch_end", 5))
+    assert found == ["4.0", "3.0"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
-def test_what_an_epochs_beginning_would_have_set_is_said(tmp_path: Path) -> None:
-    kill = stop_at("on_train_batch_end", 5)
-    with pytest.warns(UserWarning, match=r"within epoch 0, .* what Annealing sets"):
-        interrupted(tmp_path / "module", kill, kind=Annealing)
-    averages = StochasticWeightAveraging(0.01, swa_epoch_start=1)
-    kill = stop_at("on_train_batch_end", 5)
-    with pytest.warns(UserWarning, match="what StochasticWeightAveraging sets there"):
-        interrupted(tmp_path / "swa", kill, others=[averages], max_epochs=3)
+@pytest.mark.parametrize("name", ["Annealing", "StochasticWeightAveraging"])
+def test_what_an_epochs_beginning_would_have_set_is_said(
+    name: str, tmp_path: Path
+) -> None:
+    annealing = type(name, (Dropping,), {"on_train_epoch_start": lambda self: None})
+    how: dict[str, Any] = {"kind": annealing}
+    if name != "Annealing":
+        averages = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        how = {"others": [averages], "max_epochs": 3}
+    with pytest.warns(UserWarning, match=rf"within epoch 0, .* what {name} sets there"):
+        interrupted(tmp_path, ask("on_train_batch_end", 5), **how)
 
 
 # ---- loaders -------------------------------------------------------------------------
@@ -168,7 +161,7 @@ class Counted(Stream):
 
 
 class Loader:
-    """With the state of its stream, and its length."""
+    """With the state of its stream."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -178,11 +171,6 @@ class Loader:
     def __iter__(self) -> Any:
         loader = torch.utils.data.DataLoader(self.stream, 4, collate_fn=pad)
         return iter(loader)
-
-
-class CountedLoader(Loader):
-    def __len__(self) -> int:
-        return -(-len(TRAIN) // 4)
 
 
 def stateful(stream: Stream) -> Any:
@@ -195,7 +183,6 @@ def stateful(stream: Stream) -> Any:
     ("stream", "kind", "is_exact"),
     [
         (Stream, Loader, False),
-        (Counted, CountedLoader, True),
         (Stream, stateful, False),
         (Counted, stateful, True),
     ],
@@ -210,27 +197,23 @@ def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
         return train(folder, **how, **options)
 
     whole = state_of(*train_on(tmp_path / "whole"))
-    kill = stop_at("on_train_batch_end", 5)
     with pytest.raises(SystemExit):
-        train_on(tmp_path, kill=kill)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        train_on(tmp_path, kill=ask("on_train_batch_end", 5))
+    with told("checkpoint: ") as said:
         found = train_on(tmp_path, resume=True)
-    leaves_out = [w for w in said if "leaves a batch out" in str(w.message)]
-    assert bool(leaves_out) == (not is_exact)
+    assert any("leaves a batch out" in text for text in said) == (not is_exact)
     assert (differing(whole, state_of(*found)) == []) == is_exact
 
 
 class Reads(TokenModule):
-    """Knows the rows that it was given, by their lengths."""
+    """Knows the rows that it was given."""
 
     def __init__(self, *, asks: bool) -> None:
         super().__init__()
         self.asks, self.read = asks, []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.read.append(batch["ids"].tolist())
-        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         if self.asks:
@@ -274,52 +257,15 @@ def test_rows_go_on_though_the_number_of_steps_was_asked_for(
     assert whole[3:] != whole[:3]
 
 
-# ---- sums of ranks that are no more --------------------------------------------------
-
-
-def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
-    """As if another rank had logged what this one had."""
-
-    def mean_of(folder: Path) -> float:
-        names = [row.get("train/mean") for row in rows(folder)]
-        return float(next(name for name in names if name))
-
-    def resumed_with(name: str, states: Any) -> float:
-        folder = tmp_path / name
-        with pytest.raises(SystemExit):
-            train(folder, kill=stop_at("on_train_batch_end", 5))
-        path = folder / "checkpoints" / "last.ckpt"
-        checkpoint = torch.load(path, weights_only=True)
-        checkpoint[KEY] = states(checkpoint[KEY])
-        torch.save(checkpoint, path)
-        train(folder, resume=True)
-        return mean_of(folder)
-
-    def before(states: Any) -> Any:
-        (sums,) = states[0]["sums"]["training_step.train/mean"]
-        seen.append((float(sums["value"]), float(sums["weight"])))
-        return states
-
-    seen: list[tuple[float, float]] = []
-    one = resumed_with("one", before)
-    two = resumed_with("two", lambda states: states * 2)
-    ((value, weight),) = seen
-    whole = sum(len(row) > 0 for row in TRAIN)
-    assert two == pytest.approx((one * whole + value) / (whole + weight), rel=1e-6)
-    assert two != pytest.approx(one, rel=1e-4)
-
-
 # ---- runs that end by themselves -----------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
 def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> None:
     """From its end the rest of the epoch would be left out."""
-    whole = train(tmp_path / "whole")
-    folder = tmp_path / "run"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the window that was open
-        train(folder, others=[StopSoon(batch)], every=50)
+    whole, folder = train(tmp_path / "whole"), tmp_path / "run"
+    train(folder, others=[StopSoon(batch)], every=50)
     found = train(folder, resume=True, every=50)
     assert differing(state_of(*whole), state_of(*found)) == []
 
@@ -334,24 +280,17 @@ def test_a_checkpoint_of_an_end_in_mid_epoch_is_said_to_leave_rows_out(
     """`trainer.save_checkpoint` after `fit`: with plain Lightning too."""
 
     def fitted(max_steps: int, **resume: Any) -> tuple[pl.Trainer, TokenModule]:
-        torch.manual_seed(0)
         module = TokenModule(dtype=torch.float64)
-        each = trainer(
-            3,
-            max_steps=max_steps,
-            max_epochs=-1,
-            callbacks=[AccumulationCallback(PerToken())],
-        )
+        ours = [AccumulationCallback(PerToken())]
+        each = trainer(3, max_steps=max_steps, max_epochs=-1, callbacks=ours)
         rows = ResumableLoader(ragged_sequences(38), batch_size=4, collate_fn=pad)
         each.fit(module, rows, weights_only=False, **resume)
         return each, module
 
     path = tmp_path / "end.ckpt"
     fitted(max_steps)[0].save_checkpoint(path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told("checkpoint:") as said:
         _, resumed = fitted(8, ckpt_path=path)
-    said = [str(w.message) for w in caught if str(w.message).startswith("checkpoint:")]
     off = deviation(resumed, fitted(8)[1], TokenModule(dtype=torch.float64))
     if text is None:  # four windows are an epoch
         assert said == []
@@ -363,23 +302,20 @@ def test_a_checkpoint_of_an_end_in_mid_epoch_is_said_to_leave_rows_out(
 
 @pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
 def test_a_run_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
-    """A signal in the batch before the validation in which `EarlyStopping` decides."""
+    """A signal in the batch before the validation in which `EarlyStopping` decides. But
+    `should_stop` ends nothing before `min_epochs`."""
 
     def stops() -> EarlyStopping:
         return EarlyStopping("val/loss", patience=1, min_delta=10.0)
 
     _, whole = train(tmp_path / "whole", others=[stops()], max_epochs=4)
-    kill = stop_at("on_validation_start", 10)
+    kill = ask("on_validation_start", 10)
     _, found = train(tmp_path / "run", kill=kill, others=[stops()], max_epochs=4)
     assert found.global_step == whole.global_step < 12
     assert kill.has_died
-
-
-def test_a_signal_is_heard_while_a_stop_has_to_wait(tmp_path: Path) -> None:
-    """`should_stop` ends nothing before `min_epochs`."""
-    kill = stop_at("on_train_batch_end", 5)
+    kill = ask("on_train_batch_end", 5)
     with pytest.raises(SystemExit):
-        train(tmp_path, kill=kill, others=[StopSoon(3)], min_epochs=2)
+        train(tmp_path / "wait", kill=kill, others=[StopSoon(3)], min_epochs=2)
 
 
 def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) -> None:
@@ -391,5 +327,5 @@ def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) 
             made.append(self)
 
     with pytest.raises(SystemExit):
-        train(tmp_path, kill=stop_at("on_validation_start", 3), kind=Kept)
+        train(tmp_path, kill=ask("on_validation_start", 3), kind=Kept)
     assert all(part.training for part in made[0].modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,36 +136,26 @@ def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
     assert run(6, ckpt_path=tmp_path / "last.ckpt") == found
 
 
-def test_savers_come_last(tmp_path: Path) -> None:
-    class Fake:
-        callbacks: list[Any]
-
-    each, other = Fake(), Callback()
-    best = ModelCheckpoint()
-    ours = [GracefulStop(), RunCheckpoint(), best, MetricRows(), other]
-    each.callbacks = ours
+def test_savers_come_last() -> None:
+    rows, best, saver, stop, other = (
+        *(MetricRows(), ModelCheckpoint(), RunCheckpoint(), GracefulStop(), Callback()),
+    )
+    each = SimpleNamespace(callbacks=[stop, saver, best, rows, other])
     put_in_order(each)
-    assert each.callbacks == [other, ours[3], best, ours[1], ours[0]]
-
-
-def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    fit(RunCheckpoint(tmp_path, every_n_train_steps=1), fast_dev_run=3)
-    assert not list(tmp_path.iterdir())
+    assert each.callbacks == [other, rows, best, saver, stop]
 
 
 def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
+    """And a `fast_dev_run` writes nothing. The interval is checked."""
+    fit(RunCheckpoint(tmp_path, every_n_train_steps=1), fast_dev_run=3)
+    assert not list(tmp_path.iterdir())
+    for value in (0, -1, 1.5, True, None):
+        with pytest.raises(TrainkitError, match="every_n_train_steps: must be a whole"):
+            RunCheckpoint(every_n_train_steps=value)  # type: ignore[arg-type]
     saver = RunCheckpoint(tmp_path, every_n_train_steps=2)
     with pytest.raises(Killed):
         fit(saver, KillAt("on_after_backward", 5))
     assert torch.load(saver.path, weights_only=True)["global_step"] == 4
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_interval_is_checked(value: Any) -> None:
-    with pytest.raises(
-        TrainkitError, match="every_n_train_steps: must be a whole number"
-    ):
-        RunCheckpoint(every_n_train_steps=value)
 
 
 def test_checkpoint_that_is_not_there_is_refused(

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.gradients import gradients_of, parameters_of
+from trainkit.core.gradients import HALF, gradients_of, parameters_of, values_of
 from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate
-from trainkit.core.noise.norms import PassNorms, refuse_shards
 from trainkit.core.plan.options import check_whole_number
-from trainkit.core.window import WindowStats
+from trainkit.core.strategies import Weight
+from trainkit.core.window import DIVISOR, Window, WindowStats, totals_dtype, vector
 from trainkit.errors import TrainkitError
+
+FEW = 2**14
+"""Up to so many entries the norm of a tensor is added up in float32. In a row of ten
+million, a CPU's rounding grows to a thousandth; longer tensors go row by row."""
 
 
 class NoiseMoments:
@@ -30,9 +38,11 @@ class NoiseMoments:
             optimizer.step()
         print(noise.estimate())
 
-    A window that is not watched costs nothing; there is no need to watch all. Norms are
-    taken in hooks and stay on the device. On several ranks each measured window needs
-    one small sum over ranks.
+    A window that is not watched costs nothing; there is no need to watch all. A hook on
+    a parameter gets a pass's whole gradient, before it is added to `grad` and before
+    DDP averages it over ranks; tied weights are one parameter. Hooks change nothing,
+    and norms stay on the device. On several ranks each measured window needs one small
+    sum over ranks.
 
     Args:
         accumulator: of the windows.
@@ -62,41 +72,53 @@ class NoiseMoments:
                 f"{list(accumulator.strategies)} of the loss have one each. Leave it "
                 f"out, or give the loss one strategy."
             )
-        self._accumulator = accumulator
         is_optimizer = hasattr(optimizer_or_parameters, "param_groups")
         found = parameters_of(optimizer_or_parameters)
-        refuse_shards(found, accumulator.module)
+        _refuse_shards(found, accumulator.module)
         # Finetuning may add some to an optimizer; a generator is used up now.
         self._source = optimizer_or_parameters if is_optimizer else found
-        self._norms, self._last = PassNorms(), last
+        self._accumulator, self._last = accumulator, last
         self.table: Tensor = torch.zeros(0, len(COLUMNS))
+        self.why_not: str | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._forget()
 
-    @property
-    def why_not(self) -> str | None:
-        return self._norms.why_not
+    def _forget(self) -> None:
+        self._parts: Tensor | None = None  # of the window, once it has closed
+        self._squares: list[Weight] = []  # of each of its passes
+        self._norms: dict[int, Tensor] | None = None  # in the pass under way
 
     # ---- a window --------------------------------------------------------------------
 
     @property
     def is_watching(self) -> bool:
         """Whether the open window is measured."""
-        return self._accumulator.gradients.norms is self._norms
+        return self._accumulator.gradients.norms is self
 
     @property
     def is_finished(self) -> bool:
         """Whether a watched window has been finished, and can be added."""
-        return self.is_watching and self._norms.parts is not None
+        return self.is_watching and self._parts is not None
 
     def watch(self) -> None:
         """Measure the window that begins now."""
+        self.stop()
         parameters = parameters_of(self._source)
-        refuse_shards(parameters)
-        self._norms = PassNorms(parameters)
-        self._accumulator.gradients.norms = self._norms
+        _refuse_shards(parameters)
+        self.why_not = None
+        self._hooks = [
+            parameter.register_hook(partial(self._see, index))
+            for index, parameter in enumerate(parameters)
+            if parameter.requires_grad
+        ]
+        self._accumulator.gradients.norms = self
 
     def stop(self) -> None:
-        """Take all hooks away."""
-        self._norms.stop()
+        """Take all hooks away, and forget the window."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._forget()
         if self.is_watching:
             self._accumulator.gradients.norms = None
 
@@ -118,18 +140,70 @@ class NoiseMoments:
             scale: what a gradient scaler has multiplied the gradients by, if they are
                 not unscaled yet.
         """
-        if not self.is_finished:
+        if self._parts is None or not self.is_watching:
             raise TrainkitError(
                 "NoiseMoments.add(): the window must be watched and finished, and "
                 f"{'was not finished' if self.is_watching else 'was not watched'}. "
                 f"Call watch() before its first backward pass, then finish()."
             )
+        ranks = self._accumulator.ranks
+        sum_of_squares, squares_of_weights, whole = ranks.sum_(self._parts)
+        weight = stats.totals[DIVISOR]
+        total = 1.0 if stats.reduction == "total" else weight
         gradients = gradients_of(parameters_of(self._source))
-        row = self._norms.row(stats, gradients, self._accumulator.ranks, scale)
-        if samples is not None:
-            row[5] = torch.where(row[6] > 0, samples, 0.0)
+        row = [
+            squared_norm(gradients).to(weight) * (total / scale) ** 2,
+            sum_of_squares,
+            weight.square(),
+            squares_of_weights,
+            weight,
+            stats.samples if samples is None else torch.full_like(weight, samples),
+            torch.ones_like(weight),
+        ]
+        sums = torch.stack(row)
+        is_good = (whole == ranks.size) & sums.isfinite().all()
+        sums = torch.where(is_good, sums, 0.0)
         self.stop()
-        self.table = torch.cat([self.table.to(row), row[None]])[-self._last :]
+        self.table = torch.cat([self.table.to(sums), sums[None]])[-self._last :]
+
+    # ---- called by the accumulator, in the watched window ----------------------------
+
+    def begin(self) -> None:
+        """A backward pass of the window begins; others, such as those of a gradient
+        penalty, are not looked at."""
+        self._norms = {}
+
+    def end(self) -> None:
+        """The pass has ended."""
+        found, self._norms = self._norms or {}, None
+        self._squares.append(_squared([*found.values()]))
+
+    def rewind(self, num_passes: int) -> None:
+        """Return to an earlier place in the window."""
+        self._norms = None
+        del self._squares[num_passes:]
+
+    def close(self, window: Window, unit: Tensor) -> None:
+        """The window ends; `unit` turns its gradients into sums of w_i g_i."""
+        weights = vector(window.applied, unit.device)
+        squares = vector(self._squares, unit.device)
+        # The beginning of a window that a checkpoint carries was not seen here.
+        is_whole = len(squares) == len(window.entries) and window.carried is None
+        is_whole = is_whole and not self.why_not
+        parts = [squares.sum() * unit**2, weights.square().sum()]
+        self._parts = torch.stack([*parts, torch.full_like(unit, is_whole)])
+
+    def _see(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter in the pass; it stays as it is."""
+        if self._norms is None:
+            return
+        if index in self._norms:
+            self.why_not = (
+                "a parameter gets its gradient in several parts of one backward pass "
+                "(a reentrant checkpoint around shared weights?), whose sum no hook "
+                "sees; use_reentrant=False makes it one"
+            )
+        self._norms[index] = _norms_of(gradient.detach())
 
     # ---- the estimate ----------------------------------------------------------------
 
@@ -149,3 +223,44 @@ class NoiseMoments:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume what `state_dict` has saved."""
         self.table = state["table"].to(self._accumulator.device)
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The squared 2-norm of all gradients together, in float64."""
+    return _squared([_norms_of(gradient) for gradient in gradients])
+
+
+def _norms_of(gradient: Tensor) -> Tensor:
+    """A vector whose 2-norm is the gradient's: its norm, or those of its rows."""
+    dense = values_of(gradient)
+    wide: Any = torch.float32 if dense.dtype in HALF else None
+    if dense.numel() <= FEW or dense.ndim < 2:
+        return torch.linalg.vector_norm(dense, dtype=wide).reshape(1)
+    return torch.linalg.vector_norm(dense.flatten(1), dim=1, dtype=wide)
+
+
+def _squared(norms: Sequence[Tensor]) -> Tensor:
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    device = norms[0].device
+    alike = [n if n.device == device else n.to(device) for n in norms]
+    return torch.cat(alike).to(totals_dtype(device)).square().sum()
+
+
+def _refuse_shards(parameters: Iterable[Tensor], module: Any = None) -> None:
+    """Refuse parameters of which a rank has a part: no hook sees their gradients as a
+    micro-batch makes them.
+
+    Args:
+        parameters: those that train.
+        module: that has them, or Lightning's strategy object, if either is known.
+    """
+    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    wrappers = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
+    for sharded in [p for p in parameters if isinstance(p, DTensor)] or wrappers:
+        raise TrainkitError(
+            f"noise scale: parameters must be whole on each rank, and "
+            f"{type(sharded).__name__} shards them. Measure it with DDP or on one "
+            f"device, or leave it out."
+        )

@@ -13,14 +13,13 @@ from lightning.pytorch import Callback
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback, has_callback, windows_of
 from trainkit.lit.logs.metric_rows import MetricRows
-from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.mid_epoch import (
     begin_batch,
     resume,
     why_data_differ,
 )
-from trainkit.lit.resume.random_state import RandomState
+from trainkit.lit.resume.per_rank import EpochSums, RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 _PARTS = (EpochSums, MetricRows, RandomState, GracefulStop)

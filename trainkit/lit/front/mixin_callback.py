@@ -15,9 +15,9 @@ from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks
-from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
+from trainkit.lit.logs.exact_log import KEY, ExactMeans
 from trainkit.lit.resume.between_steps import ends_epoch
-from trainkit.lit.resume.rank_states import gather
+from trainkit.lit.resume.per_rank import gather, shares
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -103,8 +103,6 @@ class MixinCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._choose(pl_module)
         super().on_train_start(trainer, pl_module)
-        # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
-        self.means.resume("train", pl_module.device)
 
     def _choose(self, pl_module: Any) -> None:
         """Take over what the module says by now, perhaps in its `setup`."""
@@ -195,7 +193,7 @@ class MixinCallback(WindowCallback):
         states = checkpoint.get(KEY, [None])
         self.means.load_state_dict(
             "train",
-            shared_out(states, trainer.global_rank, trainer.world_size),
+            shares(trainer, states),
             is_whole=None not in states or not batches_into_epoch(checkpoint),
         )
 

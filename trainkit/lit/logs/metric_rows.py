@@ -8,9 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.lit._compat import logged_at_batch_end, pending_metrics
-from trainkit.lit.logs.metric_file import Row
-from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, joined, row_of
-from trainkit.lit.logs.one_step import row_step
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, row_of
+from trainkit.lit.logs.rows import row_step
 from trainkit.lit.resume.between_steps import put_in_order
 
 KEY = "trainkit_rows"
@@ -20,10 +19,10 @@ KEY = "trainkit_rows"
 class MetricRows(Callback):
     """Cuts the file of a `MetricsCSVLogger` to the rows that a checkpoint knows.
 
-    A checkpoint at a batch's end is written before Lightning logs that batch, and the
-    resumed run begins with the next batch. So the checkpoint also holds the row that
-    Lightning has not yet logged, and a run that is killed in between loses nothing.
-    (What the module itself logs in `on_train_batch_end` is not known so early.)
+    A checkpoint at a batch's end is saved before Lightning logs that batch, and the
+    resumed run begins with the next batch. So the row is written before the checkpoint,
+    and a run that is killed in between loses nothing. (What the module itself logs in
+    `on_train_batch_end` is not known so early.)
 
     Rows that were logged after the checkpoint are cut off, also the row of a
     `trainer.test()` between two trainings: give tests their own logger.
@@ -68,42 +67,37 @@ class MetricRows(Callback):
         pending = pending_metrics(trainer)  # on every rank, since it may communicate
         if not trainer.is_global_zero:
             return
-        row = None
         if pending is not None:
             metrics, step = pending
             for name, count in logged_at_batch_end(trainer).items():
                 if count == self._logged.get(name):  # from the previous batch
                     metrics.pop(name, None)
-            row = row_of(metrics, row_step(trainer, step))
-        checkpoint[KEY] = [
-            {"num_rows": each.num_rows, "pending": row} for each in _loggers(trainer)
-        ]
+            for logger in _loggers(trainer):
+                logger.append(row_of(metrics, row_step(trainer, step)))
+        checkpoint[KEY] = [logger.num_rows for logger in _loggers(trainer)]
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn == "fit" and trainer.is_global_zero:
-            for logger, state in zip(
+            for logger, number in zip(
                 _loggers(trainer), checkpoint.get(KEY, []), strict=False
             ):
-                _cut(logger, num_rows=state["num_rows"], pending=state["pending"])
+                _cut(logger, number)
 
 
 def _loggers(trainer: Any) -> list[MetricsCSVLogger]:
     return [each for each in trainer.loggers if isinstance(each, MetricsCSVLogger)]
 
 
-def _cut(logger: MetricsCSVLogger, *, num_rows: int, pending: Row | None) -> None:
+def _cut(logger: MetricsCSVLogger, number: int) -> None:
     """Leave the rows of a checkpoint, with all that has joined them since."""
     rows = logger.rows()
-    if pending is not None and rows[num_rows:]:
-        num_rows += pending.items() <= rows[num_rows].items()  # logged since
-    kept = rows[:num_rows]
-    if len(kept) < num_rows:
+    if len(rows) < number:
         warnings.warn(
-            f"MetricsCSVLogger: {logger.path} has {len(rows)} of the {num_rows} rows "
+            f"MetricsCSVLogger: {logger.path} has {len(rows)} of the {number} rows "
             f"that the checkpoint knows; the others are missing. Resume in the folder "
             f"of the run.",
             stacklevel=2,
         )
-    logger.replace(kept if pending is None else joined(pending, kept))
+    logger.replace(rows[:number])

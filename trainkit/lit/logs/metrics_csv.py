@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from trainkit.lit.logs.metric_file import Row, read_rows
 
 FIRST = ("step", "epoch")
 """The columns that come first."""
-
-
 _NUM_RECENT = 64
 """How many rows back a late value still joins the row of its step."""
 
@@ -112,34 +110,32 @@ class MetricsCSVLogger(Logger):
         """Write a row, or join it to the row of its step."""
         columns = self._open()
         self.has_written = True
-        recent = [each for _, each in self._recent]
-        place = place_of(row, recent)
         if not row.keys() <= set(columns):
-            self.replace(joined(row, self.rows()))
-        elif place is None:
-            self._write(columns, [row], len(recent))
+            self.replace(self.rows(), more=row)
+        recent = [each for _, each in self._recent]
+        place = _place_of(row, recent)
+        if place is None:
+            self._write([row], len(recent))
         elif not row.items() <= recent[place].items():
             grown = {**recent[place], **row}
-            self._write(columns, [grown, *recent[place + 1 :]], place)
+            self._write([grown, *recent[place + 1 :]], place)
 
-    def replace(self, rows: list[Row]) -> None:
-        """Write the file again, with these rows."""
-        names = {name: None for row in rows for name in row}
+    def replace(self, rows: list[Row], *, more: Iterable[str] = ()) -> None:
+        """Write the file again, with these rows, and columns for more names."""
+        names = dict.fromkeys([name for row in rows for name in row] + [*more])
         first = [name for name in FIRST if name in names or name == "step"]
         columns = [*first, *(name for name in names if name not in FIRST)]
         self.make_folder()
         new = self.path.with_name(self.path.name + ".new")
-        header = _line(columns, dict(zip(columns, columns, strict=True)))
-        new.write_bytes(header)
+        header = dict(zip(columns, columns, strict=True))
+        new.write_bytes(_line(columns, header))
         self._columns, self._num_rows, self._recent = columns, 0, []
-        self._write(columns, rows, 0, path=new)
+        self._write(rows, 0, path=new)
         os.replace(new, self.path)
 
-    def _write(
-        self, columns: list[str], rows: list[Row], place: int, path: Path | None = None
-    ) -> None:
+    def _write(self, rows: list[Row], place: int, path: Path | None = None) -> None:
         """Write the last rows in one call, in place of the recent ones from a place."""
-        lines = [_line(columns, row) for row in rows]
+        lines = [_line(self._open(), row) for row in rows]
         replaced = self._recent[place:]
         with (path or self.path).open("r+b", buffering=0) as file:
             start = file.seek(replaced[0][0] if replaced else 0, 0 if replaced else 2)
@@ -161,9 +157,7 @@ class MetricsCSVLogger(Logger):
     def _open(self) -> list[str]:
         """The columns of the file, which is read once."""
         if self._columns is None:
-            self._num_rows = 0
-            self._columns = []
-            rows = self.rows()
+            self._columns, rows = [], self.rows()
             if rows:
                 self.replace(rows)  # without a last row that was cut off
         return self._columns
@@ -180,7 +174,7 @@ def row_of(metrics: Mapping[str, Any], step: int | None) -> Row:
     return {name: str(cell) for name, cell in cells.items() if cell is not None}
 
 
-def place_of(row: Row, rows: Sequence[Row]) -> int | None:
+def _place_of(row: Row, rows: Sequence[Row]) -> int | None:
     """Where among some rows is the last of its step, if the row can join it.
 
     It cannot if both have different values of a metric.
@@ -191,22 +185,6 @@ def place_of(row: Row, rows: Sequence[Row]) -> int | None:
             is_alike = all(there.get(name, cell) == cell for name, cell in row.items())
             return place if is_alike else None
     return None
-
-
-def joined(row: Row, rows: list[Row]) -> list[Row]:
-    """The rows with one more, as the file has them.
-
-    >>> joined({"step": "1", "lr": "2"}, [{"step": "1", "loss": "3"}])
-    [{'step': '1', 'loss': '3', 'lr': '2'}]
-    >>> joined({"step": "1", "loss": "4"}, [{"step": "1", "loss": "3"}])
-    [{'step': '1', 'loss': '3'}, {'step': '1', 'loss': '4'}]
-    """
-    earlier, recent = rows[:-_NUM_RECENT], rows[-_NUM_RECENT:]
-    place = place_of(row, recent)
-    if place is None:
-        return [*rows, row]
-    recent[place] = {**recent[place], **row}
-    return [*earlier, *recent]
 
 
 def _line(columns: list[str], row: Row) -> bytes:

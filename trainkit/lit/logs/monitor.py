@@ -27,7 +27,7 @@ from trainkit.lit._compat import (
     unwrapped,
 )
 from trainkit.lit.callback.base import find_callback, without_module
-from trainkit.lit.logs.late_rows import LateRows
+from trainkit.lit.logs.rows import LateRows
 from trainkit.lit.windows.callback import WindowCallback
 
 _OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
@@ -135,24 +135,20 @@ class WindowMonitor(Callback):
                 numbers["grad_norm"] = norm
             names = [prefix + name for name in numbers]
             table = torch.stack([n.to(stats.weight) for n in numbers.values()])
-            self._rows.add(trainer, index, LateReading(table), partial(_named, names))
+            self._rows.add_row(trainer, LateReading(table), partial(_named, names))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._rows.place(trainer)
-        self._rows.log_arrived(trainer)
+        self._rows.serve()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._rows.log_arrived(trainer, wait=True)
+        self._rows.serve(wait=True)
 
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        self._rows.place(trainer)
-        self._rows.log_arrived(
-            trainer, wait=True
-        )  # a resumed run has none of these rows
+        self._rows.serve(wait=True)  # a resumed run has none of these rows
 
     def _is_due(self, window: int) -> bool:
         """Whether a window, counted from 0, is logged."""

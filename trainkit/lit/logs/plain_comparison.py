@@ -7,7 +7,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
-from trainkit.core.plan.options import check_whole_number
 from trainkit.core.strategies import Uniform
 from trainkit.lit.callback.base import windows_of
 
@@ -17,17 +16,14 @@ class PlainComparison(Callback):
 
     Lightning divides each mean loss by N = `accumulate_grad_batches`, also in a short
     window. With d_i the share of micro-batch i in the exact gradient and w_i its weight
-    the plain gradient is sum_i d_i (sum_j w_j) / (N w_i): no second backward pass, but
-    two more copies of the gradient, so at most `max_parameters` are measured. It
-    compares before clipping, streamed windows of mean losses in one process; not
-    `Uniform()`, which is no exact gradient.
+    that is sum_i d_i (sum_j w_j) / (N w_i): no second backward pass, but two copies of
+    the gradient, so at most `max_parameters` are measured. It compares before clipping,
+    streamed windows of mean losses in one process, and not `Uniform()`.
     """
 
     def __init__(self, *, max_parameters: int = 10_000_000) -> None:
         super().__init__()
-        check_whole_number("PlainComparison max_parameters", max_parameters, least=0)
-        self.max_parameters = max_parameters
-        self.is_measuring = False
+        self.max_parameters, self.is_measuring = max_parameters, False
         self._kept = torch.zeros(3, dtype=torch.float64)  # sum, largest and number
         self._window: tuple[Any, Any, int] = (0.0, 0.0, 0)  # gradient, shares, number
 
@@ -54,18 +50,16 @@ class PlainComparison(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         windows = windows_of(trainer)
         if self.is_measuring and windows is not None:
-            (seen, shares, number), now = self._window, _flat(trainer.optimizers[0])
+            (seen, shares, number), now = self._window, _flat(trainer)
             weight = torch.as_tensor(windows.weight).to(now)
             share = torch.where(weight == 0, 0, (now - seen) / weight)
             self._window = (now, shares + share, number + 1)
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Any, *args: Any, **how: Any) -> None:
         (seen, shares, number), self._window = self._window, (0.0, 0.0, 0)
         windows = windows_of(trainer)
         if number and windows is not None:
-            exact, stats = _flat(optimizer), windows.windows[0]
+            exact, stats = _flat(trainer), windows.windows[0]
             divided = exact.norm() / seen.norm()  # one number for the whole window
             factor = divided * stats.weight / trainer.accumulate_grad_batches
             off = (shares * factor.to(exact) - exact).norm() / exact.norm()
@@ -82,8 +76,8 @@ class PlainComparison(Callback):
         self._kept = state_dict["kept"]
 
 
-def _flat(optimizer: Any) -> Tensor:
+def _flat(trainer: Any) -> Tensor:
     """All gradients as one vector, with zeros for parameters without a gradient."""
-    found = [(p, p.grad) for p in parameters_of(optimizer)]
+    found = [(p, p.grad) for p in parameters_of(trainer.optimizers[0])]
     grads = [torch.zeros_like(p) if grad is None else grad for p, grad in found]
     return torch.cat([grad.detach().to_dense().flatten() for grad in grads])

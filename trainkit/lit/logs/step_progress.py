@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from rich import progress
+from rich.console import Console
+from rich.table import Column
 
 from trainkit.core.checks import LateReading
 from trainkit.core.plan.options import brief, check_whole_number
-from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now
 from trainkit.lit.callback.base import Stopped, windows_of
 from trainkit.lit.callback.table import is_terminal
+from trainkit.lit.logs.rows import LateNumbers
 from trainkit.lit.schedule.callback import total_steps
 
-if TYPE_CHECKING:
-    from trainkit.lit.logs.step_bar import StepBar
-
 _SECONDS_BETWEEN_UPDATES = 0.2
-
-_Waiting = tuple[int, list[str], LateReading | None, dict[str, float]]
-"""A step, the names of losses, their values on the way, and numbers that are known."""
 
 
 class StepProgress(ProgressBar):
@@ -51,16 +48,13 @@ class StepProgress(ProgressBar):
         self.every_n_steps = every_n_steps
         self._is_enabled = True
         self._bar: StepBar | None = None
-        self._forget()
+        self._begin(0, None)
 
-    def _forget(self) -> None:
-        self._waiting: deque[_Waiting] = deque()
-        self._read: dict[int, WindowStats] = {}
-        self._validated: dict[str, str] = {}
-        self._validated_at = 0
+    def _begin(self, step: int, total: int | None) -> None:
+        self._total, self._last_step, self._said_step = total, step, step
+        self._late = LateNumbers()
+        self._validated: list[str] = []
         self._last_update = 0.0
-        self._last_step = 0
-        self._total: int | None = None
 
     @property
     def is_enabled(self) -> bool:
@@ -76,25 +70,18 @@ class StepProgress(ProgressBar):
     # ---- training --------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._forget()
-        self._total = _end_of(trainer)
-        self._last_step = trainer.global_step
+        self._begin(trainer.global_step, _end_of(trainer))
         if self._is_enabled and is_terminal():
-            from trainkit.lit.logs.step_bar import StepBar
-
             self._bar = StepBar(self._total)
             self._bar.draw(self._last_step, [])
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         step, before = trainer.global_step, self._last_step
-        if not self._is_enabled:
-            return
-        self._last_step = step
-        if step != before and self._is_due(step, before):
-            self._add(trainer, shown_now(trainer), is_line=True)
-        self._show_arrived()
+        if self._is_enabled:
+            self._last_step = step
+            if step != before and self._is_due(step, before):
+                self._add(trainer, shown_now(trainer), is_line=True)
+            self._late.serve()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
@@ -102,15 +89,16 @@ class StepProgress(ProgressBar):
             return
         found = _monitored(trainer) | shown_now(trainer)
         if self._bar is not None:
-            self._validated, self._validated_at = _texts(found), self._last_step
+            at = f" at step {brief(self._last_step)}"
+            self._validated = [f"{text}{at}" for text in _texts(found)]
             found = {}
         self._add(trainer, found)
-        self._show_arrived(wait=True)
+        self._late.serve(wait=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._bar is not None:
             self._add(trainer, {})
-        self._show_arrived(wait=True)
+        self._late.serve(wait=True)
         self._close()
 
     def on_exception(
@@ -143,35 +131,23 @@ class StepProgress(ProgressBar):
 
         What a line has said, the next does not repeat; an empty one is left out.
         """
-        windows = windows_of(trainer)
-        closed = {} if windows is None else windows.windows
+        windows, step = windows_of(trainer), self._last_step
+        is_new = self._bar is not None or step != self._said_step
+        closed = windows.windows if windows is not None and is_new else {}
         several = len(closed) > 1
-        losses = {
-            f"window/{index}/loss" if several else "window/loss": stats.loss
-            for index, stats in closed.items()
-            if self._bar is not None or stats is not self._read.get(index)
-        }
-        self._read = dict(closed)
-        reading = LateReading(torch.stack([*losses.values()])) if losses else None
+        names = [f"window/{i}/loss" if several else "window/loss" for i in closed]
+        losses = [stats.loss for stats in closed.values()]
+        self._said_step = step
         if self._bar is not None or is_line or losses or found:
-            self._waiting.append((self._last_step, list(losses), reading, found))
+            reading = LateReading(torch.stack(losses)) if losses else None
+            self._late.add(reading, partial(self._show, step, names, found))
 
-    def _show_arrived(self, *, wait: bool = False) -> None:
-        while self._waiting:
-            step, names, reading, found = self._waiting[0]
-            if not (wait or reading is None or reading.arrived):
-                return
-            self._waiting.popleft()
-            losses = [] if reading is None else reading.values()
-            numbers = _texts(dict(zip(names, losses, strict=True)) | found)
-            self._show(step, [f"{name} {text}" for name, text in numbers.items()])
-
-    def _show(self, step: int, texts: list[str]) -> None:
+    def _show(
+        self, step: int, names: list[str], found: dict[str, float], losses: Any
+    ) -> None:
+        texts = _texts(dict(zip(names, losses, strict=True)) | found)
         if self._bar is not None:
-            is_old = self._validated_at != self._last_step
-            at = f" at step {brief(self._validated_at)}" if is_old else ""
-            texts += [f"{name} {text}{at}" for name, text in self._validated.items()]
-            self._bar.draw(self._last_step, texts)
+            self._bar.draw(self._last_step, texts + self._validated)
             return
         of = "" if self._total is None else f" of {brief(self._total)}"
         numbers = f": {', '.join(texts)}" if texts else ""
@@ -183,8 +159,42 @@ class StepProgress(ProgressBar):
             self._bar = None
 
 
-def _texts(numbers: dict[str, float]) -> dict[str, str]:
-    return {name: f"{number:.4g}" for name, number in numbers.items()}
+class StepBar:
+    """Steps, numbers and times beside a bar, as wide as the terminal is.
+
+    While it is drawn, what is printed appears above it.
+
+    Args:
+        total: how many steps there will be; None if that is not known.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        whole = Column(no_wrap=True)
+        in_lines = Column(overflow="fold")  # as many as the numbers need; none is cut
+        self._progress = progress.Progress(
+            progress.TextColumn("[bold]step"),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(table_column=whole),
+            progress.TextColumn("{task.fields[numbers]}", table_column=in_lines),
+            progress.TimeElapsedColumn(table_column=whole),
+            progress.TextColumn("<"),
+            progress.TimeRemainingColumn(table_column=whole),
+            console=Console(),
+        )
+        self._task = self._progress.add_task("train", total=total, numbers="")
+        self._progress.start()
+
+    def draw(self, step: int, numbers: list[str]) -> None:
+        """Show a step and texts such as `window/loss 0.25`."""
+        self._progress.update(self._task, completed=step, numbers=", ".join(numbers))
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._progress.stop()
+
+
+def _texts(numbers: dict[str, float]) -> list[str]:
+    return [f"{name} {number:.4g}" for name, number in numbers.items()]
 
 
 def _monitored(trainer: Any) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -30,14 +30,10 @@ from trainkit.lit.callback.base import (
     without_module,
 )
 from trainkit.lit.callback.table import Row, say, show
-from trainkit.lit.logs.late_rows import LateRows
+from trainkit.lit.logs.rows import LateRows
 
 KEY = "trainkit_noise_scale"
-TOO_FEW = (
-    f"it takes {LEAST_BLOCKS} measured windows that were several micro-batches, or "
-    f"chunks, each"
-)
-IfImpossible = Literal["raise", "say"]
+TOO_FEW = f"it takes {LEAST_BLOCKS} measured windows of several micro-batches each"
 
 
 class NoiseScale(OrderedCallback):
@@ -79,17 +75,15 @@ class NoiseScale(OrderedCallback):
         self,
         every_n_steps: int = 10,
         *,
-        if_impossible: IfImpossible = "raise",
+        if_impossible: Literal["raise", "say"] = "raise",
         advise: bool = True,
     ) -> None:
         super().__init__()
-        check_whole_number(
-            "NoiseScale every_n_steps", every_n_steps, hint="1 measures every window."
-        )
-        if if_impossible not in get_args(IfImpossible):
+        check_whole_number("NoiseScale every_n_steps", every_n_steps)
+        if if_impossible not in ("raise", "say"):
             raise TrainkitError(
-                f"NoiseScale if_impossible: must be one of "
-                f"{list(get_args(IfImpossible))}, received {if_impossible!r}."
+                f"NoiseScale if_impossible: must be one of ['raise', 'say'], received "
+                f"{if_impossible!r}."
             )
         self.every_n_steps = every_n_steps
         self.if_impossible = if_impossible
@@ -126,14 +120,12 @@ class NoiseScale(OrderedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         restored, self._restored = self._restored, None
-        self.why_not = _why_not(trainer, pl_module)
-        if self.why_not is None:
-            windows = self._windows = windows_of(trainer)
-            assert windows is not None
+        windows = self._windows = windows_of(trainer)
+        self.why_not = _why_not(trainer, pl_module, windows)
+        if windows is not None and self.why_not is None:
+            optimizer = unwrapped(trainer.optimizers[0])
             try:
-                self._moments = NoiseMoments(
-                    windows.accumulators[0], unwrapped(trainer.optimizers[0])
-                )
+                self._moments = NoiseMoments(windows.accumulators[0], optimizer)
             except TrainkitError as error:
                 self.why_not = str(error).removeprefix("noise scale: ")
             windows.counts_samples = True
@@ -155,14 +147,12 @@ class NoiseScale(OrderedCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._moments is None or self._moments.is_watching:
-            return
-        assert self._windows is not None
-        accumulator = self._windows.accumulators[0]
-        if accumulator.is_open:
-            return
-        if is_measured(accumulator.num_windows, self.every_n_steps):
-            self._moments.watch()
+        moments, windows = self._moments, self._windows
+        if moments is not None and windows is not None and not moments.is_watching:
+            accumulator = windows.accumulators[0]
+            is_due = is_measured(accumulator.num_windows, self.every_n_steps)
+            if is_due and not accumulator.is_open:
+                moments.watch()
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
@@ -174,52 +164,41 @@ class NoiseScale(OrderedCallback):
 
     def _add(self, trainer: Any) -> None:
         """Add the window that has just been divided, before anybody clips it."""
-        moments = self._moments
-        if moments is None or not moments.is_finished:
+        moments, windows = self._moments, self._windows
+        if moments is None or windows is None or not moments.is_finished:
             return
-        assert self._windows is not None
-        stats = self._windows.windows[0]
+        stats = windows.windows[0]
         scaler, scale = scaler_of(trainer), 1.0
         if scaler is not None and is_scaled(scaler, trainer.optimizers[0]):
             scale = scaler.scale(torch.ones_like(stats.weight))
         moments.add(stats, scale=scale)
-        table = moments.table
-        this = table.new_zeros(1, len(COLUMNS))
-        this[0, -2] = stats.samples
-        reading = LateReading(torch.cat([table, this]))
-        self._rows.add(trainer, 0, reading, _numbers)
+        this = torch.zeros_like(moments.table[:1])
+        this[0, COLUMNS.index("samples")] = stats.samples
+        reading = LateReading(torch.cat([moments.table, this]))
+        self._rows.add_row(trainer, reading, _numbers)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._rows.place(trainer)
-        self._rows.log_arrived(trainer)
-        moments = self._moments
-        if moments is None or moments.why_not is None or self.why_not is not None:
-            return
-        self.why_not = moments.why_not
-        assert self._windows is not None
-        if self._windows.accumulators[0].ranks.size > 1:
-            return  # other ranks continue, and must not wait for this one
-        self._end()
-        say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not}"))
+        self._rows.serve()
+        if self._moments is not None and self._moments.why_not is not None:
+            self.why_not = self._moments.why_not
 
     # ---- afterwards ------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._rows.log_arrived(trainer, wait=True)
-        windows = self._windows
+        self._rows.serve(wait=True)
+        moments, windows = self._moments, self._windows
         self._end()
         if self._found is not None:
             self.why_not = None  # it was so in some windows, which were left out
-        if windows is None or not (self.advise and trainer.is_global_zero):
+        if moments is None or not (self.advise and trainer.is_global_zero):
             return
         if self._found is None:
             say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not or TOO_FEW}"))
         else:
-            is_tokens = isinstance(windows.strategy, PerToken)
-            unit = "tokens" if is_tokens else "samples"
-            show([*advice(self._found, unit)], trainer)
+            is_tokens = windows is not None and isinstance(windows.strategy, PerToken)
+            show(advice(self._found, "tokens" if is_tokens else "samples"), trainer)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -239,8 +218,7 @@ class NoiseScale(OrderedCallback):
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        self._rows.place(trainer)
-        self._rows.log_arrived(trainer, wait=True)  # a resumed run has none of these
+        self._rows.serve(wait=True)  # a resumed run has none of these
         if self._moments is not None:
             checkpoint[KEY] = self._moments.state_dict()
 
@@ -264,9 +242,8 @@ def is_measured(number: int, every: int) -> bool:
     return place == Random(group).randrange(every)
 
 
-def _why_not(trainer: Any, pl_module: Any) -> str | None:
+def _why_not(trainer: Any, pl_module: Any, windows: WindowOwner | None) -> str | None:
     """Why nothing can be measured; None if nothing speaks against it."""
-    windows = windows_of(trainer)
     if windows is None:
         return (
             "it measures the windows of AccumulationCallback or AccumulationMixin, and "
@@ -275,8 +252,8 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
         )
     if windows.inside is not None:
         return (
-            "MicroBatching(inside=...) runs a loader batch in one backward pass, whose "
-            "chunks of rows have no gradient of their own to compare. Measure with "
+            "MicroBatching(inside=...) runs a loader batch in one backward pass, and "
+            "chunks of rows have no gradients of their own. Measure with "
             "MicroBatching(size=...) or trainer.accumulate_grad_batches."
         )
     if windows.shares_statistics:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 
 from trainkit.lit.callback.base import windows_of
-from trainkit.lit.logs.one_step import row_step
+from trainkit.lit.logs.rows import row_step
 
 
 class LearningRates(LearningRateMonitor):

@@ -7,14 +7,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from trainkit.core.checks import LateReading
 from trainkit.lit._compat import end_validation, is_ending
 from trainkit.lit.callback.base import Stopped, find_callback
 from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
+from trainkit.lit.resume.first_signal import FirstSignal
 from trainkit.lit.resume.mid_epoch import why_data_differ
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_atomically
-from trainkit.lit.resume.stop_request import StopRequest
 
 
 class GracefulStop(BetweenSteps):
@@ -52,54 +55,76 @@ class GracefulStop(BetweenSteps):
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self.dirpath = dirpath
+        self._forget()
+
+    def _forget(self) -> None:
         self.stopped_by: signal.Signals | None = None
         self.checkpoint_path: str | None = None
         self.caveat = ""
-        self._request = StopRequest()
         self._has_saved = False
+        self._signals = FirstSignal(
+            "stopping after this batch",
+            on_ctrl_c="Ctrl+C again stops now, saves nothing",
+        )
+        self._agreed = 0  # the signal by which all ranks stop
+        self._reading: LateReading | None = None
 
     @property
     def heard(self) -> int:
         """The first signal that came, even if the run then ended by itself; or 0."""
-        return self._request.signals.heard
+        return self._signals.heard
 
     # ---- listening -------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.stopped_by = self.checkpoint_path = None
-        self._has_saved, self.caveat = False, ""
-        self._request = StopRequest()
+        self._forget()
         put_in_order(trainer)
 
     def _listen(self, trainer: Any, pl_module: Any) -> None:
-        self._request.signals.listen()
+        self._signals.listen()
 
     on_sanity_check_start = on_validation_start = _listen
     on_test_start = on_predict_start = _listen
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        signals = self._request.signals
-        if trainer.received_sigterm and not signals.heard:
-            signals.heard = signal.SIGTERM  # Lightning has heard it before us
-        signals.listen()
-        self._request.exchange(trainer, wait=True)
-        if self._request.agreed:
+        if trainer.received_sigterm and not self.heard:
+            self._signals.heard = signal.SIGTERM  # Lightning has heard it before us
+        self._signals.listen()
+        self._exchange(trainer, wait=True)
+        if self._agreed:
             self._stop(trainer)  # nothing has been trained: nothing to save
+
+    def _exchange(self, trainer: Any, *, wait: bool = False) -> None:
+        """Bring `_agreed` up to date; every rank must call this.
+
+        Several ranks know of a signal one call later, so that none waits for the
+        device, unless it shall `wait`.
+        """
+        if trainer.world_size == 1 or not dist.is_initialized():
+            self._agreed = self.heard
+            return
+        before = self._reading
+        heard = torch.tensor(self.heard, device=trainer.strategy.root_device)
+        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+        self._reading = LateReading(heard)
+        known = self._reading if wait else before
+        if known is not None:
+            self._agreed = int(known.values())
 
     # ---- while training --------------------------------------------------------------
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._request.exchange(trainer)
+        self._exchange(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def between_steps(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
-            self._request.exchange(trainer)  # it may have come in a validation
+            self._exchange(trainer)  # it may have come in a validation
         # A run that ends by itself needs no checkpoint to resume from.
-        if self._request.agreed and not is_ending(trainer):
+        if self._agreed and not is_ending(trainer):
             self._save(trainer)
             self._stop(trainer)
 
@@ -110,8 +135,8 @@ class GracefulStop(BetweenSteps):
             return  # a validation is finished first
         # Here ranks may have different numbers of batches: a rank that asked the others
         # after each batch would wait for those that have no more.
-        self._request.agree_alone()
-        if self._request.agreed:
+        self._agreed = self.heard
+        if self._agreed:
             self._stop(trainer)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _after_batch
@@ -123,16 +148,15 @@ class GracefulStop(BetweenSteps):
     ) -> None:
         """Note the signal if Lightning stopped the run; save nothing, because the state
         is torn."""
-        numbers = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}
-        for kind, number in numbers.items():
-            if self.stopped_by is None and isinstance(exception, kind):
-                self._note(trainer, number)
+        if self.stopped_by is None and isinstance(exception, KeyboardInterrupt):
+            self._note(trainer, signal.SIGINT)
+        elif self.stopped_by is None and isinstance(exception, SIGTERMException):
+            self._note(trainer, signal.SIGTERM)
 
     def _save(self, trainer: Any) -> None:
-        path = self._path(trainer)
+        path, saver = self._path(trainer), find_callback(trainer, RunCheckpoint)
         if path is None or trainer.fast_dev_run:
             return
-        saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             saver.save(trainer)  # nothing, where it has just been saved
         else:
@@ -142,16 +166,15 @@ class GracefulStop(BetweenSteps):
             self.caveat = f" (with other data than the rest of this epoch: {why})"
 
     def _stop(self, trainer: Any) -> None:
-        self._note(trainer, self._request.agreed)
-        if trainer.state.fn == "fit" and trainer.validating:
+        self._note(trainer, self._agreed)
+        if trainer.state.fn != "fit":
+            raise Stopped(128 + self._agreed)
+        if trainer.validating:
             end_validation(trainer)  # the module may be trained on in this process
-        if trainer.state.fn == "fit":
-            self._request.signals.hand_on(self._request.agreed)
+        self._signals.hand_on(self._agreed)
         # If Lightning has started the ranks, it kills the first one when another ends
-        # with a status other than 0. All stop together, so the first one's status
-        # counts.
-        is_together = trainer.state.fn == "fit" and not trainer.is_global_zero
-        raise Stopped(0 if is_together else 128 + self._request.agreed)
+        # with a status other than 0. All stop together, so the first one's counts.
+        raise Stopped(128 + self._agreed if trainer.is_global_zero else 0)
 
     def _note(self, trainer: Any, number: int) -> None:
         self.stopped_by = signal.Signals(number)
@@ -169,9 +192,10 @@ class GracefulStop(BetweenSteps):
         saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             return saver.path
-        if self.dirpath is not None:
-            return Path(self.dirpath, "last.ckpt").absolute()
-        for each in trainer.checkpoint_callbacks:
-            if getattr(each, "dirpath", None) is not None:
-                return Path(each.dirpath, "last.ckpt").absolute()
+        others = [
+            getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks
+        ]
+        for folder in (self.dirpath, *others):
+            if folder is not None:
+                return Path(folder, "last.ckpt").absolute()
         return None

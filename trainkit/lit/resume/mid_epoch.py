@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
-from trainkit.lit._compat import (
-    end_restart,
-    is_within_epoch,
-    leave_ended_epoch,
-    reads_ahead,
-    restore_loaders,
-)
+from lightning.fabric.utilities.data import sized_len
+from torch.utils._pytree import tree_leaves
+
+from trainkit.lit._compat import end_restart, leave_ended_epoch, restore_loaders
 from trainkit.lit.callback.base import has_callback
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
@@ -30,9 +26,13 @@ def resume(trainer: Any, pl_module: Any) -> None:
             "RunCheckpoint's last.ckpt.",
             stacklevel=2,
         )
-    if is_within_epoch(trainer) and trainer.is_global_zero:
+    if trainer.fit_loop.restarted_mid_epoch and trainer.is_global_zero:
         _announce_missed_hooks(trainer, pl_module)
-        _announce_other_data(trainer)
+        why = why_data_differ(trainer)
+        if why and _reads_ahead(trainer):  # Lightning says it of loaders with a length
+            warnings.warn(
+                f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
+            )
 
 
 def begin_batch(trainer: Any, pl_module: Any) -> None:
@@ -40,7 +40,7 @@ def begin_batch(trainer: Any, pl_module: Any) -> None:
     when every callback's `on_train_start` is over."""
     if not trainer.fit_loop.restarting:
         return
-    if is_within_epoch(trainer):
+    if trainer.fit_loop.restarted_mid_epoch:
         for callback in trainer.callbacks:
             # Otherwise the rest of the epoch would have windows of one micro-batch.
             if has_callback([callback], "GradientAccumulationScheduler"):
@@ -49,11 +49,8 @@ def begin_batch(trainer: Any, pl_module: Any) -> None:
 
 
 def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
-    missed = [
-        callback
-        for callback in trainer.callbacks
-        if has_callback([callback], "StochasticWeightAveraging")
-    ]
+    name = "StochasticWeightAveraging"
+    missed = [each for each in trainer.callbacks if has_callback([each], name)]
     hook = type(pl_module).on_train_epoch_start
     if not hook.__module__.startswith(_LIGHTNING):
         missed.append(pl_module)
@@ -68,27 +65,17 @@ def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
         )
 
 
-def _announce_other_data(trainer: Any) -> None:
-    """Warn that a stream reads other data; Lightning warns of loaders with a length."""
-    why = why_data_differ(trainer)
-    if why and reads_ahead(trainer):
-        warnings.warn(
-            f"checkpoint: it was taken within an epoch, and {why}.",
-            stacklevel=2,
-        )
-
-
 def why_data_differ(trainer: Any) -> str:
     """Why a run resumed within an epoch reads other rows than were left; empty if the
     rows are exact."""
-    loaders = train_loaders(trainer)
+    loaders = tree_leaves(trainer.train_dataloader)  # lists and dicts may hold them
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
             "the train_dataloader starts again at its first batch, since it has no "
             "load_state_dict; ResumableLoader has, and for a stream of a known length "
             "torchdata's StatefulDataLoader"
         )
-    if reads_ahead(trainer):
+    if _reads_ahead(trainer):
         return (
             "the train_dataloader leaves a batch out, since it has no length, and "
             "Lightning reads such a one a batch ahead; give it a __len__"
@@ -96,14 +83,7 @@ def why_data_differ(trainer: Any) -> str:
     return ""
 
 
-def train_loaders(trainer: Any) -> list[Any]:
-    """The training loaders, taken out of any lists and dicts that hold them."""
-    return _flattened(trainer.train_dataloader)
-
-
-def _flattened(loaders: Any) -> list[Any]:
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    if isinstance(loaders, list | tuple):
-        return [leaf for each in loaders for leaf in _flattened(each)]
-    return [loaders]
+def _reads_ahead(trainer: Any) -> bool:
+    """Whether Lightning reads one batch ahead, as it does if a loader has no length."""
+    loaders = tree_leaves(trainer.train_dataloader)
+    return any(sized_len(each) is None for each in loaders)

@@ -13,7 +13,6 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.state import holders, load_partial, save_partial
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.resume.mid_epoch import why_data_differ
 
 KEY = "trainkit"
 
@@ -29,7 +28,7 @@ def save(
 
     Args:
         accumulators: one for each optimizer.
-        pl_module: whose partial gradients.
+        pl_module: the module that trains.
         num_torn: how many micro-batches the window has, if the last of them is under
             way. The resumed run will run that one again, and what it has left in the
             gradients cannot be taken out.
@@ -59,9 +58,8 @@ def save(
     state["windows"] = {
         i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
     }
-    first = next(iter(accumulators.values()))
-    named = _holders(pl_module, accumulators)
-    state["gradients"] = save_partial(named, first.ranks)
+    ranks = next(iter(accumulators.values())).ranks
+    state["gradients"] = save_partial(_holders(pl_module, accumulators), ranks)
     return state
 
 
@@ -99,13 +97,7 @@ def restore(
 ) -> None:
     """Restore the open window that `save` has saved."""
     windows.first_windows.load_state_dict(state.get("measured", {}))
-    _restore(state, windows.accumulators, pl_module)
-    _announce_loader_that_starts_again(trainer, windows.accumulators)
-
-
-def _restore(
-    state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
-) -> None:
+    accumulators = windows.accumulators
     for index, num_windows in state["num_windows"].items():
         if index in accumulators:
             accumulators[index].num_windows = num_windows
@@ -116,13 +108,11 @@ def _restore(
             f"from the rest alone.",
             stacklevel=2,
         )
-    if "windows" not in state:
-        return
-    for index, window in state["windows"].items():
+    for index, window in state.get("windows", {}).items():
         accumulators[index].load_state_dict(window)
-    first = next(iter(accumulators.values()))
-    named = _holders(pl_module, accumulators)
-    load_partial(named, state["gradients"], first.ranks)
+    if "windows" in state:
+        ranks = next(iter(accumulators.values())).ranks
+        load_partial(_holders(pl_module, accumulators), state["gradients"], ranks)
 
 
 def _holders(
@@ -132,16 +122,3 @@ def _holders(
     for accumulator in accumulators.values():
         named = holders(named, accumulator.gradients.wide)
     return named
-
-
-def _announce_loader_that_starts_again(
-    trainer: Any, accumulators: Mapping[int, Accumulator]
-) -> None:
-    is_open = any(a.is_open for a in accumulators.values())
-    why = why_data_differ(trainer)
-    if is_open and why:
-        warnings.warn(
-            f"checkpoint: it was taken inside a window, and {why}. The rest of the "
-            f"window is not what was left of it.",
-            stacklevel=2,
-        )
