@@ -153,6 +153,7 @@ class Rehearsal:
             accumulate_grad_batches=len(batches) if has_window else 1,
         )
         stand_where(trainer, self.trainer)
+        vars(trainer)["save_checkpoint"] = _nothing  # callbacks of the user's may
         for change in self.changes:
             taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
