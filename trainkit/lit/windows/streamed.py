@@ -60,9 +60,6 @@ class Streamed:
         self._training_step = self._module = self._trainer = None
         self._backward_with_hooks = self._plain = None
 
-    def end_epoch(self) -> None:
-        """Do what waits for an epoch's end: nothing."""
-
     def follow(self) -> None:
         """Weigh by the callback's strategies, which may have changed."""
         windows = self._windows
