@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.core.split.common import DISTRIBUTIONS, window
 from trainkit.core.split.partition import (
     OVERHEADS,
-    Line,
     Run,
     cut_lengths,
     partition,
@@ -106,21 +105,6 @@ def test_rows_of_two_lengths_stay_within_the_budget(limit: dict[str, int]) -> No
     size = -(-60 // len(parts))
     in_order = [range(at, min(at + size, 60)) for at in range(0, 60, size)]
     assert sum(len(p) * width(groups, p) for p in in_order) > 1.1 * sum(padded)
-
-
-@pytest.mark.parametrize("tokens", [2_000_000, 30_000])
-@pytest.mark.parametrize("longest", [1, 1024])
-def test_comparisons_grow_no_faster_than_the_rows(
-    tokens: int, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared, takeover = [], Line.takeover
-    monkeypatch.setattr(
-        Line, "takeover", lambda one, other: compared.append(1) or takeover(one, other)
-    )
-    draw = random.Random(0)
-    ordered = sorted((draw.randint(1, longest) for _ in range(10_000)), reverse=True)
-    cut_lengths(ordered, tokens=tokens, overhead=tokens / 4)
-    assert len(compared) <= 2 * 10_000
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
