@@ -98,11 +98,12 @@ class CutBatch:
 
     def counts(self) -> dict[str, int]:
         """The arguments of `Window.count`: tokens, padding among them, samples."""
-        padded = real = 0
+        padded = real = num_rows = 0
         for each in self.parts[: self.num_counting]:
             padded, real = padded + each.padded, real + each.real
-        tokens = 0 if padded == self.num_rows else padded  # equal: rows have no lengths
-        return {"padding": padded - real, "tokens": tokens, "samples": self.num_rows}
+            num_rows += len(each.rows)
+        tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
+        return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
 
 
 class MicroBatches:
@@ -173,10 +174,11 @@ class MicroBatches:
         )
         if self._weighs and not self._are_said:
             current.weigh(self._strategies, [each.batch for each in parts])
-            if not self._is_verified:
+        if not self._is_verified:
+            self._is_verified = True
+            if self._weighs:
                 self._verify(batch, current.weights)
-        self._is_verified = True
-        self._say_shared()
+            self._say_shared()
         return current
 
     def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
