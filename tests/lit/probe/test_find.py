@@ -27,15 +27,10 @@ from tests.lit.probe.finding import (
     limited,
     quick,
 )
-from trainkit import AccumulationMixin, PerSample
 from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.probe.find import find_micro_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*IterableDataset.*")
-
-
-class MixinNet(AccumulationMixin, Net):
-    accumulation = PerSample()
 
 
 def trained(fit: pl.Trainer, module: pl.LightningModule, data: Any) -> Any:
@@ -73,16 +68,6 @@ def test_fit_after_it_equals_fit_with_the_sizes_written_by_hand(where: str) -> N
     torch.manual_seed(12)  # the comparison sees dropout's and the order's numbers
     other = trained(quick(plan.accumulate), Net(), make(plan.micro_batch))
     assert not torch.equal(after, other)
-
-
-def test_the_mixin_trains_after_it_as_by_hand() -> None:
-    torch.manual_seed(1)
-    fit, module, data = quick(), MixinNet(), Data()
-    plan = found(module, data, fit, max_micro_batch=8).plan
-    after = trained(fit, module, data)
-    torch.manual_seed(1)
-    by_hand = trained(quick(plan.accumulate), MixinNet(), Data(plan.micro_batch))
-    assert torch.equal(after, by_hand)
 
 
 def test_it_can_be_asked_twice() -> None:

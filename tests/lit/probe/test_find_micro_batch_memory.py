@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -184,13 +183,3 @@ def test_a_list_of_samples_is_collated_by_the_users_own_function() -> None:
 
     loader = DataLoader(ragged_sequences(40), 4, collate_fn=list)  # type: ignore[arg-type]
     assert found(Listed(), loader, target=16).plan.effective == 16
-
-
-def test_plain_lightning_leaves_the_size_to_its_owner() -> None:
-    """Batches of one sampler are cut as ever after it, the last one short."""
-    module, data = Net(), Data(4, number=70)
-    plan = found(module, data, target=32, max_micro_batch=16).plan
-    fit = quick(plan.accumulate, max_epochs=1)
-    fit.fit(module, data)
-    assert isinstance(fit, pl.Trainer)
-    assert module.sizes == [16, 16, 16, 16, 6]

@@ -57,8 +57,6 @@ class Saving(pl.Callback):
 
     def save(self, trainer: Any, *args: Any) -> None:
         batches = trainer.fit_loop.epoch_loop.total_batch_idx
-        if getattr(trainer, "is_rehearsal", False):
-            return
         if batches == self.at and not self.path.exists():
             trainer.save_checkpoint(self.path)
 

@@ -47,20 +47,17 @@ MANY = (6, 3, 9, 1, 8, 4, 9)
 NARROW = {torch.float64: (1e-10, 1e-9), torch.float32: (2e-5, 1e-4)}
 """Of a dtype: how far off weights and losses may be."""
 
+F32, F64 = torch.float32, torch.float64
 OPTIMIZERS = ("sgd", "momentum", "adamw", "momentum", "sgd")
 CLIPS: Any = ("norm", "value", None)
 MEAN_OR_SUM: Any = ("mean", "sum", "sum", "mean")
-CASES = [  # lengths without a common factor: every value meets every other
-    (*each, OPTIMIZERS[n % 5], CLIPS[n % 3], MEAN_OR_SUM[n % 4], torch.float64)
-    for n, each in enumerate(product(LOSSES, CUTS, (1, 2, 3)))
-    if each[0] != "Uniform"
+STRATEGIES = ("PerSample", "PerToken")
+CASES = [  # every cut meets every window, and the rest takes turns
+    (STRATEGIES[n % 2], *each, OPTIMIZERS[n % 5], CLIPS[n % 3], MEAN_OR_SUM[n % 4], F64)
+    for n, each in enumerate(product(CUTS, (1, 2, 3)))
 ] + [
-    (strategy, cut, 1, "sgd", None, reduction, torch.float32)
-    for (strategy, cut), reduction in zip(
-        product(("PerSample", "PerToken"), ("size", "tokens", "auto")),
-        ("sum", "mean", "sum", "mean", "sum", "mean"),
-        strict=True,
-    )
+    (STRATEGIES[n % 2], cut, 1, "sgd", None, MEAN_OR_SUM[n], F32)
+    for n, cut in enumerate(("size", "tokens", "auto"))
 ]
 
 
@@ -137,7 +134,7 @@ def test_other_ways_equal_big_batch_or_differ(
     assert off <= 1e-10 if is_exact else off > NAIVE
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 17, 100])
+@pytest.mark.parametrize("size", [1, 16, 100])
 def test_any_size_takes_one_step_for_each_loader_batch(size: int) -> None:
     module = Split(cut=MicroBatching(size=size), optimizer="adamw")
     fitted = fit(module)

@@ -26,7 +26,7 @@ from tests.lit.split.rank_cases import (
 )
 from tests.lit.split.short_of_memory import Memory, Place
 from trainkit import MicroBatching, TrainkitError
-from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto_with_hooks
+from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto
 
 TOKENS = MicroBatching(tokens=40)
 ROWS = MicroBatching(size=1)
@@ -227,7 +227,7 @@ def test_hooks_that_would_not_be_called_are_refused(hooks: list[Any]) -> None:
     ranks: Any = SimpleNamespace(ddp=SimpleNamespace(_comm_hooks=hooks))
     refused = pytest.raises(TrainkitError, match="hook fp16_compress_hook would not")
     with refused if hooks else nullcontext():
-        refuse_auto_with_hooks(ranks)
+        refuse_auto(None, ranks, run_alike=False)
 
 
 def train_to_the_error(rank: int, world: int, case: Case) -> None:

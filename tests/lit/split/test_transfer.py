@@ -1,4 +1,4 @@
-"""Micro-batches reach the device once each, in time, and weigh what was told before."""
+"""Micro-batches reach the device once each, in time, and are weighed as they arrive."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import NAIVE, deviation, trainer
+from tests.helpers import NAIVE, deviation
 from tests.lit.split.common import (
-    AUTO,
+    CUTS,
     FIXED,
-    SEQUENCES,
     SIZES,
     START,
     TRANSFER_HOOKS,
@@ -23,22 +21,14 @@ from tests.lit.split.common import (
     assert_as_whole,
     data_module,
     fit,
-    loader_batches,
     on_the_way,
 )
-from tests.zoo import Plain, hooked, pad_and_mask
-from trainkit import (
-    AccumulationCallback,
-    AccumulationStrategy,
-    MicroBatching,
-    PerToken,
-    TrainkitError,
-)
-from trainkit.core.checks import LateReading
+from tests.zoo import Plain, Terms, hooked, on_front
+from trainkit import AccumulationStrategy, MicroBatching, PerSample, PerToken
 from trainkit.lit.split.arriving import moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
-BEFORE, *AFTER = TRANSFER_HOOKS
+BEFORE, TO_DEVICE, AFTER = TRANSFER_HOOKS
 
 
 # ---- what hooks change ---------------------------------------------------------------
@@ -48,40 +38,11 @@ def other_ids(module: Any, batch: Any) -> Any:
     return {**batch, "ids": (batch["ids"] + 1) % 13}
 
 
-@pytest.mark.parametrize("owner", ["module", "data module"])
-@pytest.mark.parametrize("hook", TRANSFER_HOOKS)
-def test_hooks_change_batches_as_without_the_cut(hook: str, owner: str) -> None:
-    hooks = on_the_way(hook, other_ids)
-    if owner == "module":
-        ours = assert_as_whole(hooked(Split, **hooks))
-    else:
-        ours = assert_as_whole(data=data_module(hooks))
-    fit(untouched := Split(cut=None))
-    assert deviation(untouched, ours.lightning_module, START) > NAIVE
-
-
-def of_a_pack(self: Any, batch: Any, batch_idx: int) -> Any:
-    return self.loss_of(batch[0])
-
-
-def test_what_becomes_something_else_is_not_compared() -> None:
-    hooks = on_the_way(AFTER[1], lambda module, batch: [batch])
-    fit(module := hooked(Split, training_step=of_a_pack, **hooks)())
-    fit(whole := Split(cut=None))
-    assert deviation(module, whole, START) <= 1e-10
-
-
-# ---- what they make of its weight ----------------------------------------------------
-
-
 def masked(module: Any, batch: Any) -> Any:
-    """As masked models do: from a step on, long rows lose more labels than short ones.
-    A module says from which; a data module's is 1."""
-    labels = batch["labels"].clone()
-    labels[:, 2:] = -100
-    begins = getattr(module, "begins", 1)
-    begun = module.trainer.training and module.trainer.global_step >= begins
-    return {**batch, "labels": labels} if begun else batch
+    """As masked models do it on the device: some labels do not count, but the first."""
+    is_masked = batch["ids"] % 3 == 0
+    is_masked[:, 0] = False
+    return {**batch, "labels": batch["labels"].masked_fill(is_masked, -100)}
 
 
 def labelling(module: Any, batch: Any) -> Any:
@@ -92,58 +53,60 @@ def hiding(module: Any, batch: Any) -> Any:
     return {"ids": batch["ids"], "targets": batch["labels"]}
 
 
-def text(step: int) -> str:
-    return (
-        rf"PerToken: at optimizer step {step} .counted from 0. a micro-batch weighed "
-        r"\d+ before it went to the device, and weighs \d+ after .* on_before_batch_tr"
-    )
+def of_a_pack(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self.loss_of(batch[0])
 
 
-MASKING = {hook: hooked(Split, **on_the_way(hook, masked)) for hook in TRANSFER_HOOKS}
-LATE_LABELS = hooked(
-    Split, **on_the_way(BEFORE, hiding), **on_the_way(AFTER[1], labelling)
-)
+PACKS = on_the_way(AFTER, lambda module, batch: [batch])
+CASES: dict[str, Any] = {
+    **{hook: {"hooks": on_the_way(hook, other_ids)} for hook in TRANSFER_HOOKS},
+    "of a data module": {"owner": "data", "hooks": on_the_way(AFTER, other_ids)},
+    "labels of a data module": {"owner": "data", "hooks": on_the_way(AFTER, masked)},
+    "labels before the cut": {"hooks": on_the_way(BEFORE, masked)},
+    "labels": {"hooks": on_the_way(TO_DEVICE, masked), "cut": CUTS["tokens"]},
+    "labels, auto": {"hooks": on_the_way(AFTER, masked), "cut": CUTS["auto"]},
+    "labels, windows of two": {"hooks": on_the_way(AFTER, masked), "window": 2},
+    "labels made there": {
+        "hooks": {**on_the_way(BEFORE, hiding), **on_the_way(AFTER, labelling)},
+        "cut": MicroBatching(size=4, trim=False),
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "begins", "match"),
-    [
-        *[
-            (lambda h=hook, c=cut: MASKING[h](cut=c), begins, text(begins))
-            for hook in AFTER
-            for cut in (FIXED, AUTO)
-            for begins in (0, 1)
-        ],
-        (lambda: hooked(Plain, **on_the_way(AFTER[1], masked))(), 1, text(1)),
-        (lambda: data_module(on_the_way(AFTER[1], masked)), 1, text(1)),
-        (lambda: LATE_LABELS(), 0, "path 'labels'.*targets"),
-    ],
-)
-def test_labels_that_change_on_the_way_are_refused(
-    make: Any, begins: int, match: str
-) -> None:
-    """They were weighed on the host: the division would be wrong in silence."""
-    made, data, ours = make(), None, []
-    made.begins = begins
-    if isinstance(made, pl.LightningDataModule):
-        made, data = Split(), made
-    if not isinstance(made, Split):
-        ours = [AccumulationCallback(PerToken(), micro_batching=FIXED)]
-    with pytest.raises(TrainkitError, match=match):
-        fit(made, *ours, data=data)
+@pytest.mark.parametrize("name", CASES)
+def test_what_hooks_change_equals_whole_batches(name: str) -> None:
+    """Also labels that they change, or make: each micro-batch weighs what it weighs as
+    `training_step` gets it. Without the hook, a control, it is another training."""
+    how = {"owner": "module", "cut": FIXED, **CASES[name]}
+    hooks, owner = how.pop("hooks"), how.pop("owner")
+    kind: Any = Split if owner == "data" else hooked(Split, **hooks)
+    how["data"] = data_module(hooks) if owner == "data" else None
+    ours = assert_as_whole(kind, how.pop("cut"), **how)
+    fit(untouched := Split(cut=None), window=how.get("window", 1))
+    off = deviation(untouched, ours.lightning_module, START)
+    assert off < 1e-10 if "made" in name else off > NAIVE
 
 
-def test_masked_before_the_cut_equals_whole_batches_and_after_it_would_not() -> None:
-    """The control: a strategy that hides what has changed, from the comparison too."""
-    ours = assert_as_whole(hooked(MASKING[BEFORE], begins=1))
-    late = hooked(MASKING[AFTER[1]], begins=1)
-    fit(module := late(strategy=PerToken(mask="attention_mask")))
-    assert deviation(module, ours.lightning_module, START) > NAIVE
+@pytest.mark.parametrize("front", ["callback", "terms", "another structure"])
+def test_what_changes_there_weighs_so_on_any_front(front: str) -> None:
+    hooks = on_the_way(AFTER, masked)
+    if front == "another structure":
+        kind, whole = hooked(Split, **PACKS, training_step=of_a_pack), Split(cut=None)
+        module, ours = kind(strategy=PerToken("0.labels")), []
+    elif front == "callback":
+        module, ours = on_front(front, hooked(Plain, **hooks), cut=FIXED)
+        whole: Any = hooked(Split, **hooks)(cut=None)
+    else:  # each divided by a total of its own
+        module, ours = hooked(Terms, **hooks)(cut=FIXED), []
+        whole = hooked(Terms, **hooks, is_whole=True)(strategy=PerSample())
+    fit(module, *ours)
+    fit(whole)
+    assert deviation(module, whole, START) < 1e-10
 
 
 @dataclass(frozen=True)
 class Counting(AccumulationStrategy):
-    """Counts how often it is asked."""
+    """Counts the rows that it is asked for, by their batches."""
 
     asked: list[int]
 
@@ -153,79 +116,27 @@ class Counting(AccumulationStrategy):
 
 
 @pytest.mark.parametrize("has_hook", [True, False])
-def test_nothing_is_weighed_twice_where_nobody_has_a_hook(has_hook: bool) -> None:
-    kind = hooked(MASKING[AFTER[1]], begins=1000) if has_hook else Split
-    fit(kind(strategy=(strategy := Counting([]))), max_epochs=1)
-    of_parts = [rows for rows in strategy.asked if rows <= 4]
-    assert sum(of_parts) == sum(SIZES) * (1 + has_hook)
+def test_each_micro_batch_travels_and_is_weighed_once(has_hook: bool) -> None:
+    """And hooks run for the loader batch before the cut, for micro-batches after it."""
+    seen: dict[str, list[int]] = {hook: [] for hook in TRANSFER_HOOKS}
+    hooks: dict[str, Any] = {}
+    for hook, sizes in seen.items() if has_hook else ():
 
+        def count(module: Any, batch: Any, sizes: list[int] = sizes) -> Any:
+            sizes.append(len(batch["ids"]))
+            return batch
 
-@pytest.mark.parametrize("is_count", [True, False])
-def test_a_mask_may_be_rounded_on_the_way_and_a_count_may_not(is_count: bool) -> None:
-    """One label of three hundred, or what a cast to half precision leaves of 0.1."""
-
-    def rounded(module: Any, batch: Any) -> Any:
-        labels = batch["labels"].clone()
-        labels[0, 0] = -100
-        changed = {"labels": labels} if is_count else {"w": batch["w"].bfloat16()}
-        return {**batch, **changed}
-
-    def collate(samples: Any) -> Any:
-        batch = pad_and_mask(samples * 40)
-        return {**batch, "w": 0.1 * batch["attention_mask"].double()}
-
-    data: Any = torch.utils.data.DataLoader(SEQUENCES, 8, collate_fn=collate)  # type: ignore[arg-type]
-    strategy = PerToken() if is_count else PerToken(mask="w")
-    kind = hooked(Split, **on_the_way(AFTER[1], rounded))
-    module = kind(strategy=strategy, cut=MicroBatching(size=160))
-    if is_count:
-        with pytest.raises(TrainkitError, match=text(0)):
-            fit(module, data=data)
-    else:
-        fit(module, data=data)
-
-
-# ---- what is on a device is read later -----------------------------------------------
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose numbers have not arrived when they are first asked for."""
-
-    def arrived(reading: Any) -> bool:
-        was_asked = hasattr(reading, "was_asked")
-        reading.was_asked = True
-        return was_asked
-
-    monkeypatch.setattr(LateReading, "arrived", property(arrived))
-
-
-@pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize(
-    ("begins", "checks"),
-    [(1, "late"), (3, "late"), (5, "late"), (0, "late"), (2, "now")],
-)
-def test_what_is_on_a_device_is_read_in_a_later_window(
-    begins: int, checks: Any
-) -> None:
-    """Or where the epoch ends; the step has been taken by then, which is said. In the
-    first window, and with `checks="now"`, nothing is taken."""
-    kind = hooked(MASKING[AFTER[1]], begins=begins, checks=checks)
-    module, fitted = kind(), trainer()
-    with pytest.raises(TrainkitError, match=text(begins)) as raised:
-        fitted.fit(module, loader_batches())
-    is_late = begins > 0 and checks == "late"
-    assert begins + is_late <= fitted.global_step <= begins + 2 * is_late
-    assert ("The step was taken with it; resume" in str(raised.value)) == is_late
-
-
-@pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("window", [1, 2])
-def test_what_weighs_the_same_on_a_device_trains(window: int) -> None:
-    kind = hooked(MASKING[AFTER[1]], begins=1000)
-    fit(module := kind(), window=window)
-    fit(untouched := Split(), window=window)
-    assert deviation(module, untouched, START) <= 1e-12
+        hooks |= on_the_way(hook, count)
+    module: Any = hooked(Split, **hooks)(
+        strategy=(strategy := Counting([])), cut=MicroBatching(size=4, trim=False)
+    )
+    module.proof = "off"  # its rehearsals are counted too
+    fit(module, max_epochs=1)
+    assert sum(rows for rows in strategy.asked if rows <= 4) == sum(SIZES)
+    assert seen[BEFORE] == list(SIZES) * has_hook
+    for hook in (TO_DEVICE, AFTER):
+        assert sum(seen[hook]) == sum(SIZES) * has_hook
+        assert max(seen[hook], default=0) <= 4
 
 
 # ---- streams -------------------------------------------------------------------------
@@ -303,21 +214,3 @@ def test_on_a_gpu_the_next_one_is_under_way_while_one_computes(
         expected += [text.format(number + 1) for text in one] if number < 3 else []
         expected.append(f"compute {number}")
     assert cuda.log == expected
-
-
-def test_hooks_run_before_for_the_loader_batch_and_after_for_each_micro_batch() -> None:
-    calls: dict[str, list[int]] = {hook: [] for hook in TRANSFER_HOOKS}
-    hooks = {}
-    for hook, sizes in calls.items():
-
-        def count(module: Any, batch: Any, sizes: list[int] = sizes) -> Any:
-            sizes.append(len(batch["ids"]))
-            return batch
-
-        hooks |= on_the_way(hook, count)
-    cut = MicroBatching(size=4, trim=False)  # no rehearsal comes before
-    fit(hooked(Split, **hooks)(cut=cut), max_epochs=1)
-    assert calls[BEFORE] == list(SIZES)
-    for hook in AFTER:
-        assert sum(calls[hook]) == sum(SIZES)
-        assert max(calls[hook]) <= 4

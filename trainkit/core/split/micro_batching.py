@@ -46,7 +46,8 @@ class MicroBatching(_Chosen):
         lengths: the path of a mask (0 is padding), or of the strategy's labels. Several
             paths if several groups of tensors are ragged, as in an encoder with a
             decoder. Default: `"attention_mask"` if there is one, otherwise the
-            strategy's labels. In a list of samples, the path of each sample's length.
+            strategy's labels. In a list of samples, the path of each sample's length,
+            without which they are cut by their number.
         ragged: further dimensions to trim, besides dimension 1:
             `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
         shared: paths of fields as long as the batch that every micro-batch gets whole

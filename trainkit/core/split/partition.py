@@ -6,16 +6,15 @@ is l costs
     r * (l + attention * l**2) + overhead
 
 and is allowed while r <= size and r * l <= tokens; a row by itself always is. The least
-sum is found by dynamic programming over the place of the last cut. Everything here is
-plain arithmetic on Python's numbers.
+sum is found by dynamic programming over the place of the last cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import numpy as np
 
 Run = tuple[int, int]
 Span = tuple[int, int]
@@ -28,28 +27,6 @@ a quarter wastes the least padding but can give two or three micro-batches more 
 its tokens fill; above the whole budget nothing changes any more."""
 
 
-class Line(NamedTuple):
-    """The cost of all rows before the next cut, if the last run begins at `start`.
-
-    It is a line because each further row adds one amount: the run's longest row is its
-    first.
-    """
-
-    start: int
-    end: int  # the farthest place where the run may end
-    fixed: float  # its value at row 0
-    slope: float
-
-    def takeover(self, later: Line) -> float:
-        """The first stop at which a later line is not above this one."""
-        if later.fixed <= self.fixed:
-            return later.start + 1
-        if later.slope == self.slope:
-            return self.end + 1
-        crossing = (later.fixed - self.fixed) / (self.slope - later.slope)
-        return min(math.ceil(crossing), self.end + 1)
-
-
 def cut_lengths(
     lengths: Sequence[int],
     *,
@@ -58,32 +35,29 @@ def cut_lengths(
     overhead: float,
     attention: float = 0.0,
 ) -> list[Run]:
-    """Cut sorted rows into the runs of least cost, in time linear in the rows.
+    """Cut sorted rows into the runs of least cost.
 
-    A later line is less steep and reaches at least as far, so that from some stop on it
-    is never again above an earlier one. A queue holds the lines that are the lowest at
-    a later stop, each with the stop where its turn begins. The arguments are those of
+    Each further row adds one amount to a run, since its longest row is its first. So
+    what all rows before a cut cost is a line for each place where the last run begins;
+    the lowest of those that reach the cut is taken. The arguments are those of
     `partition`, but for `lengths`: of the rows, longest first.
 
     >>> cut_lengths([9, 9, 2, 2, 2], tokens=18, overhead=1)
     [(0, 2), (2, 5)]
     """
-    num_rows, begin = len(lengths), [0]
-    least = 0.0  # of the rows before `start`
-    queue: deque[tuple[float, Line]] = deque()
-    for start, length in enumerate(lengths):
-        slope, stop = length + attention * length**2, start + 1
-        end = start + most_rows(length, size, tokens, num_rows)
-        line = Line(start, end, least + overhead - start * slope, slope)
-        turn: float = stop
-        while queue and (turn := queue[-1][1].takeover(line)) <= queue[-1][0]:
-            queue.pop()
-        queue.append((turn, line))
-        while len(queue) > 1 and queue[1][0] <= stop:
-            queue.popleft()
-        lowest = queue[0][1]
-        least = lowest.fixed + stop * lowest.slope
-        begin.append(lowest.start)
+    num_rows, first, least, begin = len(lengths), 0, 0.0, [0]
+    slopes = np.array([each + attention * each**2 for each in lengths], dtype=float)
+    fixed = np.empty(num_rows)  # a line's value at row 0
+    ends = [i + most_rows(n, size, tokens, num_rows) for i, n in enumerate(lengths)]
+    for start in range(num_rows):
+        stop = start + 1
+        fixed[start] = least + overhead - start * slopes[start]
+        while ends[first] < stop:  # a later run ends later
+            first += 1
+        values = fixed[first:stop] + stop * slopes[first:stop]
+        lowest = int(values.argmin())
+        least = float(values[lowest])
+        begin.append(first + lowest)
     runs, stop = [], num_rows
     while stop:
         runs.append((begin[stop], stop))

@@ -18,9 +18,7 @@ from trainkit.core.nested import (
     describe,
     is_array,
     is_list,
-    leaves,
     lookup,
-    parts_of,
 )
 from trainkit.core.split.partition import Span, width
 from trainkit.core.strategies import AccumulationStrategy, PerToken
@@ -236,9 +234,8 @@ def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
 
     Args:
         samples: they are cut first, and collated afterwards.
-        paths: of a sample's lengths, or of what has them. Without one, it is the
-            longest leading dimension in the sample. Samples in which nothing has a
-            length are cut by their number.
+        paths: of a sample's lengths, or of what has them. Without one, samples are cut
+            by their number.
 
     Raises:
         TrainkitError: the batch is not a list of samples, or something has no length.
@@ -253,9 +250,6 @@ def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
     columns: list[list[Any]] = [
         [_length_at(each, path, place) for place, each in numbered] for path in paths
     ]
-    if not paths:
-        longest = [_longest(each) for each in samples]
-        columns = [] if None in longest else [longest]
     groups = []
     for column in columns:
         spans = [(0, max(1, int(length))) for length in column]
@@ -275,14 +269,3 @@ def _length_at(sample: Any, path: Path, place: int) -> Any:
             f"{place}, {describe(sample)}."
         )
     return number
-
-
-def _longest(sample: Any) -> int | None:
-    """The longest leading dimension of the arrays and lists of numbers in a sample."""
-
-    def is_flat(value: Any) -> bool:
-        is_nested = any(is_array(x) or parts_of(x) is not None for x in value)
-        return isinstance(value, list) and not is_nested
-
-    lengths = [length_of(each) for each in leaves(sample, is_flat)]
-    return max((length for length in lengths if length is not None), default=None)

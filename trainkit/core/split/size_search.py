@@ -25,69 +25,61 @@ class SizeSearch:
     Args:
         start: the first size, in the unit of the batches; default: an eighth of the
             first loader batch.
+        found: what another run has found, as `state_dict` gives it.
 
     Attributes:
         limit: the present size; None before the first window.
         is_searching: whether windows are still timed.
     """
 
-    def __init__(self, *, start: int | None = None) -> None:
-        self._start, self._whole = start, 0
-        self.limit: int | None = None
-        self.is_searching = True
+    def __init__(
+        self, *, start: int | None = None, found: Mapping[str, Any] | None = None
+    ) -> None:
+        found = found or {}
+        self._start, self._largest = start, found.get("whole", 0)
+        self.limit: int | None = found.get("limit")
+        self.is_searching = self.limit is None
+        self._has_failed = bool(found.get("failed"))
         self._times: list[float] = []
         self._best: float | None = None  # with half the size
-        self._failed_at: int | None = None
 
-    def begin(self, whole: int) -> None:
-        """Choose the size for the window that is about to be cut.
-
-        Args:
-            whole: its size as one micro-batch, on the rank where it is largest.
-        """
-        if self.limit is None:
-            self.limit = self._start or max(whole // SHARE, 1)
+    def begin(self, whole: int) -> int:
+        """The size for the window that is about to be cut; `whole` is that of it as one
+        micro-batch, on the rank where it is largest."""
+        self.limit = self.limit or self._start or max(whole // SHARE, 1)
+        return self.limit
 
     def failed(self, size: int) -> None:
         """Note that memory ran out in a micro-batch of this size."""
-        assert self.limit is not None
-        self._failed_at = min(size, self._failed_at or size)
-        self.limit = max(min(self.limit, size) // 2, 1)
-        self.is_searching = False
+        self.limit = max(min(self.begin(size), size) // 2, 1)
+        self.is_searching, self._has_failed = False, True
 
-    def passed(self, *, whole: int, seconds: float, real: float) -> None:
+    def passed(self, whole: int, pace: float) -> None:
         """Note that a window has run.
 
         Args:
             whole: its size as one micro-batch, on the rank where it is largest.
-            seconds: how long it took.
-            real: its size without padding.
+            pace: how long it took, over its size without padding.
         """
-        grew, self._whole = whole > 2 * self._whole, max(whole, self._whole)
-        if grew and self._failed_at is None:  # also: the first batch was a short one
+        grew, self._largest = whole > 2 * self._largest, max(whole, self._largest)
+        if grew and not self._has_failed:  # also: the first batch was a short one
             self.is_searching, self._best, self._times = True, None, []
         if not self.is_searching:
             return
-        self._times.append(seconds / max(real, 1))
+        self._times.append(pace)
         if len(self._times) < WARM + TIMED:
             return
         time, self._times = min(self._times[WARM:]), []
-        assert self.limit is not None
+        limit = self.begin(whole)
         if self._best is not None and FASTER * time > self._best:
-            self.limit, self.is_searching = max(self.limit // 2, 1), False
-        elif self.limit >= whole:
+            self.limit, self.is_searching = max(limit // 2, 1), False
+        elif limit >= whole:
             self.is_searching = False
         else:
-            self._best, self.limit = time, 2 * self.limit
-
-    # ---- checkpoints -----------------------------------------------------------------
+            self._best, self.limit = time, 2 * limit
 
     def state_dict(self) -> dict[str, Any]:
-        """The limits with which a resumed run begins. It may run on another machine, so
-        no times are kept."""
+        """What a resumed run begins with. It may run on another machine, so no times
+        are kept."""
         limit = None if self.is_searching else self.limit
-        return {"limit": limit, "failed_at": self._failed_at, "whole": self._whole}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.limit, self._failed_at = state["limit"], state["failed_at"]
-        self._whole, self.is_searching = state.get("whole", 0), self.limit is None
+        return {"limit": limit, "failed": self._has_failed, "whole": self._largest}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,7 @@ class AutoSizes:
         hosts: Hosts,
         device: torch.device,
     ) -> None:
-        self.search = SizeSearch(start=start)
-        if found is not None:
-            self.search.load_state_dict(found)
+        self.search = SizeSearch(start=start, found=found)
         self.shown: int | None = None
         self._hosts, self._device = hosts, device
         self._unit = "rows"
@@ -88,8 +86,7 @@ class AutoSizes:
         self._real = rows.real_of(range(rows.num_rows))
         if self.search.limit is None:
             (whole,) = map(int, self._hosts.largest([whole]))
-        self.search.begin(whole)
-        size = self.shown = self.search.limit
+        size = self.shown = self.search.begin(whole)
         self._unit, self._since = "tokens" if rows.has_lengths else "rows", self._now()
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
@@ -114,7 +111,7 @@ class AutoSizes:
             drop: drops what the attempt has collected; returns the micro-batch that was
                 under way, or None if the loader batch was not cut yet.
         """
-        gradients = KeptGradients(parameters)
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
         kept = Kept(module, device=module.device)
         mark = accumulator.window.copy()
 
@@ -133,7 +130,10 @@ class AutoSizes:
 
         while not self._came_through(failure()):
             accumulator.rewind(mark)
-            gradients.restore()
+            for parameter in parameters:  # all of them, before any is copied
+                parameter.grad = None
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
             drop()
             kept.restore()
 
@@ -143,13 +143,13 @@ class AutoSizes:
         Raises:
             TrainkitError: a single sample does not fit on some rank.
         """
+        search, unit = self.search, self._unit
         pace = (self._now() - self._since) / max(self._real, 1)
         size, num_rows, error = failure or (0, 0, "")
         failed = -size if failure else NO_SIZE
         single = size if num_rows == 1 else 0
         numbers = self._hosts.largest([failed, single, pace, self._whole])
         failed, single, pace, whole = numbers
-        unit = self._unit
         if single:
             shown = f" of {single:.0f} tokens" if unit == "tokens" else ""
             said = f" ({error})" if error else ""
@@ -158,20 +158,20 @@ class AutoSizes:
                 f"a sample cannot be cut. Shorten it, or use activation checkpointing, "
                 f"a narrower dtype or a smaller model."
             )
-        before, was_searching = self.search.limit, self.search.is_searching
+        before, was_searching = search.limit, search.is_searching
         if failed != NO_SIZE:
-            self.search.failed(-int(failed))
+            search.failed(-int(failed))
             rank_zero_info(
                 f"MicroBatching: memory ran out in a micro-batch of {-failed:.0f} "
                 f"{unit}, under a limit of {before}; the window is run again under "
-                f"{self.search.limit}."
+                f"{search.limit}."
             )
             return False
-        self.search.passed(whole=int(whole), seconds=pace, real=1)
-        if was_searching and not self.search.is_searching:
+        search.passed(int(whole), pace)
+        if was_searching and not search.is_searching:
             rank_zero_info(
                 f"MicroBatching: windows are cut into micro-batches of at most "
-                f"{self.search.limit} {unit}; larger ones are no faster."
+                f"{search.limit} {unit}; larger ones are no faster."
             )
         return True
 
@@ -179,18 +179,3 @@ class AutoSizes:
         if self._device.type == "cuda" and self.search.is_searching:
             torch.cuda.synchronize(self._device)  # only while the search times
         return time.perf_counter()
-
-
-class KeptGradients:
-    """A copy of the gradients of parameters, to begin again with."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._kept = [
-            (p, None if p.grad is None else p.grad.clone()) for p in parameters
-        ]
-
-    def restore(self) -> None:
-        for parameter, _ in self._kept:
-            parameter.grad = None
-        for parameter, gradient in self._kept:
-            parameter.grad = None if gradient is None else gradient.clone()

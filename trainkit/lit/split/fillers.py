@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 from trainkit.core.generators import random_kept
 from trainkit.core.split.micro_batching import MicroBatching
@@ -17,8 +12,9 @@ from trainkit.core.strategies import Strategies, Uniform
 from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import combined_loader, has_own, leaves_places_empty
-from trainkit.lit.proof.copying import Copies, read_apart
+from trainkit.lit._compat import combined_loader
+from trainkit.lit.probe.rows import rows_at
+from trainkit.lit.proof.copying import read_apart
 
 
 def refuse_fillers_that_count(
@@ -29,13 +25,12 @@ def refuse_fillers_that_count(
 ) -> None:
     """Weigh one filler of each training loader that will give some.
 
-    It is read as in training, worker and hooks included, and weighed as `training_step`
-    gets it, by copies of the data set and of the module.
+    It is read from a copy of the data set, collated alone, and weighed as it is then.
 
     Raises:
         TrainkitError: it has a weight. In manual optimization, where the module may
-            give weights itself, this is a warning, and so is a filler that cannot be
-            weighed.
+            give weights itself, and among several loaders, this is a warning, and so
+            is a filler that cannot be weighed.
     """
     # Uniform() counts every micro-batch in any case; a total has no denominator.
     weighing = [
@@ -45,23 +40,21 @@ def refuse_fillers_that_count(
     ]
     combined = combined_loader(trainer)
     loaders = combined.flattened if weighing else ()
-    fills = [each for each in loaders if _will_fill(trainer, each)]
-    copied = Copies(trainer, pl_module).module if fills else None
-    for loader in fills:
+    is_sure = len(loaders) == 1 and pl_module.automatic_optimization
+    for loader in (each for each in loaders if _will_fill(trainer, each)):
         for strategy in weighing:
             weight: float | None = None
             try:
                 with random_kept(trainer.strategy.root_device):
-                    batch = _read(loader, micro_batching)
-                    weigh = partial(_weigh, trainer, copied, strategy)
-                    weight = _weight_among(combined, loader, batch, weigh)
+                    batch = _filler(loader, combined, micro_batching)
+                    weight = float(strategy.weight(batch))
                 found = f"it weighs {weight:g}"
             except Exception as error:
                 found = f"this cannot be seen ({type(error).__name__}: {error})"
             if weight == 0:
                 continue
             text = _text(strategy, loader, found)
-            if weight is not None and pl_module.automatic_optimization:
+            if weight is not None and is_sure:
                 raise TrainkitError(text)
             if trainer.is_global_zero:
                 warnings.warn(text, stacklevel=2)
@@ -73,59 +66,16 @@ def _will_fill(trainer: Any, loader: Any) -> bool:
     return is_ours and trainer.num_training_batches >= len(loader)
 
 
-def _weigh(trainer: Any, copied: Any, strategy: Any, batch: Any) -> float:
-    """The weight of a batch after the hooks of a transfer, as copies have them."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    data, device = copy.copy(trainer.datamodule), trainer.strategy.root_device
-    for hook, *more in (
-        ("on_before_batch_transfer", 0),
-        ("transfer_batch_to_device", device, 0),
-        ("on_after_batch_transfer", 0),
-    ):
-        owner = data if data is not None and has_own(data, hook) else copied
-        batch = getattr(owner, hook)(batch, *more)
-    return float(strategy.weight(batch))
-
-
-def _weight_among(
-    combined: Any, loader: ResumableLoader, batch: Any, weigh: Callable[[Any], float]
-) -> float:
-    """The weight of a batch beside other loaders, which have ended or continue."""
-    try:
-        return weigh(_among(combined, loader, batch, None))
-    except Exception:
-        if leaves_places_empty(combined):
-            raise
-        # The strategy may need a batch of each loader: this one stands in for all.
-        with suppress(Exception):
-            if weigh(_among(combined, loader, batch, batch)) == 0:
-                return 0.0
-        raise
-
-
-def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> Any:
-    """The batch that all loaders give together, from one loader's batch and another
-    value for the other loaders."""
-    again = copy.copy(combined)
-    again.flattened = [batch if x is loader else other for x in combined.flattened]
-    return again.iterables
-
-
-def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
-    batches: Any = [[Filler(0)]]
-    # By a loader: the data set may open files that must not be open before workers.
-    again = DataLoader(
-        read_apart(loader.dataset),
-        batch_sampler=batches,
-        collate_fn=loader.collate_fn,
-        num_workers=min(loader.num_workers, 1),
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
-    (batch,) = again
+def _filler(
+    loader: ResumableLoader, combined: Any, micro_batching: MicroBatching | None
+) -> Any:
+    """A batch of one filler, in the place of each of the loaders."""
+    batch = loader.collate_fn(list(rows_at(read_apart(loader.dataset), [Filler(0)])))
     if micro_batching is not None and micro_batching.collate is not None:
-        return micro_batching.collate(batch)
-    return batch
+        batch = micro_batching.collate(batch)
+    again = copy.copy(combined)
+    again.flattened = [batch] * len(combined.flattened)
+    return again.iterables
 
 
 def _text(strategy: Any, loader: ResumableLoader, what: str) -> str:

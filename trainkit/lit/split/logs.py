@@ -25,9 +25,11 @@ from trainkit.lit._compat import (
     replaced,
     uncompiled,
 )
-from trainkit.lit.split.arriving import TRANSFER
 from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.outputs import like, weighted_mean
+
+TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
+"""The hooks on a batch's way to the device, in which Lightning logs nothing."""
 
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 """The parameters of Lightning's `log` after the name and the value."""
@@ -100,7 +102,7 @@ class HeldLogs:
         if weight is None:
             return next(iter(current.weights))
         if isinstance(weight, AccumulationStrategy):
-            return weight.weight(current.on_device[current.index])
+            return weight.weight(current.batch)
         if isinstance(weight, str) and weight not in current.weights:
             terms = sorted(filter(None, current.weights)) or "none"
             raise TrainkitError(

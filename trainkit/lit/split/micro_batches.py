@@ -30,33 +30,32 @@ class CutBatch:
 
     Attributes:
         parts: its micro-batches, the largest first.
-        weights: what they weigh, by term; NaN until `training_step` has run, if that
-            says them.
-        are_said: whether `training_step` says the weights.
         num_counting: how many of the parts count. Those behind only let all ranks run
             equally many: they repeat the last one, with weight 0.
+        weights: what they weigh, by term; NaN until that is known.
+        are_said: whether `training_step` says the weights.
         trims: whether columns that are only padding in a part are left out.
         is_told: whether the total of the window is known beforehand.
-        closes: whether the window closes with it.
         is_forward_only: whether there are no backward passes.
+        arrived: all of them on the device, where they travel before the first one runs.
         index: the micro-batch that is on its way to the device, or runs.
-        on_device: the micro-batches that have arrived there and have not ended.
-        value: the loss of the micro-batch, as reported.
+        batch: the one that runs, on the device.
+        value: its loss, as reported.
         terms: for each term, the losses so far.
         extras: what was returned beside each loss; None beside a plain one.
         num_nothing: how many micro-batches returned None.
     """
 
     parts: list[MicroBatch]
+    num_counting: int
     weights: dict[str, list[Weight]]
     are_said: bool
-    num_counting: int
     trims: bool
-    is_told: bool = True
-    closes: bool = True
+    is_told: bool
     is_forward_only: bool = False
+    arrived: list[Any] = field(default_factory=list)
     index: int = 0
-    on_device: dict[int, Any] = field(default_factory=dict)
+    batch: Any = None
     value: Tensor | None = None
     terms: dict[str, list[Tensor]] = field(default_factory=dict)
     extras: list[dict[str, Any] | None] = field(default_factory=list)
@@ -68,10 +67,6 @@ class CutBatch:
         return self.index >= self.num_counting
 
     @property
-    def is_last(self) -> bool:
-        return self.index + 1 == len(self.parts)
-
-    @property
     def leading(self) -> list[Weight]:
         """The weights in the first term."""
         return next(iter(self.weights.values()))
@@ -79,6 +74,12 @@ class CutBatch:
     @property
     def num_rows(self) -> int:
         return sum([len(each.rows) for each in self.parts[: self.num_counting]])
+
+    def weigh(self, strategies: Strategies, batches: Sequence[Any]) -> None:
+        """Weigh the micro-batches that count."""
+        weights = weights_by_term(strategies, batches[: self.num_counting])
+        for term, each in weights.items():
+            self.weights[term][: self.num_counting] = each
 
     def share(self) -> Weight:
         """The micro-batch's part of the loader batch's weight; of its rows, where
@@ -95,6 +96,15 @@ class CutBatch:
         for name, value in terms.items():
             self.terms.setdefault(name, []).append(value.reshape(()))
 
+    def counts(self) -> dict[str, int]:
+        """The arguments of `Window.count`: tokens, padding among them, samples."""
+        padded = real = num_rows = 0
+        for each in self.parts[: self.num_counting]:
+            padded, real = padded + each.padded, real + each.real
+            num_rows += len(each.rows)
+        tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
+        return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
+
 
 class MicroBatches:
     """Cuts loader batches and weighs the micro-batches.
@@ -109,6 +119,7 @@ class MicroBatches:
         strategies: weigh micro-batches.
         sizes: find the limit for a micro-batch, for `"auto"`.
         hosts: of the ranks that must run equally many, if they must.
+        weighs: whether they are weighed on the host, before they travel.
 
     Attributes:
         cutter: cuts.
@@ -121,9 +132,11 @@ class MicroBatches:
         strategies: Strategies,
         sizes: AutoSizes | None,
         hosts: Hosts | None,
+        *,
+        weighs: bool,
     ) -> None:
         self._options, self._trainer = options, trainer
-        self._sizes, self.hosts = sizes, hosts
+        self._sizes, self._hosts, self._weighs = sizes, hosts, weighs
         self._has_said_shared = self._has_said_too_long = False
         self.weigh_by(strategies)
 
@@ -135,38 +148,38 @@ class MicroBatches:
         self._are_said = says_weights(strategies)
 
     def of(self, batch: Any, *, trim: bool) -> CutBatch:
-        """The micro-batches of a loader batch.
-
-        Args:
-            batch: the loader batch.
-            trim: leave out columns that are only padding in a micro-batch.
-        """
+        """The micro-batches of a loader batch; `trim` leaves out columns that are only
+        padding in one."""
         limit = None
         if self._sizes is not None:
             limit = self._sizes.limit_for(self.cutter.measure(batch))
         parts = self.cutter.cut(batch, limit, trim=trim)
         number = most = len(parts)
-        if self.hosts is not None:
-            (most,) = map(int, self.hosts.largest([number]))
+        if self._hosts is not None:
+            (most,) = map(int, self._hosts.largest([number]))
             if number < most:
                 parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
                 number = len(parts)
         if self.cutter.longest_over_budget is not None and limit is None:
             self._say_too_long(self.cutter.longest_over_budget)
-        weights: dict[str, list[Weight]] = {}
-        if self._are_said:
-            weights |= {term: [math.nan] * number for term in self._strategies}
-        else:
-            of_each = [each.batch for each in parts]
-            weights = weights_by_term(self._strategies, of_each)
+        is_told = self._trainer.accumulate_grad_batches == 1 and not self._are_said
+        unknown = [*[math.nan] * number, *[0] * (most - number)]
+        current = CutBatch(
+            parts + parts[-1:] * (most - number),
+            number,
+            {term: [*unknown] for term in self._strategies},
+            self._are_said,
+            trim,
+            is_told,
+        )
+        if self._weighs and not self._are_said:
+            current.weigh(self._strategies, [each.batch for each in parts])
         if not self._is_verified:
             self._is_verified = True
-            self._verify(batch, weights)
+            if self._weighs:
+                self._verify(batch, current.weights)
             self._say_shared()
-        parts += parts[-1:] * (most - number)
-        for each in weights.values():
-            each += [0] * (most - number)
-        return CutBatch(parts, weights, self._are_said, number, trim)
+        return current
 
     def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
         """Refuse weights of the parts that do not add up to the loader batch's. A list
@@ -188,17 +201,15 @@ class MicroBatches:
     def _say_shared(self) -> None:
         """Say once what every micro-batch gets whole, since it is not as long as the
         batch has rows, and nobody has named it."""
-        named = set(map(str, self._options.shared))
-        shared = [
-            path
-            for path, value in self.cutter.shared
-            if is_array(value) and path not in named
-        ]
-        is_news = shared and not self._has_said_shared
-        if is_news and self._trainer.is_global_zero:
-            names = ", ".join(map(repr, shared))
-            say(self._trainer, ("split", f"every micro-batch gets all of {names}"))
+        if self._has_said_shared:
+            return
         self._has_said_shared = True
+        named = set(map(str, self._options.shared))
+        fields = [each for each in self.cutter.shared if is_array(each.value)]
+        shared = [repr(each.path) for each in fields if each.path not in named]
+        if shared and self._trainer.is_global_zero:
+            row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
+            say(self._trainer, row)
 
     def _say_too_long(self, longest: int) -> None:
         if not self._has_said_too_long:
@@ -210,16 +221,6 @@ class MicroBatches:
                 f"shorten such samples.",
                 stacklevel=2,
             )
-
-
-def counts_of(parts: Sequence[MicroBatch]) -> dict[str, int]:
-    """The arguments of `Window.count`: tokens, padding among them, samples."""
-    padded = real = num_rows = 0
-    for each in parts:
-        padded, real = padded + each.padded, real + each.real
-        num_rows += len(each.rows)
-    tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
-    return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
 
 
 def described(options: MicroBatching, *, is_step: bool) -> str:

@@ -15,7 +15,7 @@ from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.taken_calls import PlainBackward
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
-from trainkit.lit.split.micro_batches import CutBatch, counts_of
+from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.outputs import taken_apart
 from trainkit.lit.split.refusals import refuse_several_terms
 
@@ -49,8 +49,7 @@ class Passes:
     ) -> None:
         self._trainer, self._module, self._windows = trainer, pl_module, windows
         self._logs, self._accumulator = logs, windows.accumulators[0]
-        of = trainer, pl_module, self._accumulator
-        self.transfer = Transfer(*of, may_repeat=may_repeat)
+        self.transfer = Transfer(trainer, pl_module, may_repeat=may_repeat)
         self._ranks = self._accumulator.ranks
         self._has_ranks = self._ranks.backend_sums
         self.is_apart = may_repeat and self._has_ranks
@@ -74,7 +73,7 @@ class Passes:
             if self.is_apart or not current.are_said:
                 device = self._trainer.strategy.root_device
                 accumulator.division.agree(first, size * len(current.parts), device)
-        accumulator.window.count(**counts_of(current.parts[: current.num_counting]))
+        accumulator.window.count(**current.counts())
 
     def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
         """Run all micro-batches of a loader batch, with these further arguments of
@@ -88,12 +87,12 @@ class Passes:
             if current.are_said:  # training_step may say what its loss weighs
                 said = self._windows.said.open()
             # The ranks' gradients meet in the backward pass of the last micro-batch.
-            if self._has_ranks and not self.is_apart and not current.is_last:
+            is_last = current.index + 1 == len(current.parts)
+            if self._has_ranks and not self.is_apart and not is_last:
                 block = self._block()
             with undone, block, said:
                 output = self._training_step(batch, *args, **kwargs)
                 self._take(current, batch, output, is_filler=is_filler)
-            current.on_device.clear()
 
     def _take(
         self, current: CutBatch, batch: Any, output: Any, *, is_filler: bool

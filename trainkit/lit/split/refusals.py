@@ -1,4 +1,4 @@
-"""Refusals of what split windows cannot do, at the latest in the first window."""
+"""Refusals of what split windows cannot do, and errors of the user's code in one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
+from trainkit.core.nested import describe
+from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
@@ -82,18 +84,16 @@ def refuse_several_terms(
         )
 
 
-def refuse_auto_between_ranks(trainer: Any, communicates: bool) -> None:
-    if communicates:
+def refuse_auto(trainer: Any, ranks: Ranks, *, run_alike: bool) -> None:
+    """Refuse to try sizes where ranks wait for each other, or gradients do not pass
+    DDP's communication hooks."""
+    if run_alike:
         raise TrainkitError(
             f'MicroBatching("auto"): under {type(trainer.strategy).__name__} forward '
             f"passes communicate, and a rank whose memory runs out inside one leaves "
             f"the others waiting, so a size cannot be tried. Say it: "
             f"MicroBatching(size=4) or MicroBatching(tokens=4096)."
         )
-
-
-def refuse_auto_with_hooks(ranks: Ranks) -> None:
-    """Refuse DDP's communication hooks where its backward passes do not communicate."""
     hooks = communication_hooks(ranks.ddp) if ranks.ddp is not None else []
     if hooks:
         raise TrainkitError(
@@ -111,4 +111,58 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     kinds = (nn.SyncBatchNorm, FullyShardedDataParallel)
     return any(isinstance(m, kinds) for m in pl_module.modules()) or any(
         isinstance(p, DTensor) for p in pl_module.parameters()
+    )
+
+
+# ---- errors of the user's code -------------------------------------------------------
+
+MOST_SHOWN = 8
+
+
+def stop_iteration(where: str) -> TrainkitError:
+    """The error for a `StopIteration` inside an open window, by which Lightning would
+    end the epoch."""
+    return TrainkitError(
+        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
+        f"the end of the epoch, so that the window's step would be lost without a "
+        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
+        f"return -1 from on_train_batch_start."
+    )
+
+
+def add_note(error: Exception, loader_batch: Any, current: Any) -> None:
+    """Add a note to an error of the user's code: what the code got, and which option
+    changes that.
+
+    Trainkit's own errors name the cut themselves, and a shortage of memory does not
+    come from sizes that do not match. Python 3.10 has no notes.
+    """
+    write = getattr(error, "add_note", None)
+    if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
+        return
+    try:
+        text = _note(loader_batch, current)
+    except Exception:  # a batch of the user's own class may raise anything
+        return
+    if text:
+        write(text)
+
+
+def _note(loader_batch: Any, current: Any) -> str:
+    part, number = current.parts[current.index], len(current.parts)
+    shape, rows = describe(part.batch), ", ".join(map(str, part.rows[:MOST_SHOWN]))
+    if number == 1 and shape == describe(loader_batch):
+        return ""
+    more = ", ..." if len(part.rows) > MOST_SHOWN else ""
+    note = (
+        f"trainkit | micro_batching: this was micro-batch {current.index + 1} of "
+        f"{number}, the rows {rows}{more} of a loader batch of {current.num_rows} "
+        f"rows: {shape}. MicroBatching(shared=...) names what every micro-batch is to "
+        f"get whole."
+    )
+    if not current.trims:
+        return note
+    return (
+        f"{note} Columns that are only padding in it were left out: trim=False keeps "
+        f"them, and lengths= names the field with the lengths."
     )

@@ -27,7 +27,6 @@ from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.start import first_batches
 from trainkit.lit.split import refusals
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.errors import add_note, stop_iteration
 from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
 from trainkit.lit.split.outputs import as_one
@@ -82,23 +81,23 @@ class Split:
         refusals.refuse_before_training(*of)
         ranks, is_auto = accumulator.ranks, options.is_auto
         run_alike = refusals.communicates_in_forward(pl_module, ranks)
-        refusals.refuse_auto_between_ranks(trainer, is_auto and run_alike)
         self.sizes: AutoSizes | None = None
         if is_auto:
-            refusals.refuse_auto_with_hooks(ranks)
+            refusals.refuse_auto(trainer, ranks, run_alike=run_alike)
             device = trainer.strategy.root_device
             self.sizes = AutoSizes(options.start, found, Hosts(ranks), device)
         self.current: CutBatch | None = None
         self.num_loader_batches = 0
         may_trim = True if is_rehearsal(trainer) else None
         self.trims: bool | None = may_trim if options.trim else False
-        hosts = Hosts(ranks) if run_alike else None
-        of = options, trainer, accumulator.strategies
-        self._micro_batches = MicroBatches(*of, self.sizes, hosts)
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, ranks.size)
         of = trainer, pl_module, windows, self._logs
         self._passes = Passes(*of, may_repeat=is_auto)
+        self._is_plain = self._passes.transfer.is_plain
+        of = options, trainer, accumulator.strategies, self.sizes
+        hosts = Hosts(ranks) if run_alike else None
+        self._micro_batches = MicroBatches(*of, hosts, weighs=self._is_plain)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._own: list[Tensor] = []
         self._stash: list[tuple[Tensor, Tensor | None]] = []
@@ -164,12 +163,6 @@ class Split:
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
 
-    def end_epoch(self) -> None:
-        """Compare the weights that were not read yet."""
-        arrivals = self._passes.transfer.arrivals if hasattr(self, "_passes") else None
-        if arrivals is not None:
-            arrivals.read(wait=True)
-
     def stop(self) -> None:
         """Put Lightning's methods back; only the attributes in `KEPT` stay."""
         if hasattr(self, "_patch"):
@@ -229,7 +222,7 @@ class Split:
         self.num_loader_batches += not is_forward_only
         size = trainer.accumulate_grad_batches
         closes = window_ends(trainer, trainer.fit_loop.batch_idx, size)
-        attempt = partial(self._attempt, batch, args, kwargs, closes, is_forward_only)
+        attempt = partial(self._attempt, batch, args, kwargs, is_forward_only)
         apart = self._passes.apart(closes=closes) if self._passes.is_apart else NOTHING
         try:
             with replaced(self._module, log=self._logs.log), apart:
@@ -260,30 +253,36 @@ class Split:
         self._is_complete = False
 
     def _attempt(
-        self, batch: Any, args: Any, kwargs: Any, closes: bool, is_forward_only: bool
+        self, batch: Any, args: Any, kwargs: Any, is_forward_only: bool
     ) -> None:
         """Cut a loader batch, and run all its micro-batches."""
         current = self._micro_batches.of(batch, trim=bool(self.trims))
-        self.current = current
-        current.closes, current.is_forward_only = closes, is_forward_only
-        is_alone = self._trainer.accumulate_grad_batches == 1
-        current.is_told = is_alone and not current.are_said
-        if not is_forward_only:
-            self._passes.announce(current)
-            for callback in self._trainer.callbacks:
-                if isinstance(callback, OrderedCallback):
-                    callback.on_cut(current.num_counting)
+        self.current, current.is_forward_only = current, is_forward_only
         if self._trainer.fit_loop.batch_idx == 0:
             self._metrics.find()
         self._metrics.open(current)
         self._logs.open(current)
         try:
+            self._arrive(current)
             self._passes.run(current, args, kwargs)
         except StopIteration as error:
-            raise stop_iteration("training_step") from error
+            raise refusals.stop_iteration("training_step") from error
         except Exception as error:
-            add_note(error, batch, current)
+            refusals.add_note(error, batch, current)
             raise
+
+    def _arrive(self, current: CutBatch) -> None:
+        """Weigh what has hooks on its way to the device, and announce the window."""
+        try:
+            if not self._is_plain and not current.are_said:
+                arrived = self._passes.transfer.arrive(current)
+                current.weigh(self._accumulator.strategies, arrived)
+        finally:  # in it ranks exchange, also one whose memory has run out
+            if not current.is_forward_only:
+                self._passes.announce(current)
+                for callback in self._trainer.callbacks:
+                    if isinstance(callback, OrderedCallback):
+                        callback.on_cut(current.num_counting)
 
     def _forget(self) -> MicroBatch | None:
         """Drop what was collected in a pass in which memory ran out, on some rank;

@@ -308,12 +308,8 @@ class WindowCallback(WindowOwner):
         refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
             self._drop("the epoch ended inside it")
-        if self.driver is not None:
-            self.driver.end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.driver is not None:
-            self.driver.end_epoch()
         self._stop(pl_module)
         self._drop("training ended inside it")
         for accumulator in self.accumulators.values():

@@ -56,9 +56,6 @@ class Streamed:
         self._training_step = self._module = self._trainer = None
         self._backward_with_hooks = self._plain = None
 
-    def end_epoch(self) -> None:
-        """Do what waits for an epoch's end: nothing."""
-
     # ---- a micro-batch ---------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
