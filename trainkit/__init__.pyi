@@ -16,9 +16,11 @@ from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform
 from .core.tape.forward import exact_batch_norm as exact_batch_norm
+from .core.token_loss import TokenLoss as TokenLoss
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
 from .data.length_sampler import LengthGroupedSampler as LengthGroupedSampler
+from .data.packing import PackCollate as PackCollate
 from .data.padding import PadCollate as PadCollate
 from .data.resumable import ResumableLoader as ResumableLoader
 from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler

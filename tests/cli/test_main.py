@@ -20,7 +20,7 @@ ANSWERS = [
     (["--version"], f"trainkit {__version__}", []),
     (PLAN, "accumulation: 8 micro-batches", []),
     ([*PLAN, "--json"], '"accumulate": 8', []),
-    (["plan", "--help"], "keys of --json", []),
+    (["plan", "--help"], "--noise-scale", []),
     (["sweep", "--help"], "Run a sweep in W&B's own format", []),
     (["completion", "bash"], "-F _python_argcomplete trainkit", []),
     (["completion", "--query", "trainkit plan --t"], "--target", []),

@@ -79,7 +79,8 @@ OPEN |= {
     for group, name in OPTIONS
     if group in ("model", "data") and ("experiment", name) in OPTIONS
 }
-OPEN["model", "completions"] = ["accumulation=none"]  # it has a strategy of its own
+for own in ("completions", "packed_lm"):  # they have a strategy of their own
+    OPEN["model", own] = ["accumulation=none"]
 
 
 @pytest.mark.parametrize("option", [o for group, o in OPTIONS if group == "trainer"])
@@ -204,6 +205,7 @@ def test_a_users_application_uses_the_groups(tmp_path: Path) -> None:
         "_target_": "trainkit.PerSample",
         "size": "x",
         "mask": None,
+        "documents": "auto",
         "loss_reduction": "mean",
     }
 

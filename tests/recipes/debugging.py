@@ -25,6 +25,9 @@ SMALL = {
     "moe": "data.batch_size=16 data.length=16 data.num_train=64 data.num_val=16 "
     "model.width=8 model.num_heads=2 model.num_experts=4",
     "multi_term": "data.batch_size=16 data.num_train=64 data.num_val=16 model.width=8",
+    "packed_lm": "data.vocab_size=300 data.num_train=64 data.num_val=8 "
+    "data.max_length=96 data.batch_size=32 model.hidden_size=16 model.num_layers=1 "
+    "model.num_heads=1 micro_batching.tokens=900",
     "ragged_regression": "data.num_train=58 data.num_val=16 model.width=4",
     "segmentation": "data.batch_size=8 data.num_train=28 data.num_val=8 data.side=16 "
     "model.width=2 micro_batching.size=3",

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
     describe,
@@ -74,16 +75,21 @@ class PerSample(AccumulationStrategy):
             all tensors of the batch share, or the number in a graph library's batch.
         mask: path of a tensor of 0/1 or real-valued sample weights, whose sum is the
             weight.
+        documents: what tells documents apart that share a row; they are samples then.
+            `"auto"`: offsets, numbers, a mask or positions, as transformers and its
+            collators name them. The path of such a field; or `"off"`: rows count.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
             divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
 
     size: Path | None = None
     mask: Path | None = None
+    documents: str = "auto"
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
         check_reduction(self)
+        _check_documents(self)
         if self.size != "":
             _check_paths(self, "size")
         _check_paths(self, "mask")
@@ -98,7 +104,8 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            return leading_dimension(batch)
+            found = count_documents(batch, self.documents)
+            return leading_dimension(batch) if found is None else found
         found = batch if self.size == "" else lookup(batch, self.size)
         if isinstance(found, list | tuple):
             return len(found)
@@ -131,6 +138,8 @@ class PerToken(AccumulationStrategy):
             first label of each row is then not a target and does not count.
         mask: path of a tensor of 0/1 or real-valued token weights, whose sum is the
             weight; the labels are then not used.
+        documents: what tells documents apart that share a row, for the proof and for
+            cuts; as for `PerSample`. It changes no weight.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
             divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
@@ -140,10 +149,12 @@ class PerToken(AccumulationStrategy):
     ignore_index: int = -100
     shift: bool = False
     mask: Path | None = None
+    documents: str = "auto"
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
         check_reduction(self)
+        _check_documents(self)
         _check_paths(self, "labels", "mask")
         if not isinstance(self.shift, bool):
             raise TrainkitError(
@@ -261,6 +272,15 @@ def checked_weight(
     return weight
 
 
+def _check_documents(strategy: PerSample | PerToken) -> None:
+    if not isinstance(strategy.documents, str) or not strategy.documents:
+        raise TrainkitError(
+            f"{type(strategy).__name__} documents: must be 'auto', 'off' or the path "
+            f"of the field that tells them apart, received {strategy.documents!r}. For "
+            f"example documents='position_ids'."
+        )
+
+
 def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
     for name in names:
         path = getattr(strategy, name)
@@ -291,10 +311,12 @@ CHANNELS = (1, 3, 4)
 """How many channels an image may have."""
 
 
-def num_samples(batch: Any) -> float:
-    """How many samples a batch holds; NaN if that cannot be counted."""
+def num_samples(batch: Any) -> Weight:
+    """How many samples a batch holds, which are documents where these share rows; NaN
+    if that cannot be counted."""
+    found = count_documents(batch)
     try:
-        return leading_dimension(batch)
+        return leading_dimension(batch) if found is None else found
     except TrainkitError:
         return math.nan
 

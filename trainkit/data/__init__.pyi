@@ -1,5 +1,6 @@
 from .filler import WeighNothing as WeighNothing
 from .length_sampler import LengthGroupedSampler as LengthGroupedSampler
+from .packing import PackCollate as PackCollate
 from .padding import PadCollate as PadCollate
 from .resumable import ResumableLoader as ResumableLoader
 from .token_budget import TokenBudgetSampler as TokenBudgetSampler

@@ -13,6 +13,7 @@ ADVICE = (
     r".*treespec, LeafSpec.*",
     r".*does not have many workers.*",
     r".*max_epochs. was not set.*",
+    r"You defined a .validation_step. but have no .*",
     r".*smaller than the logging interval.*",
 )
 

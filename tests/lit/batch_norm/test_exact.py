@@ -176,7 +176,7 @@ def test_noise_scale_says_that_it_cannot_measure() -> None:
     noise = NoiseScale(every_n_steps=1, if_impossible="say")
     fit(Images(), *exact(SPLIT), noise, epochs=1)
     assert noise.why_not is not None
-    assert "have no gradient of their own" in noise.why_not
+    assert "have no gradients of their own" in noise.why_not
 
 
 SHARES: dict[int, list[tuple[int, ...]]] = {

@@ -17,4 +17,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("error:proof. :UserWarning"))
+            mark = pytest.mark.filterwarnings("error:proof. :UserWarning")
+            item.add_marker(mark, append=False)  # a test may ask for another

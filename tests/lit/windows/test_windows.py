@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from tests.lit.fronts import (
     ragged,
     windows_of,
 )
-from tests.lit.resume.resuming import Saving
 from tests.recording import Ending, told
 from tests.zoo import Plain, Stream, hooked, on_front, plain_token_loss
 from trainkit import Uniform
@@ -287,16 +285,6 @@ def test_loss_of_window_equals_true_mean_undivided() -> None:
     torch.testing.assert_close(window.loss, expected)
     assert int(window.num_micro_batches) == 3
     assert int(window.weight) == int((batch["labels"] != -100).sum())
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
-def test_rest_of_a_window_from_a_loader_that_starts_again_is_said(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "inside.ckpt"
-    fit("mixin", Plain, Saving(path, 5), max_epochs=1)
-    with pytest.warns(UserWarning, match="the train_dataloader starts again at its"):
-        fit("mixin", ckpt_path=path, max_epochs=1)
 
 
 ENDS: dict[str, tuple[Any, str]] = {

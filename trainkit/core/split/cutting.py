@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.core.flattening import dealt_out, first_fit
 from trainkit.core.nested import Field, describe
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
@@ -134,7 +135,9 @@ class Cutter:
                 f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
                 f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
             )
-        if not rows.groups or rows.are_alike:
+        if rows.are_joined:
+            parts = self._of_documents(rows, limit)
+        elif not rows.groups or rows.are_alike:
             # In the order of the rows, so that slices copy nothing.
             number = rows.num_rows
             most = most_rows(rows.padded_of([0]), limit.size, limit.tokens, number)
@@ -148,6 +151,7 @@ class Cutter:
                 overhead=self._options.overhead,
                 attention=self._options.attention,
             )
+        if rows.groups and (rows.are_joined or not rows.are_alike):
             while len(parts) < min(at_least, rows.num_rows):
                 several = [part for part in parts if len(part) > 1]
                 largest = max(several, key=rows.padded_of)
@@ -161,3 +165,11 @@ class Cutter:
             first = rows.padded_of(parts[0])  # only a row by itself is over the budget
             self.longest_over_budget = first if first > limit.tokens else None
         return parts
+
+    def _of_documents(self, rows: Rows, limit: Limit) -> list[list[int]]:
+        """Documents that share micro-batches: nothing is padded, so few are best."""
+        lengths = rows.groups[0].lengths
+        if limit.tokens is not None:
+            return first_fit(lengths, limit.tokens, limit.size)
+        size = limit.size or rows.num_rows
+        return dealt_out(lengths, -(-rows.num_rows // size))

@@ -8,13 +8,16 @@ the same without the others is measured before training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.core.documents import Documents, find_flattened
+from trainkit.core.flattening import flattened
 from trainkit.core.nested import (
     Build,
     Field,
@@ -29,6 +32,7 @@ from trainkit.core.nested import (
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import columns_of
 from trainkit.core.split.rows import (
+    Group,
     Rows,
     groups_of,
     length_of,
@@ -80,6 +84,31 @@ class Layout:
         return self.build(iter(values))
 
 
+@dataclass(frozen=True)
+class DocumentLayout(Layout):
+    """A batch whose rows are documents.
+
+    Attributes:
+        of_rows: the batch of some of them.
+    """
+
+    of_rows: Callable[[Sequence[int]], Any]
+
+    def untrimmed(self) -> Layout:
+        return self
+
+    def of(self, rows: Sequence[int]) -> Any:
+        return self.of_rows(rows)
+
+
+def _layout_of(documents: Documents, batch: Any) -> Layout:
+    lengths = documents.lengths
+    group = Group(max(lengths), [(0, length) for length in lengths])
+    rows = Rows(len(lengths), [group], are_joined=True)
+    of_rows = partial(flattened, batch, documents)
+    return DocumentLayout([], lambda values: batch, [], rows, of_rows)
+
+
 def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([value[row] for row in rows])
@@ -115,6 +144,9 @@ class LayoutReader:
             rows = rows_of_samples(batch, options.length_paths)
             samples = [Field("", list(batch))]
             return Layout(samples, lambda values: collate(next(values)), [()], rows)
+        documents = find_flattened(batch, options.documents)
+        if documents is not None:
+            return _layout_of(documents, batch)
         shared = {id(lookup(batch, path)) for path in options.shared}
         marks = marks_of(batch, options.length_paths, strategy)
         if isinstance(strategy, PerSample) and strategy.size is not None:

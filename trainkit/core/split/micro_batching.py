@@ -57,6 +57,10 @@ class MicroBatching(_Chosen):
             the first batch that has padding; if it does not, nothing is trimmed.
         collate: the function that makes a batch from a list of samples, for a loader
             that yields lists (`collate_fn=list`).
+        documents: what tells documents apart that share a row. `"auto"`: a flattened
+            batch, of one row, is cut between its documents, if offsets, numbers, a mask
+            or positions tell them apart; packed rows are cut by rows. The path of such
+            a field: rows are taken apart into documents. `"off"`: rows are cut.
         overhead: the cost of a micro-batch by itself, in padded tokens. Default: a
             quarter of the budget; half of it or all of it, if the cut would otherwise
             have over one micro-batch more than its tokens fill.
@@ -80,6 +84,7 @@ class MicroBatching(_Chosen):
     shared: Sequence[Path] = ()
     trim: bool = True
     collate: Callable[[list[Any]], Any] | None = None
+    documents: str = "auto"
     overhead: float | None = None
     attention: float = 0.0
     start: int | None = None
@@ -180,6 +185,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ),
         "a mapping of paths to the dimensions to trim, none of them 0, which holds the "
         "rows, as {'mask4d': (2, 3)}",
+    ),
+    "documents": (
+        lambda documents: isinstance(documents, str) and documents != "",
+        "'auto', 'off', or the path of the field that tells documents apart",
     ),
     "trim": (lambda trim: isinstance(trim, bool), "True or False"),
     "collate": (

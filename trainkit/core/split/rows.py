@@ -52,10 +52,13 @@ class Rows:
         num_rows: how many there are.
         groups: their lengths, for each group of ragged tensors; empty if rows have no
             length.
+        are_joined: whether they are documents that stand one behind the other, so that
+            nothing is padded.
     """
 
     num_rows: int
     groups: Sequence[Group] = field(default=())
+    are_joined: bool = False
 
     @property
     def has_lengths(self) -> bool:
@@ -79,6 +82,8 @@ class Rows:
         """How many tokens a micro-batch of these rows computes."""
         if not self.has_lengths or not rows:
             return len(rows)
+        if self.are_joined:
+            return self.real_of(rows)
         return len(rows) * width(self.spans, rows)
 
     def real_of(self, rows: Sequence[int]) -> int:
@@ -90,6 +95,8 @@ class Rows:
 
     def untrimmed(self) -> Rows:
         """A copy of these rows, in which all columns of a group count."""
+        if self.are_joined:
+            return self
         wide = [group.padded_length for group in self.groups]
         full = [Group(each, [(0, each)] * self.num_rows) for each in wide]
         return Rows(self.num_rows, full)

@@ -62,7 +62,7 @@ class Announce(Policy):
         if not self._is_over:
             self._is_over = True
             number = longest_window(trainer) * num_parts
-            self._judge(trainer, layers, num_samples(batch) / num_parts, number)
+            self._judge(trainer, layers, float(num_samples(batch)) / num_parts, number)
 
     def _judge(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
+from trainkit.core.documents import find_flattened
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.tokens import ByTokens
@@ -130,9 +131,18 @@ class InsideCuts:
                 stacklevel=2,
             )
 
-        rows = num_samples(batch)
+        rows = float(num_samples(batch))
+        is_flat = find_flattened(batch) is not None
         for cut in self.cuts:
             if cut.was_called and not cut.was_cut and cut.most_rows < rows:
+                if is_flat:
+                    raise TrainkitError(
+                        f"MicroBatching inside={cut.name!r}: it cuts rows, and the "
+                        f"loader batch is one row of {rows:g} documents. Cut between "
+                        f"documents: MicroBatching(tokens=...) without inside=; or "
+                        f"name a submodule whose tensors have an entry for each token "
+                        f"in their first dimension."
+                    )
                 warnings.warn(
                     f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
                     f"{rows:g} rows, its arguments have {cut.most_rows} in their first "

@@ -13,6 +13,7 @@ from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
+from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows, collates_by_itself
@@ -50,6 +51,8 @@ def measured(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
         subject: the rows, and how they are run.
         precisions: of the arithmetic, that first which is tried first.
     """
+    if (mixed := of_documents(subject, precisions)) is not None:
+        return mixed
     unlike, doubt = _unlike(subject, precisions)
     if unlike is not None and not unlike.is_off:
         return unlike

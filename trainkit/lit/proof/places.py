@@ -105,7 +105,7 @@ def _agrees(
         views = _views(whole, part, rows, num_rows)
         if not views:
             return None
-        found.append(any(_alike(each, part) for each in views))
+        found.append(any(alike(each, part) for each in views))
     return all(found)
 
 
@@ -150,7 +150,7 @@ def _chosen(
     return [whole.index_select(dim, each) for each in orders]
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape are equal, up to rounding."""
     close = CLOSE.get(one.dtype, 1e-2)
     one, other = one.double(), other.double()

@@ -12,7 +12,11 @@ from trainkit.lit.callback.table import Row
 from trainkit.pages.atomic_file import write_atomically
 from trainkit.pages.frame import framed, table
 
-LABELS = {"rows": "rows see each other", "padding": "padding is seen"}
+LABELS = {
+    "rows": "rows see each other",
+    "padding": "padding is seen",
+    "documents": "documents mix",
+}
 """Kinds of causes that need more words."""
 
 MORE = (
@@ -27,8 +31,9 @@ class Cause:
 
     Attributes:
         kind: "denominator", "rows" (which see each other), "loss" (is no mean over
-            rows), "padding", "state", "randomness", "host" (a count of the whole
-            batch), "precision" or "order" (of hooks).
+            rows), "padding", "documents" (of one row, which mix), "state",
+            "randomness", "host" (a count of the whole batch), "precision" or "order"
+            (of hooks).
         place: the path of the module, parameter or field, or the line; "training_step"
             for the loss; "" where there is none.
         text: what was found.
@@ -127,8 +132,15 @@ class Report:
             return f"exact {rows}: {off}{more}"
         if not self.is_off:
             return f"not measured: {self._doubt}"
-        cause = next((c.with_place for c in self.causes if not c.hides), "")
+        first = next((each for each in self.causes if not each.hides), None)
+        cause = "" if first is None else first.with_place
         cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
+        if first is not None and first.kind == "documents":
+            return (
+                f"documents that share a row are not what each is alone: the gradient "
+                f"of {self.num_rows} of them is off by {self.deviation:.2g} of its "
+                f"size. {cause}To do: {first.remedy[0]}"
+            )
         return (
             f"a window of this training is not the big batch: {rows}, its gradient is "
             f"off by {self.deviation:.2g} of its size. {cause}{MORE}"
@@ -160,6 +172,8 @@ class Report:
             return f"exact on {self.num_rows} rows: {measured}"
         if not self.is_off:
             return f"cannot say on {self.num_rows} rows: {measured}"
+        if self.causes and self.causes[0].kind == "documents":
+            return f"documents mix, {self.num_rows} of one row: {measured}"
         return f"not the big batch on {self.num_rows} rows: {measured}"
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainkit.core.documents import find_documents
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
@@ -26,6 +27,7 @@ from trainkit.lit.callback.base import (
     is_taken_out,
 )
 from trainkit.lit.callback.table import say
+from trainkit.lit.proof.documents import documents_option, of_documents
 from trainkit.lit.proof.measure import measured, refuse_backend
 from trainkit.lit.proof.parts import chosen_parts
 from trainkit.lit.proof.rehearse import Rehearsal
@@ -104,18 +106,26 @@ class ProofAtStart:
 
     def run(self, batch: Any) -> None:
         """Measure, if that is asked for, and say what was found."""
-        if self._is_asked(batch):
-            try:
-                report = measured(self._subject(batch), PRECISIONS)
-            except Exception as error:
-                report = Report.of_nothing(in_one_line(error))
+        windows, number = self._windows, 0
+        how = documents_option(windows.cut, windows.strategies)
+        documents = find_documents(batch, how)
+        if documents is not None:
+            number = len(documents.spans) - len(documents.numbers)
+        if number > 0 and self._trainer.is_global_zero:
+            say(self._trainer, ("documents", str(documents)))
+        if windows.proof == "off" or not (number > 0 or self._is_asked(batch)):
+            return
+        measure = measured if self._is_asked(batch) else of_documents
+        try:
+            report = measure(self._subject(batch), PRECISIONS)
+        except Exception as error:
+            report = Report.of_nothing(in_one_line(error))
+        if report is not None:
             self.tell(report)
 
     def _is_asked(self, batch: Any) -> bool:
-        """Whether somebody wants to know, and a step has several micro-batches."""
+        """Whether a step has several micro-batches."""
         windows, trainer = self._windows, self._trainer
-        if windows.proof == "off":
-            return False
         if windows.inside is not None or not self._has_parts:
             return windows.inside is not None
         if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):

@@ -110,6 +110,38 @@ WORDS: dict[str, tuple[str, ...]] = {
         INSIDE,
         "with accumulate_grad_batches=1 and larger loader batches",
     ),
+    # ---- documents that share a row --------------------------------------------------
+    "a cache": (
+        "documents",
+        "a document sees what stands before it in its row, since the model makes a "
+        "cache, and beside one it does not look at positions",
+        "model.config.use_cache = False",
+        "or model(**batch, use_cache=False)",
+    ),
+    "content": (
+        "documents",
+        "a document's outputs change with the content of another in its row",
+        "give this module a mask of blocks, offsets, or positions that begin anew, if "
+        "it heeds them (attn_implementation=... of transformers)",
+        "or one document a row: PadCollate in place of PackCollate",
+    ),
+    "place": (
+        "documents",
+        "a document's outputs change with its place in the row: positions run on",
+        "number positions anew in each document: position_ids, as PackCollate makes "
+        "them, and hand them to the model",
+    ),
+    "first label": (
+        "documents",
+        "the first label of a document is what the one before it is to predict: a "
+        "label across their bound",
+        "labels[start] = -100 for each document, as PackCollate does",
+    ),
+    "loss over documents": (
+        "documents",
+        "no output of a document depends on another, but the loss does",
+        "let the loss be a mean over tokens, or over documents",
+    ),
     # ---- what the loss divides by ----------------------------------------------------
     "function": (
         "loss",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.division import weights_by_term
+from trainkit.core.documents import count_documents
 from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch
@@ -98,12 +99,14 @@ class CutBatch:
 
     def counts(self) -> dict[str, int]:
         """The arguments of `Window.count`: tokens, padding among them, samples."""
-        padded = real = num_rows = 0
+        padded = real = num_rows = samples = 0
         for each in self.parts[: self.num_counting]:
             padded, real = padded + each.padded, real + each.real
             num_rows += len(each.rows)
+            documents = count_documents(each.batch)  # a row may hold several
+            samples += len(each.rows) if documents is None else int(documents)
         tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
-        return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
+        return {"padding": padded - real, "tokens": tokens, "samples": samples}
 
 
 class MicroBatches:

@@ -1,0 +1,218 @@
+"""Documents that share a row see each other, or they do not: verdict, place, remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import trainkit
+from tests.lit.proof.starting import fit, said
+from trainkit import MicroBatching, PackCollate, PerToken, TrainkitError
+
+WORDS, WIDTH = 30, 8
+GENERATOR = torch.Generator().manual_seed(0)
+DOCUMENTS = [
+    {"input_ids": torch.randint(3, WORDS, (int(n),), generator=GENERATOR)}
+    for n in torch.randint(3, 12, (24,), generator=GENERATOR)
+]
+
+
+def loader(collate: Any = None, size: int = 8) -> DataLoader[Any]:
+    collate = collate or PackCollate()
+    return DataLoader(DOCUMENTS, batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
+
+
+class Net(LightningModule):
+    """Predicts the next token; a subclass says what is done between tokens."""
+
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.body = body or nn.Identity()
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.double()
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        return self.body(states)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states = self.mixed(self.embed(batch["input_ids"]), batch)
+        logits, labels = self.head(states)[:, :-1], batch["labels"][:, 1:]
+        return self.loss(logits.flatten(0, 1), labels.flatten())
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Attending(Net):
+    """Each token sees those before it, of its own document if `apart`."""
+
+    apart = True
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        number = (batch["position_ids"] == 0).cumsum(1)
+        mask = torch.ones(states.shape[1], states.shape[1]).tril().bool()
+        if self.apart:
+            mask = mask & (number[:, :, None] == number[:, None, :])
+        return states + F.scaled_dot_product_attention(
+            states, self.body(states), states, attn_mask=mask
+        )
+
+
+class AttendingToAll(Attending):
+    apart = False
+
+
+class Recurrent(Net):
+    def __init__(self) -> None:
+        super().__init__(nn.GRU(WIDTH, WIDTH, batch_first=True))
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        return self.body(states)[0]
+
+
+class OverTokens(Net):
+    """A layer that runs over the tokens of a row."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__(layer())
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        length = states.shape[1]
+        return self.body(states.transpose(1, 2))[..., :length].transpose(1, 2)
+
+
+class Summed(Net):
+    """Adds a summary of the whole row to each token, on purpose."""
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        return self.body(states + states.mean(1, keepdim=True))
+
+
+class RunningOn(Net):
+    """Numbers the tokens of a row from its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(400, WIDTH))
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        return states + self.body(torch.arange(states.shape[1]))
+
+
+class Beginning(RunningOn):
+    """Numbers the tokens of each document."""
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        return states + self.body(batch["position_ids"])
+
+
+class OverDocuments(Net):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + logits.std()
+
+
+def with_first_labels(rows: list[Any]) -> Any:
+    batch = PackCollate()(rows)
+    return {**batch, "labels": batch["input_ids"]}
+
+
+CONVOLUTION = lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=2)  # noqa: E731
+NORM = lambda: nn.BatchNorm1d(WIDTH)  # noqa: E731
+ROWS = PackCollate(length=24)
+
+# The module, its data, where documents see each other, and the remedy.
+MIXED: dict[str, tuple[Callable[[], Any], Any, str, str]] = {
+    "attention": (AttendingToAll, None, "training_step (between body and head)",
+     "mask of blocks"),
+    "attention in packed rows": (AttendingToAll, ROWS, "(between body and head)",
+     "mask of blocks"),
+    "a recurrent layer": (Recurrent, None, "body", "mask of blocks"),
+    "a convolution": (lambda: OverTokens(CONVOLUTION), None, "body", "mask"),
+    "a norm over tokens": (lambda: OverTokens(NORM), None, "body", "mask"),
+    "a summary": (Summed, None, "training_step (between embed and body)", "mask"),
+    "positions that run on": (RunningOn, None, "body", "position_ids"),
+    "a label across a bound": (Attending, with_first_labels, "training_step",
+     "labels[start] = -100"),
+    "a loss over documents": (OverDocuments, None, "training_step", "mean over"),
+}  # fmt: skip
+APART: dict[str, tuple[Callable[[], Any], Any]] = {
+    "attention": (Attending, None),
+    "attention in packed rows": (Attending, ROWS),
+    "positions": (Beginning, None),
+    "no mixing": (Net, None),
+    "filled rows": (Attending, PackCollate(length=200)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_documents_that_see_each_other_are_found_and_refused(name: str) -> None:
+    module, collate, place, remedy = MIXED[name]
+    report = trainkit.check(module(), loader(collate), strategy=PerToken(shift=True))
+    assert not report.exact
+    (cause,) = report.causes
+    assert (cause.kind, place in cause.place) == ("documents", True), cause
+    assert any(remedy in line for line in cause.remedy)
+    with pytest.raises(TrainkitError, match='proof="require": .*documents'):
+        fit(module(), loader(collate), PerToken(shift=True), proof="require")
+
+
+@pytest.mark.parametrize("name", APART)
+def test_documents_that_do_not_are_exact(name: str) -> None:
+    module, collate = APART[name]
+    report = trainkit.check(module(), loader(collate), strategy=PerToken(shift=True))
+    assert report.exact, report
+    fit(module(), loader(collate), PerToken(shift=True), proof="require")
+
+
+def test_one_batch_a_step_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no window to prove, and the leak is there all the same."""
+    with pytest.warns(UserWarning, match="documents"):
+        fit(AttendingToAll(), loader(), PerToken(shift=True), accumulate=1)
+    fit(Attending(), loader(), PerToken(shift=True), accumulate=1, proof="require")
+    assert (
+        "documents: by cu_seq_lens_q, 8 in the first batch" in capsys.readouterr().out
+    )
+
+
+class Named(Net):
+    """A model of transformers that ends each text with a token."""
+
+    class config:
+        eos_token_id = 2
+
+
+def joined(rows: list[Any]) -> dict[str, Tensor]:
+    """Two texts a row, with an end after each, and nothing that tells them apart."""
+    ends = [torch.cat([row["input_ids"][:3], torch.tensor([2])]) for row in rows]
+    ids = torch.stack(
+        [torch.cat(pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
+    )
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("how", ["auto", "off"])
+def test_texts_that_nothing_tells_apart_are_not_called_exact(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = PerToken(shift=True, documents=how)
+    fit(Named(), loader(joined), strategy)
+    found = said(capsys)
+    assert found.startswith("exact") is (how == "off")
+    assert ("end-of-text" in found) is (how == "auto")
+
+
+def test_the_inner_cut_refuses_one_row_of_documents() -> None:
+    cut = MicroBatching(size=2, inside="body")
+    with pytest.raises(TrainkitError, match="one row of 8 documents. Cut between"):
+        fit(Attending(nn.Linear(WIDTH, WIDTH)), loader(), PerToken(), cut)

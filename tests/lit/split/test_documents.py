@@ -1,0 +1,201 @@
+"""Documents in one row, cut or not, train what the padded big batch trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.helpers import NAIVE, deviation, raise_rank_errors, run_ranks, trainer
+from tests.helpers import weights as weights_of
+from trainkit import (
+    AccumulationCallback,
+    ExactResume,
+    MicroBatching,
+    PackCollate,
+    PadCollate,
+    PerSample,
+    PerToken,
+    ResumableLoader,
+    TokenLoss,
+)
+
+WORDS, WIDTH, BIG = 30, 8, 12
+GENERATOR = torch.Generator().manual_seed(0)
+DOCUMENTS: Any = [
+    {"input_ids": torch.randint(3, WORDS, (int(n),), generator=GENERATOR)}
+    for n in torch.randint(2, 16, (4 * BIG,), generator=GENERATOR)
+]
+
+
+def padded(rows: list[Any]) -> dict[str, Tensor]:
+    """The rows side by side, as `PackCollate` has them one behind the other."""
+    rows = [
+        {
+            "input_ids": row["input_ids"],
+            "labels": torch.cat([torch.tensor([-100]), row["input_ids"][1:]]),
+            "position_ids": torch.arange(len(row["input_ids"])),
+        }
+        for row in rows
+    ]
+    return PadCollate({"labels": -100})(rows)
+
+
+class Model(LightningModule):
+    """Attends within documents, which positions tell apart; counts tokens or rows."""
+
+    def __init__(self, by: str = "tokens", *, is_sum: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by, self.is_sum = by, is_sum
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.values = nn.Linear(WIDTH, WIDTH)
+        self.head = TokenLoss(nn.Linear(WIDTH, WORDS), size=5, reduction="sum")
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch["input_ids"], batch["labels"]
+        number = (batch["position_ids"] == 0).cumsum(1)
+        sees = (number[:, :, None] == number[:, None, :]).tril()
+        states = self.embed(ids)
+        values = self.values(states)
+        states = F.scaled_dot_product_attention(states, values, values, attn_mask=sees)
+        targets, states, of = labels[:, 1:], states[:, :-1], number[:, 1:]
+        if self.by == "tokens":
+            total, count = self.head(states, targets), (targets != -100).sum()
+        else:
+            total, count = self.of_documents(states, targets, of)
+        return total if self.is_sum else total / count
+
+    def of_documents(
+        self, states: Tensor, targets: Tensor, number: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the documents' own means, and how many they are."""
+        losses = F.cross_entropy(
+            self.head.head(states).transpose(1, 2), targets, reduction="none"
+        )
+        rows = torch.arange(len(number))[:, None] * (number.numel() + 1)
+        place = (number + rows).flatten()
+        number_of = losses.new_zeros((len(number) + 1) * (number.numel() + 1))
+        counts = (targets != -100).double().flatten()
+        sums = number_of.index_add(0, place, losses.flatten())
+        counts = number_of.index_add(0, place, counts)
+        has_any = counts > 0
+        return (sums[has_any] / counts[has_any]).sum(), has_any.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def train(
+    collate: Any,
+    size: int,
+    strategy: Any = None,
+    cut: MicroBatching | None = None,
+    accumulate: int = 1,
+    ckpt_path: Any = None,
+    callbacks: Any = (),
+    module: Any = None,
+    **options: Any,
+) -> Any:
+    """Train two epochs; without a strategy, by plain Lightning."""
+    ours = [AccumulationCallback(strategy, micro_batching=cut)] if strategy else []
+    module = module or Model()
+    pl = trainer(accumulate, callbacks=[*ours, *callbacks], **options)
+    loader = ResumableLoader(DOCUMENTS, size, collate_fn=collate)
+    pl.fit(module, loader, ckpt_path=ckpt_path)
+    return module
+
+
+PACK = PackCollate()
+TOKENS, ROWS = PerToken(shift=True), PerSample()
+SIZE, BUDGET, AUTO = MicroBatching(size=4), MicroBatching(tokens=30), MicroBatching()
+APART = MicroBatching(size=4, documents="position_ids")
+WAYS: dict[str, dict[str, Any]] = {
+    "windows": {"size": 4, "accumulate": 3},
+    "cut by documents": {"size": BIG, "cut": SIZE},
+    "cut by tokens": {"size": BIG, "cut": BUDGET},
+    "cut by itself": {"size": BIG, "cut": AUTO},
+    "windows that are cut": {"size": 6, "accumulate": 2, "cut": BUDGET},
+    "filled rows": {"size": 4, "accumulate": 3, "collate": PackCollate(length=70)},
+    "few shapes": {"size": 4, "accumulate": 3,
+     "collate": PackCollate(lengths=(80, 40, 20))},
+    "packs cut by rows": {"size": BIG, "cut": MicroBatching(size=2),
+     "collate": PackCollate(length=20)},
+    "packs taken apart": {"size": BIG, "cut": APART,
+     "collate": PackCollate(length=20)},
+}  # fmt: skip
+BY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tokens": (TOKENS, {"by": "tokens"}),
+    "documents": (ROWS, {"by": "documents"}),
+    "sums": (PerToken(shift=True, loss_reduction="sum"), {"is_sum": True}),
+}
+
+
+def whole(by: str) -> Any:
+    kind = {**BY[by][1], "is_sum": False}
+    return train(padded, BIG, module=Model(**kind))
+
+
+FEW_WAYS = ("windows", "cut by tokens", "packs taken apart")
+CASES = [(way, "tokens") for way in WAYS]
+CASES += [(way, by) for way in FEW_WAYS for by in ("documents", "sums")]
+
+
+@pytest.mark.parametrize(("way", "by"), CASES)
+def test_documents_train_as_the_padded_big_batch(way: str, by: str) -> None:
+    strategy, made = BY[by]
+    how = {"collate": PACK, **WAYS[way]}
+    ours, start = train(strategy=strategy, module=Model(**made), **how), Model()
+    assert deviation(ours, whole(by), start) <= 1e-10
+    other = {"tokens": ROWS, "documents": TOKENS}.get(by)
+    if other is not None:
+        naive = train(strategy=other, module=Model(**made), **how)
+        assert deviation(naive, whole(by), start) > NAIVE
+
+
+def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    how: Any = {
+        "size": 6, "accumulate": 2, "cut": BUDGET, "collate": PACK, "strategy": TOKENS,
+    }  # fmt: skip
+    path = tmp_path / "in_a_window.ckpt"
+
+    def save(pl: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (pl.current_epoch, batch_idx) == (0, 2):
+            pl.save_checkpoint(path)
+
+    saves = LambdaCallback(on_train_batch_end=save)
+    how["enable_checkpointing"], how["default_root_dir"] = True, tmp_path
+    uninterrupted = train(callbacks=[ExactResume(), saves], **how)
+    resumed = train(callbacks=[ExactResume()], ckpt_path=path, **how)
+    assert torch.equal(weights_of(resumed), weights_of(uninterrupted))
+
+
+def _on_ranks(rank: int, world: int) -> dict[str, Tensor]:
+    options: Any = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    found = {}
+    for way, chosen in WAYS.items():
+        how = {"collate": PACK, **chosen}
+        ours = AccumulationCallback(TOKENS, micro_batching=how.pop("cut", None))
+        pl = trainer(how.pop("accumulate", 1), callbacks=[ours], **options)
+        rows, size = DOCUMENTS[rank::world], how["size"] // world
+        module = Model()
+        pl.fit(module, DataLoader(rows, size, collate_fn=how["collate"]))
+        found[way] = weights_of(module)
+    return found
+
+
+def test_documents_on_two_ranks_train_as_the_padded_big_batch() -> None:
+    one, other = raise_rank_errors(run_ranks(_on_ranks, 2))
+    for way in WAYS:
+        assert torch.equal(one[way], other[way])
+        assert deviation(one[way], whole("tokens"), Model()) <= 1e-10, way

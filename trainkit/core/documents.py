@@ -1,0 +1,340 @@
+"""Documents: where they lie in packed or flattened rows, and a batch of some of them.
+
+Several documents may share a row of a batch: it is *packed*. Where all documents of a
+batch stand in one row, without padding, it is *flattened*. What tells them apart is in
+the batch: offsets (`cu_seq_lens_q`), numbers (`seq_idx`, or a mask of 1, 1, 2, 2), a
+mask of blocks, or positions that begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainkit.core.nested import Field, describe, lookup, take_apart
+from trainkit.errors import TrainkitError
+
+OFFSETS = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens", "cu_seqlens_q",
+    "cu_seqlens_k", "cu_doc_lens",
+)  # fmt: skip
+LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
+NUMBERS = ("seq_idx", "document_ids", "doc_ids", "sequence_ids", "sequence_id")
+POSITIONS = ("position_ids",)
+MASKS = ("attention_mask",)
+
+Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
+"""Says at which tokens documents begin; None if a field does not tell."""
+
+IGNORED = -100
+"""The label that does not count, as in `cross_entropy`."""
+
+
+class Span(NamedTuple):
+    """Where a document lies: its row, its first column, and the column behind it."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a batch.
+
+    A document without a label that counts is padding, if others of its row have some.
+
+    Attributes:
+        by: the name of the field that tells them apart.
+        numbers: for each token, row by row, the number of its document in the batch,
+            from 1 on; 0 where it is padding.
+    """
+
+    by: str
+    numbers: Tensor
+
+    @property
+    def count(self) -> Tensor:
+        """How many there are; nothing waits for it."""
+        return (_begins(self.numbers) & (self.numbers > 0)).sum()
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Where each lies, in order."""
+        numbers, width = self.numbers.cpu(), self.numbers.shape[1]
+        begins = _begins(numbers).flatten().nonzero().flatten().tolist()
+        found = []
+        for begin, end in zip(begins, [*begins[1:], numbers.numel()], strict=True):
+            row, start = divmod(begin, width)
+            if numbers[row, start] > 0:
+                found.append(Span(row, start, start + end - begin))
+        return found
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each has."""
+        return [span.stop - span.start for span in self.spans]
+
+    def __str__(self) -> str:
+        return f"by {self.by}, {len(self.spans)} in the first batch"
+
+
+# ---- where they are ------------------------------------------------------------------
+
+
+def find_documents(batch: Any, how: str = "auto") -> Documents | None:
+    """The documents of a batch; None if nothing in it tells them apart.
+
+    Nothing waits for a value on a device.
+
+    Args:
+        batch: any nesting of tensors.
+        how: the path of the field that tells them apart; `"auto"` looks for those that
+            transformers, its collators and common training code use; `"off"` for none.
+
+    Raises:
+        TrainkitError: the field that is named tells nothing of documents.
+    """
+    fields = _fields(batch, how)
+    if how != "auto":
+        return None if how == "off" else _named(batch, how, fields)
+    for field, read in _telling(fields):
+        begins = read(field.value, fields)
+        if begins is not None:
+            return _without_padding(field.path, begins, fields)
+    return None
+
+
+def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
+    """The documents between which a batch is cut; None if its rows are cut.
+
+    By itself only a batch of one row is taken apart. Others are looked at no further.
+
+    Args:
+        batch: any nesting of tensors, on the host.
+        how: as for `find_documents`.
+    """
+    if how != "auto":
+        return find_documents(batch, how)
+    first, _ = next(_telling(_fields(batch, how)), (None, None))
+    if first is None or first.value.ndim > 1 and len(first.value) > 1:
+        return None
+    found = find_documents(batch)
+    if found is None or len(found.numbers) > 1:
+        return None
+    is_mask = found.by.rpartition(".")[2] in MASKS
+    return None if is_mask and len(found.spans) == 1 else found
+
+
+def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
+    """How many documents a batch has, on its device; None if nothing tells them apart.
+
+    Args:
+        batch: any nesting of tensors.
+        how: as for `find_documents`.
+    """
+    first = next(_telling(_fields(batch, how)), None) if how == "auto" else None
+    if first is not None and first[1] is _by_mask and first[0].value.ndim == 2:
+        numbers = first[0].value.long()  # of nearly every padded batch: 1, 1, 1, 0
+        return numbers.amax(1).clamp_min(1).sum()
+    found = find_documents(batch, how)
+    return None if found is None else found.count
+
+
+def _fields(batch: Any, how: str) -> list[Field]:
+    if how == "off" or how == "auto" and not isinstance(batch, Mapping):
+        return []
+    return [each for each in take_apart(batch)[0] if _is(each.value)]
+
+
+def _telling(fields: Sequence[Field]) -> Iterator[tuple[Field, Read]]:
+    """Fields whose names say that they tell documents apart, the plainest first."""
+    by_name = {each.path.rpartition(".")[2]: each for each in reversed(fields)}
+    for names, read in READERS:
+        yield from ((by_name[name], read) for name in names if name in by_name)
+
+
+def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
+    """Documents by the field at a path."""
+    value = lookup(batch, how)
+    readers = [_by_positions, _by_numbers, _by_mask]
+    name = how.rpartition(".")[2]
+    if _is(value):
+        if name in OFFSETS or name not in NUMBERS and are_offsets(value):
+            readers = [_by_offsets]
+        elif name in NUMBERS or name not in POSITIONS and _stays(value):
+            readers = [_by_numbers]
+        elif name in MASKS or value.ndim > 2:
+            readers = [_by_mask]
+        for read in readers:
+            begins = read(value, fields)
+            if begins is not None:
+                return _without_padding(how, begins, fields)
+    raise TrainkitError(
+        f"documents {how!r}: must be the path of offsets (0, 5, 9), of numbers (0, 0, "
+        f"1, 1), of a mask (1, 1, 2, 2, or of blocks), or of positions that begin anew "
+        f"(0, 1, 0, 1), but leads to {describe(value)} in the batch {describe(batch)}. "
+        f"Name such a field, or say documents='off'."
+    )
+
+
+def _by_offsets(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
+    """Offsets into one row of tokens: 0, 5, 9."""
+    width = _width_of_one_row(value, fields)
+    if width is None:
+        return None
+    places = value.flatten().long().clamp(max=width)
+    begins = torch.zeros(width + 1, dtype=torch.bool, device=value.device)
+    return begins.scatter(0, places, True)[None, :width]
+
+
+def _by_numbers(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
+    """A number for each token: 0, 0, 1, 1."""
+    table = _table(value)
+    return None if table is None else _begins(table)
+
+
+def _by_positions(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
+    """Positions that begin anew: 0, 1, 2, 0, 1."""
+    table = _table(value)
+    shape = None if table is None else _shape_of_tokens(table, fields)
+    if table is None or shape is None:
+        return None
+    table = table.expand(shape)
+    begins = torch.ones_like(table, dtype=torch.bool)
+    begins[:, 1:] = table[:, 1:] <= table[:, :-1]
+    return begins
+
+
+def _by_mask(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
+    """A mask of 1, 1, 2, 2, or of blocks; one of 1 and 0 says where a row begins."""
+    rows, width = len(value), value.shape[-1]
+    if value.ndim > 2 and value.shape[-2] == width:
+        if all(tuple(each.value.shape) != (rows, width) for each in fields):
+            return None  # whatever it is, it masks no tokens
+        is_seen = value if value.dtype is torch.bool else value == value.amax()
+        is_seen = is_seen.flatten(1, -3).any(1) if value.ndim > 3 else is_seen
+        columns = torch.arange(width, device=value.device)
+        sees = is_seen | (columns[:, None] == columns)  # padding sees itself
+        first = sees.long().argmax(-1)
+        return first == columns  # a document's first token sees none before it
+    table = _table(value)
+    if table is None:
+        return None
+    begins = torch.ones_like(table, dtype=torch.bool)
+    begins[:, 1:] = table[:, 1:] > table.cummax(1).values[:, :-1]
+    is_behind = table.flip(1).cummax(1).values.flip(1) == 0  # nothing follows
+    begins[:, 1:] |= is_behind[:, 1:] & ~is_behind[:, :-1]
+    return begins
+
+
+READERS = (
+    (OFFSETS, _by_offsets),
+    (NUMBERS, _by_numbers),
+    (POSITIONS, _by_positions),
+    (MASKS, _by_mask),
+)
+"""What fields of these names tell, those first that say it most plainly."""
+
+
+def _without_padding(by: str, begins: Tensor, fields: Sequence[Field]) -> Documents:
+    """Documents by where they begin, but those in which nothing counts."""
+    begins = begins.clone()
+    begins[:, 0] = True
+    raw = begins.flatten().cumsum(0).view_as(begins)
+    counts = _what_counts(begins.shape, fields)
+    numbers = raw
+    if counts is not None:
+        number = raw.numel() + 1
+        of_each = torch.zeros(number, dtype=torch.long, device=raw.device)
+        of_each = of_each.index_add(0, raw.flatten(), counts.flatten().long())
+        numbers = raw * (of_each > 0)[raw]
+        first = torch.where(raw == raw[:, :1], raw, 0)
+        numbers = torch.where((numbers > 0).any(1, keepdim=True), numbers, first)
+    return Documents(by, numbers)
+
+
+def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
+    """Which tokens have a label that counts, or else are seen; None if nothing says."""
+    own = [each for each in fields if _table_shape(each.value) == tuple(shape)]
+    for field in own:
+        if "label" in field.path.lower() and not field.value.is_floating_point():
+            return field.value.view(shape) != IGNORED
+    for field in own:
+        if field.path.rpartition(".")[2] in MASKS:
+            return field.value.view(shape) != 0
+    return None
+
+
+def _begins(numbers: Tensor) -> Tensor:
+    """Where a row begins, or a number differs from the one before it."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return begins
+
+
+# ---- shapes --------------------------------------------------------------------------
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _is_whole(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex()) and value.ndim > 0
+
+
+def are_offsets(value: Tensor) -> bool:
+    """Whether these are numbers from 0 on that never fall."""
+    if not _is_whole(value) or value.squeeze().ndim != 1 or value.numel() < 2:
+        return False
+    flat = value.flatten()
+    return bool((flat[0] == 0) & (flat.diff() >= 0).all() & (flat[-1] >= len(flat) - 1))
+
+
+def _stays(value: Tensor) -> bool:
+    """Whether numbers stay more often than they grow by one, as positions do."""
+    table = _table(value)
+    if table is None:
+        return False
+    steps = table.diff(dim=1)
+    return bool((steps == 0).sum() > (steps == 1).sum())
+
+
+def _table_shape(value: Tensor) -> tuple[int, ...]:
+    """The rows and columns of a field of tokens; without rows, one row."""
+    shape = tuple(value.shape)
+    return (1, *shape) if len(shape) == 1 else shape
+
+
+def _table(value: Tensor) -> Tensor | None:
+    """Whole numbers by rows and columns; None if they are something else."""
+    if not _is_whole(value) or value.ndim > 2 or not value.numel():
+        return None
+    return value.long().view(_table_shape(value))
+
+
+def _shape_of_tokens(table: Tensor, fields: Sequence[Field]) -> tuple[int, int] | None:
+    """The rows and columns of fields beside one of positions, which rows may share."""
+    rows, width = table.shape
+    shapes = [_table_shape(each.value)[:2] for each in fields]
+    others = [s for s in shapes if len(s) == 2 and s[1] == width and s[0] >= rows]
+    if len(others) < 2:  # nothing but the positions has tokens
+        return None
+    return (max(s[0] for s in others), width) if rows == 1 else (rows, width)
+
+
+def _width_of_one_row(offsets: Tensor, fields: Sequence[Field]) -> int | None:
+    """How many tokens the one row has into which offsets lead."""
+    others = [e.value for e in fields if e.value is not offsets]
+    names = (*OFFSETS, *LONGEST)
+    names_of = [e.path.rpartition(".")[2] for e in fields if e.value is not offsets]
+    pairs = zip(names_of, others, strict=True)
+    shapes = [_table_shape(v) for n, v in pairs if n not in names and v.ndim]
+    of_one = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
+    return max(of_one, key=of_one.count, default=None)

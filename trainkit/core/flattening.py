@@ -1,0 +1,145 @@
+"""Batches of some documents of a batch, one behind the other in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.documents import LONGEST, MASKS, NUMBERS, OFFSETS, Documents
+from trainkit.core.documents import are_offsets as are_offsets
+from trainkit.core.nested import Field, take_apart
+
+
+def flattened(batch: Any, documents: Documents, chosen: Sequence[int]) -> Any:
+    """The batch of some documents.
+
+    Offsets, numbers and greatest lengths are made anew. What has an entry for each
+    token, or for each document, is cut. All else is shared.
+
+    Args:
+        batch: in which the documents were found.
+        documents: all of them.
+        chosen: the places of some, ascending.
+    """
+    part = _Part(documents, chosen)
+    fields, build = take_apart(batch, lambda path, value: isinstance(value, list))
+    return build(part.of(field) for field in fields)
+
+
+def first_fit(
+    lengths: Sequence[int], tokens: int, size: int | None = None
+) -> list[list[int]]:
+    """Documents in as few bins as first fit finds, the longest placed first.
+
+    One that is longer than a bin has a bin of its own.
+
+    >>> first_fit([5, 3, 4, 2], 7)
+    [[0, 3], [1, 2]]
+
+    Args:
+        lengths: of the documents.
+        tokens: the most in a bin.
+        size: the most documents in a bin.
+    """
+    bins, rooms = list[list[int]](), list[int]()
+    for place in _longest_first(lengths):
+        for number, room in enumerate(rooms):
+            if room >= lengths[place] and len(bins[number]) != size:
+                break
+        else:
+            number = len(bins)
+            bins.append([])
+            rooms.append(tokens)
+        bins[number].append(place)
+        rooms[number] -= lengths[place]
+    return [sorted(each) for each in bins]
+
+
+def dealt_out(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """Documents in a number of bins of like size, each put where it is emptiest.
+
+    >>> dealt_out([5, 3, 4, 2], 2)
+    [[0, 3], [1, 2]]
+    """
+    bins: list[list[int]] = [[] for _ in range(number)]
+    size = -(-len(lengths) // number)
+    for place in _longest_first(lengths):
+        open_ones = [each for each in bins if len(each) < size]
+        emptiest = min(open_ones, key=lambda b: sum(lengths[each] for each in b))
+        emptiest.append(place)
+    return [sorted(each) for each in bins if each]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda place: -lengths[place])
+
+
+class _Part:
+    """What some documents have of each field of their batch."""
+
+    def __init__(self, documents: Documents, chosen: Sequence[int]) -> None:
+        self._documents, self._chosen = documents, list(chosen)
+        spans = [documents.spans[place] for place in chosen]
+        self._lengths = torch.tensor([span.stop - span.start for span in spans])
+        self._rows = torch.tensor([span.row for span in spans])
+        self._rows = self._rows.repeat_interleave(self._lengths)
+        columns = [torch.arange(span.start, span.stop) for span in spans]
+        self._columns = torch.cat(columns)
+
+    def of(self, field: Field) -> Any:
+        """The field's value for these documents."""
+        name, value = field.path.rpartition(".")[2], field.value
+        is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
+        if name in LONGEST:
+            longest = int(self._lengths.max())
+            return torch.full_like(value, longest) if is_tensor else longest
+        if not is_tensor:
+            has_each = isinstance(value, list) and len(value) == self._number
+            return [value[place] for place in self._chosen] if has_each else value
+        is_named = field.path == self._documents.by
+        if name in OFFSETS or is_named and are_offsets(value):
+            offsets = torch.cat([torch.zeros(1), self._lengths.cumsum(0)])
+            return offsets.to(value.dtype).view(*[1] * (value.ndim - 1), -1)
+        found = self._of_tokens(value)
+        if found is None:
+            has_each = value.ndim and len(value) == self._number
+            return value[self._chosen] if has_each else value
+        is_mask = name in MASKS and found.ndim == 2 and bool(found.max() > 1)
+        return self._numbered(value, found) if name in NUMBERS or is_mask else found
+
+    @property
+    def _number(self) -> int:
+        return len(self._documents.spans)
+
+    def _numbered(self, value: Tensor, found: Tensor) -> Tensor:
+        """Numbers from the batch's first one on, without a gap."""
+        first = value.flatten()[0].clamp_min(0)
+        anew = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
+        return (anew + first).to(value.dtype).view_as(found)
+
+    def _of_tokens(self, value: Tensor) -> Tensor | None:
+        """The entries for these documents' tokens; None if it has none for tokens."""
+        rows, width = self._documents.numbers.shape
+        shape = tuple(value.shape)
+        if value.ndim > 2 and shape[-2:] == (width, width):
+            return self._blocks(value)
+        if shape[:2] == (rows, width):
+            return value[self._rows, self._columns].unsqueeze(0)
+        if shape[:2] == (1, width):  # positions that all rows share
+            return value[:, self._columns]
+        is_flat = rows == 1 and shape[:1] == (width,)
+        return value[self._columns] if is_flat else None
+
+    def _blocks(self, value: Tensor) -> Tensor:
+        """A mask of blocks; documents of different rows do not see each other."""
+        size = len(self._rows)
+        made = value.min().expand(1, *value.shape[1:-2], size, size).clone()
+        for row in self._rows.unique().tolist():
+            at = (self._rows == row).nonzero().flatten()
+            columns = self._columns[at]
+            own = value[row % len(value)][..., columns[:, None], columns]
+            made[0, ..., at[:, None], at] = own
+        return made

@@ -1,0 +1,168 @@
+"""Collating documents of any length into one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.flattening import first_fit
+from trainkit.core.plan.options import check_whole_number
+from trainkit.data.padding import as_tensor
+from trainkit.errors import TrainkitError
+
+
+class PackCollate:
+    """A `collate_fn` that puts documents one behind the other, for transformers.
+
+    A sample is a mapping with `input_ids`, and `labels` if these are others, or a list
+    of ids. A batch has
+
+    - `input_ids`, `labels`, and each other field with an entry for each token, of shape
+      (1, tokens); the first label of each document is ignored;
+    - `position_ids`, which begin anew in each document, and `seq_idx`, its number;
+    - `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, for kernels that
+      take rows of any length;
+    - of any other field a tensor or a list, with an entry for each document.
+
+    There is no `attention_mask`: beside one, transformers does not look at positions. A
+    model of transformers must make no cache (`use_cache=False`), or documents see each
+    other; the proof at the start of a run measures it.
+
+    >>> batch = PackCollate()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
+    >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[0, 1, 2, 0, 1]], [0, 3, 5])
+
+    Args:
+        length: the number of tokens in a row, for compiled models. What is missing is
+            filled by tokens without labels. More than fits in one row makes more rows,
+            by first fit. Such a batch has no field whose size depends on the
+            number of documents, so `seq_idx` and `position_ids` tell them apart.
+        lengths: several such numbers: one row has the least that is enough, and several
+            rows have the greatest.
+        fill: the id of tokens that fill a row.
+        ignore_index: the label that does not count.
+        first_position: of a document; models like RoBERTa begin at 2.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: int | None = None,
+        lengths: Sequence[int] | None = None,
+        fill: int = 0,
+        ignore_index: int = -100,
+        first_position: int = 0,
+    ) -> None:
+        if length is not None and lengths is not None:
+            raise TrainkitError(
+                f"PackCollate: length and lengths exclude each other, received "
+                f"length={length!r} and lengths={lengths!r}. Leave one out."
+            )
+        self.lengths = sorted(lengths or [] if length is None else [length])
+        for each in self.lengths:
+            check_whole_number("PackCollate length", each)
+        self.fill = fill
+        self.ignore_index = ignore_index
+        self.first_position = first_position
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        documents = [self._document(sample) for sample in samples]
+        if not documents:
+            raise TrainkitError(
+                "PackCollate: needs at least one sample, received none."
+            )
+        own = [len(each["input_ids"]) for each in documents]
+        if not self.lengths:
+            return self._row(documents, own) | self._offsets(own)
+        if max(own) > self.lengths[-1]:
+            raise TrainkitError(
+                f"PackCollate length: a document must fit in a row of "
+                f"{self.lengths[-1]} tokens, received one of {max(own)}. Cut it into "
+                f"several documents in the data set, or choose a greater length."
+            )
+        bins = first_fit(own, self.lengths[-1])
+        enough = (n for n in self.lengths if n >= sum(own))
+        length = next(enough) if len(bins) == 1 else self.lengths[-1]
+        rows = []
+        for places in bins:
+            of = [documents[place] for place in places]
+            lengths = [own[place] for place in places]
+            missing = length - sum(lengths)
+            of += [self._filler(of[0], missing)] * (missing > 0)
+            rows.append(self._row(of, lengths, missing))
+        return {name: _together([row[name] for row in rows]) for name in rows[0]}
+
+    def _document(self, sample: Any) -> dict[str, Any]:
+        """The fields of a document, with tensors where there are numbers."""
+        given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
+        if "input_ids" not in given:
+            raise TrainkitError(
+                f"PackCollate: every sample must have input_ids, received one with "
+                f"{', '.join(map(repr, given))}. Rename its ids in the data set."
+            )
+        found = {n: as_tensor(v) for n, v in given.items() if n != "attention_mask"}
+        document = {n: given[n] if t is None else t for n, t in found.items()}
+        ids = document["input_ids"]
+        if not isinstance(ids, Tensor) or ids.ndim != 1 or not len(ids):
+            raise TrainkitError(
+                f"PackCollate: input_ids must be a list of ids, received {ids!r}."
+            )
+        labels = document.get("labels", ids).clone()
+        if _has_tokens(labels, ids):
+            labels[0] = self.ignore_index
+        return {**document, "labels": labels}
+
+    def _filler(self, like: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """A document of so many tokens that counts nothing."""
+        filler = {}
+        for name, value in like.items():
+            if _has_tokens(value, like["input_ids"]):
+                filled = {"input_ids": self.fill, "labels": self.ignore_index}
+                shape = (length, *value.shape[1:])
+                filler[name] = value.new_full(shape, filled.get(name, 0))
+        return filler
+
+    def _row(self, of: Sequence[Any], lengths: list[int], missing: int = 0) -> Any:
+        """One row of documents, the last of which may fill it."""
+        row: dict[str, Any] = {}
+        for name in of[0]:
+            column = [each[name] for each in of if name in each]
+            if _has_tokens(column[0], of[0]["input_ids"]):
+                row[name] = torch.cat(column)[None]
+            else:
+                are_tensors = all(isinstance(value, Tensor) for value in column)
+                row[name] = torch.stack(column) if are_tensors else column
+        first = self.first_position
+        positions = [torch.arange(first, first + length) for length in lengths]
+        positions.append(torch.full((missing,), first))  # a model may know no more
+        number = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        number = number.repeat_interleave(torch.tensor([*lengths, missing]))
+        row["position_ids"], row["seq_idx"] = torch.cat(positions)[None], number[None]
+        return row
+
+    def _offsets(self, lengths: Sequence[int]) -> dict[str, Any]:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        longest = max(lengths)
+        return {
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def _has_tokens(value: Any, ids: Tensor) -> bool:
+    """Whether a field has an entry for each token."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(ids)
+
+
+def _together(column: Sequence[Any]) -> Any:
+    """The rows of several bins, or the entries of all of their documents."""
+    if isinstance(column[0], Tensor):
+        return torch.cat(list(column))
+    return [value for each in column for value in each]

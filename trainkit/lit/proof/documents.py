@@ -1,0 +1,323 @@
+"""Whether documents that share a row see each other, and where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.documents import MASKS, Documents, find_documents
+from trainkit.core.nested import take_apart, with_tensors
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import Strategies
+from trainkit.core.terms import leading
+from trainkit.lit.proof.places import Event, alike, record_events
+from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.rows import FewRows
+from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING
+from trainkit.lit.proof.weights import Alone
+from trainkit.lit.proof.words import cause
+
+FEW = 3
+"""So many documents share the row that is looked at, if there are so many."""
+
+NOT_TOLD = (
+    "{number} end-of-text tokens stand within rows, and nothing tells their documents "
+    "apart: let the collate function add position_ids that begin anew, or name the "
+    "field that tells them, documents='...'; documents='off' if each row is one text"
+)
+
+
+def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report | None:
+    """What is to be said of documents that see each other, or that nobody can tell
+    apart; None where there is nothing.
+
+    Args:
+        subject: rows of the run.
+        precisions: of the arithmetic, that first which is tried first.
+    """
+    batch = subject.batch(subject.all_rows)
+    how = documents_option(subject.options, subject.strategies)
+    documents = find_documents(batch, how)
+    if documents is None or len(documents.spans) == len(documents.numbers):
+        is_told = how == "off" or documents is not None and documents.by not in MASKS
+        number = 0 if is_told else _ends_within(subject.module, batch)
+        text = NOT_TOLD.format(number=number)
+        return Report.of_nothing(text) if number else None
+    chosen = _neighbours(documents)
+    if not chosen:
+        return None
+    own = leading(subject.strategies) if subject.strategies else None
+    rows = OneRow(batch, MicroBatching(size=1, documents=documents.by), own)
+    packed, off = _off(_each_alone(subject, rows.of(chosen)), precisions)
+    dtype = packed.rehearsal.dtype
+    if off <= ALARM[dtype]:
+        return None
+    return Report(
+        exact=False,
+        deviation=off,
+        rounding=packed.most_rounding,
+        num_rows=len(chosen),
+        precision=str(dtype).removeprefix("torch."),
+        cuts=(Cut("each document alone", (1,) * len(chosen), off),),
+        causes=(_Look(packed, rows.of(chosen)).cause(),),
+    )
+
+
+def documents_option(options: Any, strategies: Strategies) -> str:
+    """How a run tells documents apart, as its cut or its strategies say it."""
+    for each in (options, *strategies.values()):
+        how = getattr(each, "documents", "auto")
+        if how != "auto":
+            return how
+    return "auto"
+
+
+def _neighbours(documents: Documents) -> list[int]:
+    """The places of a few documents, side by side in a row, that have few tokens."""
+    best: list[tuple[int, int, list[int]]] = []
+    spans, lengths = documents.spans, documents.lengths
+    for number, start in itertools.product((2, FEW), range(len(spans))):
+        places = list(range(start, start + number))
+        if places[-1] < len(spans) and spans[places[-1]].row == spans[start].row:
+            tokens = sum(lengths[place] for place in places)
+            best.append((-number, tokens, places))
+    return min(best)[2] if best else []
+
+
+class OneRow:
+    """Documents of a batch, a few of which can be had in a row of their own.
+
+    Args:
+        batch: a loader batch.
+        options: by which its documents are told apart.
+        strategy: of the run.
+    """
+
+    def __init__(self, batch: Any, options: MicroBatching, strategy: Any) -> None:
+        self.batch, self._options, self._strategy = batch, options, strategy
+
+    @property
+    def rows(self) -> FewRows:
+        """The documents, each a row."""
+        return FewRows(self.batch, self._options, self._strategy)
+
+    @property
+    def documents(self) -> Documents:
+        """Where they lie."""
+        found = find_documents(self.batch, self._options.documents)
+        assert found is not None
+        return found
+
+    def of(self, chosen: Sequence[int]) -> OneRow:
+        """Some of them, one behind the other."""
+        batch = self.rows.make(chosen)
+        return OneRow(batch, self._options, self._strategy)
+
+    def with_batch(self, batch: Any) -> OneRow:
+        """Documents that lie alike in another batch."""
+        return OneRow(batch, self._options, self._strategy)
+
+
+def _each_alone(subject: Subject, row: OneRow) -> Subject:
+    """A subject of a few documents in one row, each of which is a part."""
+    parts = [[place] for place in range(len(row.documents.spans))]
+    return replace(
+        subject, rows=row.rows, parts=parts, options=None, has_batches=True,
+        are_alike=False,
+    )  # fmt: skip
+
+
+def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, float]:
+    """How far documents in one row are from each alone, however they are weighed."""
+    failed: Exception | None = None
+    found: tuple[Subject, float] | None = None
+    for dtype in precisions:
+        try:
+            used = subject.varied(dtype=dtype)
+            found = used, Alone(used).least_off()
+        except Exception as error:  # not every operation knows float64
+            failed = error
+            continue
+        if dtype is torch.float64 or found[1] <= SURELY_ROUNDING:
+            break
+    if found is None:
+        assert failed is not None
+        raise failed
+    return found
+
+
+def _ends_within(module: Any, batch: Any) -> int:
+    """How many end-of-text tokens stand before others that count, as a model of
+    transformers names them."""
+    ends = {e for each in module.modules() for e in _end_of(each)}
+    fields = dict(take_apart(batch)[0])
+    ids = fields.get("input_ids")
+    if not ends or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return 0
+    after = torch.ones_like(ids, dtype=torch.bool)
+    for name, nothing in (("labels", -100), ("attention_mask", 0)):
+        field = fields.get(name)
+        if isinstance(field, Tensor) and field.shape == ids.shape:
+            after = field != nothing
+            break
+    is_end = torch.isin(ids, torch.tensor(sorted(ends), device=ids.device))
+    return int((is_end[:, :-1] & after[:, 1:]).sum())
+
+
+def _end_of(module: Any) -> Iterator[int]:
+    found = getattr(getattr(module, "config", None), "eos_token_id", None)
+    for each in found if isinstance(found, list | tuple) else [found]:
+        if isinstance(each, int):
+            yield each
+
+
+class _Look:
+    """Looks for where documents of one row see each other.
+
+    Args:
+        subject: the documents, each a part.
+        row: where they lie.
+    """
+
+    def __init__(self, subject: Subject, row: OneRow) -> None:
+        self._subject, self._row, self._documents = subject, row, row.documents
+        self._width = self._documents.numbers.shape[1]
+
+    def cause(self) -> Cause:
+        """The first cause that is found: content, then places, then a label."""
+        for name, look in (("content", self._content), ("place", self._place)):
+            if (place := look()) is not None:
+                cached = name == "content" and self._is_exact_without_cache()
+                return cause("a cache" if cached else name, place)
+        if self._counts_first_labels():
+            return cause("first label")
+        return cause("loss over documents")
+
+    def _content(self) -> str | None:
+        """Where outputs of a document change with the ids of another."""
+        whole = self._events(self._subject)
+        for changed in range(len(self._documents.spans)):
+            rows = self._row.with_batch(self._exchanged(changed)).rows
+            others = self._events(replace(self._subject, rows=rows))
+            columns = torch.cat(
+                [self._columns(place) for place in self._others(changed)]
+            )
+            place = self._first_unlike(whole, others, columns, columns, self._width)
+            if place is not None:
+                return place
+        return None
+
+    def _place(self) -> str | None:
+        """Where outputs of a document are not what they are alone."""
+        whole = self._events(self._subject)
+        for place in reversed(range(len(self._documents.spans))):
+            alone = self._events(replace(self._subject, parts=[[place]]))
+            columns, width = self._columns(place), self._documents.lengths[place]
+            found = self._first_unlike(
+                whole, alone, columns, torch.arange(width), width
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _events(self, subject: Subject) -> list[Event]:
+        return subject.changed(record_events).whole().result
+
+    def _others(self, place: int) -> list[int]:
+        return [n for n in range(len(self._documents.spans)) if n != place]
+
+    def _columns(self, place: int) -> Tensor:
+        span = self._documents.spans[place]
+        return torch.arange(span.start, span.stop)
+
+    def _exchanged(self, place: int) -> Any:
+        """The batch in which one document has what stands elsewhere in the row."""
+        fields = {id(value): path for path, value in take_apart(self._row.batch)[0]}
+        width, columns = self._width, self._columns(place)
+        kept = (self._documents.by, "label", "mask", "position", "seq_idx", "cu_")
+
+        def exchanged(value: Tensor) -> Tensor:
+            path = fields[id(value)].lower()
+            dim = next((d for d, n in enumerate(value.shape) if n == width), None)
+            if dim is None or any(each.lower() in path for each in kept):
+                return value
+            turned = value.flip(dim).index_select(dim, columns)
+            return value.index_copy(dim, columns, turned)
+
+        return with_tensors(self._row.batch, exchanged)
+
+    def _first_unlike(
+        self,
+        whole: Sequence[Event],
+        other: Sequence[Event],
+        columns: Tensor,
+        others: Tensor,
+        width: int,
+    ) -> str | None:
+        """The place of the first event in which some columns differ."""
+        before: list[Event] = []
+        for one, two in zip(whole, other, strict=False):
+            if (one.path, one.is_output) != (two.path, two.is_output):
+                return None
+            pairs = zip(one.values, two.values, strict=False)
+            for mine, theirs in pairs:
+                if not mine.is_floating_point():
+                    continue
+                mine = _taken(mine, columns, self._width)
+                theirs = _taken(theirs, others, width)
+                if mine is None or theirs is None or mine.shape != theirs.shape:
+                    continue
+                if not alike(mine, theirs):
+                    return _place_of(one, before)
+            before.append(one)
+        return None
+
+    def _is_exact_without_cache(self) -> bool:
+        """Whether no document sees another once the model makes no cache."""
+        configs = [getattr(m, "config", None) for m in self._subject.module.modules()]
+        if not any(getattr(each, "use_cache", False) for each in configs):
+            return False
+        subject = self._subject.changed(_without_cache)
+        return Alone(subject).least_off() <= ALARM[subject.rehearsal.dtype]
+
+    def _counts_first_labels(self) -> bool:
+        """Whether a document but the first begins with a label that counts."""
+        starts = torch.tensor([span.start for span in self._documents.spans[1:]])
+        for path, value in take_apart(self._row.batch)[0]:
+            if "label" in path.lower() and value.shape[-1:] == (self._width,):
+                return bool((value[..., starts] != -100).any())
+        return False
+
+
+def _without_cache(module: Any) -> None:
+    for each in module.modules():
+        config: Any = getattr(each, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
+def _taken(value: Tensor, columns: Tensor, width: int) -> Tensor | None:
+    """Some columns of a value, if a dimension of it is as wide as the row."""
+    dim = next((d for d, size in enumerate(value.shape) if size == width), None)
+    return None if dim is None else value.index_select(dim, columns.to(value.device))
+
+
+def _place_of(event: Event, before: Sequence[Event]) -> str:
+    """Where something happened, in words: in a module, or between two of its own."""
+    parent, _, name = event.path.rpartition(".")
+    owner = event.path if event.is_output else parent
+    inner = [
+        e.path for e in before if e.path.rpartition(".")[0] == owner and e.is_output
+    ]
+    last = inner[-1].rpartition(".")[2] if inner else ""
+    if event.is_output:
+        return f"{event.path} (after {last})" if last else event.path
+    if not last:
+        return f"{owner or 'training_step'} (before {name})"
+    return f"{owner or 'training_step'} (between {last} and {name})"
