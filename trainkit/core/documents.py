@@ -27,6 +27,7 @@ LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_se
 NUMBERS = ("seq_idx", "document_ids", "doc_ids", "sequence_ids", "sequence_id")
 POSITIONS = ("position_ids",)
 MASKS = ("attention_mask",)
+KNOWN = {*OFFSETS, *NUMBERS, *POSITIONS, *MASKS}
 
 Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
 """Says at which tokens documents begin; None if a field does not tell."""
@@ -100,9 +101,11 @@ def find_documents(batch: Any, how: str = "auto") -> Documents | None:
     Raises:
         TrainkitError: the field that is named tells nothing of documents.
     """
-    fields = _fields(batch, how)
+    if how == "off" or how == "auto" and not _may_tell(batch):
+        return None
+    fields = _fields(batch)
     if how != "auto":
-        return None if how == "off" else _named(batch, how, fields)
+        return _named(batch, how, fields)
     for field, read in _telling(fields):
         begins = read(field.value, fields)
         if begins is not None:
@@ -121,7 +124,9 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     """
     if how != "auto":
         return find_documents(batch, how)
-    first, _ = next(_telling(_fields(batch, how)), (None, None))
+    if not _may_tell(batch):
+        return None
+    first, _ = next(_telling(_fields(batch)), (None, None))
     if first is None or first.value.ndim > 1 and len(first.value) > 1:
         return None
     found = find_documents(batch)
@@ -138,7 +143,9 @@ def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
         batch: any nesting of tensors.
         how: as for `find_documents`.
     """
-    first = next(_telling(_fields(batch, how)), None) if how == "auto" else None
+    if how == "auto" and not _may_tell(batch):
+        return None
+    first = next(_telling(_fields(batch)), None) if how == "auto" else None
     if first is not None and first[1] is _by_mask and first[0].value.ndim == 2:
         numbers = first[0].value.long()  # of nearly every padded batch: 1, 1, 1, 0
         return numbers.amax(1).clamp_min(1).sum()
@@ -146,9 +153,16 @@ def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
     return None if found is None else found.count
 
 
-def _fields(batch: Any, how: str) -> list[Field]:
-    if how == "off" or how == "auto" and not isinstance(batch, Mapping):
-        return []
+def _may_tell(batch: Any) -> bool:
+    """Whether a batch has a field of a name that tells, or fields within fields."""
+    if not isinstance(batch, Mapping):
+        return False
+    if not KNOWN.isdisjoint(batch):
+        return True
+    return any(not isinstance(value, Tensor) for value in batch.values())
+
+
+def _fields(batch: Any) -> list[Field]:
     return [each for each in take_apart(batch)[0] if _is(each.value)]
 
 
