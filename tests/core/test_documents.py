@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
 from trainkit.core.documents import count_documents, find_documents
-from trainkit.core.flattening import flattened
+from trainkit.core.flattening import Flattening
 from trainkit.core.split.cutting import Cutter
 
 IDS = torch.arange(1, 10)
@@ -156,7 +156,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
     }
     documents = find_documents(batch)
     assert documents is not None
-    part = flattened(batch, documents, [0, 2])
+    part = Flattening(batch, documents).of([0, 2])
     expected: dict[str, Any] = {
         "input_ids": [[1, 2, 3, 6, 7, 8, 9]],
         "labels": [[-100, 2, 3, -100, 7, 8, 9]],
@@ -180,9 +180,33 @@ def test_a_mask_of_blocks_is_cut_and_rows_do_not_see_each_other() -> None:
     batch = packed(attention_mask=CAUSAL)
     documents = find_documents(batch)
     assert documents is not None
-    mask: Tensor = flattened(batch, documents, [1, 2])["attention_mask"]
+    mask: Tensor = Flattening(batch, documents).of([1, 2])["attention_mask"]
     blocks = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(3, 3).tril())
     assert torch.equal(mask, blocks.bool()[None, None])
+
+
+def test_what_each_document_has_stays_with_it_also_where_one_has_no_label() -> None:
+    """It has a reward, so it is no padding, and weighs what the strategy says."""
+    labels = torch.where(torch.arange(9) == 4, -100, LABELS)[None]
+    batch = {**collated(), "labels": labels, "rewards": torch.tensor([0.1, 0.2, 0.3])}
+    cut = Cutter(MicroBatching(size=1), PerToken()).cut(batch)
+    found = {part.batch["input_ids"].shape[1]: part.batch["rewards"] for part in cut}
+    for length, reward in ((3, 0.1), (2, 0.2), (4, 0.3)):
+        torch.testing.assert_close(found[length], torch.tensor([reward]))
+    rest = {name: value for name, value in batch.items() if name != "rewards"}
+    assert len(Cutter(MicroBatching(size=1), PerToken()).cut(rest)) == 2
+
+
+def test_a_field_is_shared_where_that_is_said_and_cut_by_what_it_is() -> None:
+    batch = collated()
+    batch |= {"table": torch.zeros(1, 9, 2), "biases": torch.zeros(2, 9, 9)}
+    batch |= {"states": torch.zeros(1, 9, 9), "scale": torch.zeros(5)}
+    cutter = Cutter(MicroBatching(size=1, shared=("table",)), PerToken())
+    part = cutter.cut(batch)[0].batch
+    assert part["table"] is batch["table"]
+    assert part["biases"].shape == (2, 4, 4)
+    assert part["states"].shape == (1, 4, 9)  # as wide as the row by chance
+    assert {field.path for field in cutter.shared} == {"table", "scale"}
 
 
 # ---- cuts ----------------------------------------------------------------------------

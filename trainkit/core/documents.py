@@ -9,7 +9,7 @@ mask of blocks, or positions that begin anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -54,10 +54,12 @@ class Documents:
         by: the name of the field that tells them apart.
         numbers: for each token, row by row, the number of its document in the batch,
             from 1 on; 0 where it is padding.
+        begun: the same, where padding has numbers as well.
     """
 
     by: str
     numbers: Tensor
+    begun: Tensor
 
     @property
     def count(self) -> Tensor:
@@ -133,7 +135,14 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     if found is None or len(found.numbers) > 1:
         return None
     is_mask = found.by.rpartition(".")[2] in MASKS
-    return None if is_mask and len(found.spans) == 1 else found
+    if is_mask and len(found.spans) == 1:
+        return None
+    # Where a field has an entry for each that has begun, none of them is padding.
+    number, width = int(found.begun.max()), found.numbers.shape[1]
+    values = [each.value for each in take_apart(batch, _is_list)[0]]
+    counts = {len(each) for each in values if isinstance(each, list) or _has_rows(each)}
+    is_whole = number in counts - {1, width}
+    return replace(found, numbers=found.begun) if is_whole else found
 
 
 def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
@@ -270,7 +279,7 @@ def _without_padding(by: str, begins: Tensor, fields: Sequence[Field]) -> Docume
         numbers = raw * (of_each > 0)[raw]
         first = torch.where(raw == raw[:, :1], raw, 0)
         numbers = torch.where((numbers > 0).any(1, keepdim=True), numbers, first)
-    return Documents(by, numbers)
+    return Documents(by, numbers, raw)
 
 
 def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
@@ -297,6 +306,14 @@ def _begins(numbers: Tensor) -> Tensor:
 
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _is_list(path: str, value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _has_rows(value: Any) -> bool:
+    return _is(value) and value.ndim > 0
 
 
 def _is_whole(value: Tensor) -> bool:
@@ -336,7 +353,9 @@ def _table(value: Tensor) -> Tensor | None:
 def _shape_of_tokens(table: Tensor, fields: Sequence[Field]) -> tuple[int, int] | None:
     """The rows and columns of fields beside one of positions, which rows may share."""
     rows, width = table.shape
-    shapes = [_table_shape(each.value)[:2] for each in fields]
+    shapes = [_table_shape(each.value) for each in fields]
+    flat = [s for s in shapes if len(s) == 2]  # ids and labels, rather than biases
+    shapes = flat if len(flat) > 1 else [s[:2] for s in shapes]
     others = [s for s in shapes if len(s) == 2 and s[1] == width and s[0] >= rows]
     if len(others) < 2:  # nothing but the positions has tokens
         return None

@@ -13,8 +13,8 @@ from trainkit.core.documents import are_offsets as are_offsets
 from trainkit.core.nested import Field, take_apart
 
 
-def flattened(batch: Any, documents: Documents, chosen: Sequence[int]) -> Any:
-    """The batch of some documents.
+class Flattening:
+    """Makes batches of some documents of a batch.
 
     Offsets, numbers and greatest lengths are made anew. What has an entry for each
     token, or for each document, is cut. All else is shared.
@@ -22,11 +22,32 @@ def flattened(batch: Any, documents: Documents, chosen: Sequence[int]) -> Any:
     Args:
         batch: in which the documents were found.
         documents: all of them.
-        chosen: the places of some, ascending.
+        shared: values of fields that are shared all the same.
+
+    Attributes:
+        fields: the parts of the batch, in order.
     """
-    part = _Part(documents, chosen)
-    fields, build = take_apart(batch, lambda path, value: isinstance(value, list))
-    return build(part.of(field) for field in fields)
+
+    def __init__(
+        self, batch: Any, documents: Documents, shared: Sequence[Any] = ()
+    ) -> None:
+        self._documents, self._shared = documents, [id(value) for value in shared]
+        self.fields, self._build = take_apart(
+            batch, lambda path, value: isinstance(value, list)
+        )
+
+    def of(self, chosen: Sequence[int]) -> Any:
+        """The batch of some documents, by their places, ascending."""
+        part = _Part(self._documents, chosen)
+        return self._build(
+            field.value if id(field.value) in self._shared else part.of(field)
+            for field in self.fields
+        )
+
+    def is_shared(self, field: Field) -> bool:
+        """Whether every batch gets all of a field."""
+        part = _Part(self._documents, [0])
+        return id(field.value) in self._shared or part.of(field) is field.value
 
 
 def first_fit(
@@ -103,7 +124,7 @@ class _Part:
         if name in OFFSETS or is_named and are_offsets(value):
             offsets = torch.cat([torch.zeros(1), self._lengths.cumsum(0)])
             return offsets.to(value.dtype).view(*[1] * (value.ndim - 1), -1)
-        found = self._of_tokens(value)
+        found = self._of_tokens(value, is_mask=is_named or "mask" in name)
         if found is None:
             has_each = value.ndim and len(value) == self._number
             return value[self._chosen] if has_each else value
@@ -120,12 +141,15 @@ class _Part:
         anew = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
         return (anew + first).to(value.dtype).view_as(found)
 
-    def _of_tokens(self, value: Tensor) -> Tensor | None:
+    def _of_tokens(self, value: Tensor, *, is_mask: bool) -> Tensor | None:
         """The entries for these documents' tokens; None if it has none for tokens."""
         rows, width = self._documents.numbers.shape
         shape = tuple(value.shape)
-        if value.ndim > 2 and shape[-2:] == (width, width):
+        is_square = value.ndim > 2 and shape[-2:] == (width, width)
+        if is_square and shape[0] in (1, rows) and (value.ndim > 3 or is_mask):
             return self._blocks(value)
+        if is_square and rows == 1 and shape[0] != 1:  # of each head
+            return value[..., self._columns[:, None], self._columns]
         if shape[:2] == (rows, width):
             return value[self._rows, self._columns].unsqueeze(0)
         if shape[:2] == (1, width):  # positions that all rows share

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import trainkit
 from tests.lit.proof.starting import fit, said
 from trainkit import MicroBatching, PackCollate, PerToken, TrainkitError
+from trainkit.lit.proof import documents
 
 WORDS, WIDTH = 30, 8
 GENERATOR = torch.Generator().manual_seed(0)
@@ -185,6 +186,19 @@ def test_one_batch_a_step_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Any) -> Any:
+        raise RuntimeError("no hooks here")
+
+    monkeypatch.setattr(documents._Look, "cause", fails)
+    report = trainkit.check(AttendingToAll(), loader(), strategy=PerToken(shift=True))
+    assert not report.exact
+    (cause,) = report.causes
+    assert (cause.kind, "could not be found" in cause.text) == ("documents", True)
+
+
 class Named(Net):
     """A model of transformers that ends each text with a token."""
 
@@ -209,7 +223,7 @@ def test_texts_that_nothing_tells_apart_are_not_called_exact(
     fit(Named(), loader(joined), strategy)
     found = said(capsys)
     assert found.startswith("exact") is (how == "off")
-    assert ("end-of-text" in found) is (how == "auto")
+    assert ("end-of-text tokens (2)" in found) is (how == "auto")
 
 
 def test_the_inner_cut_refuses_one_row_of_documents() -> None:

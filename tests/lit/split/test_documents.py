@@ -161,6 +161,38 @@ def test_documents_train_as_the_padded_big_batch(way: str, by: str) -> None:
         assert deviation(naive, whole(by), start) > NAIVE
 
 
+class WithTerms(Model):
+    """A mean over tokens and a mean over documents."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        means = {}
+        for self.by in ("tokens", "documents"):
+            means[self.by] = super().training_step(batch, batch_idx)
+        return {"loss": means}
+
+
+class AddedUp(WithTerms):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(super().training_step(batch, batch_idx)["loss"].values())
+
+
+@pytest.mark.parametrize("cut", [SIZE, BUDGET, APART], ids=["size", "tokens", "apart"])
+def test_terms_with_denominators_of_their_own_are_cut_between_documents(
+    cut: MicroBatching,
+) -> None:
+    """The control: both divided by what the other one counts."""
+    collate = PackCollate(length=20) if cut is APART else PACK
+    expected, start = train(padded, BIG, module=AddedUp()), Model()
+    terms = {"tokens": TOKENS, "documents": ROWS}
+    for strategies, is_exact in (
+        (terms, True),
+        ({"tokens": ROWS, "documents": TOKENS}, False),
+    ):
+        ours = train(collate, BIG, strategies, cut, module=WithTerms())
+        off = deviation(ours, expected, start)
+        assert off <= 1e-10 if is_exact else off > NAIVE
+
+
 def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
     tmp_path: Path,
 ) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.documents import Documents, find_flattened
-from trainkit.core.flattening import flattened
+from trainkit.core.flattening import Flattening
 from trainkit.core.nested import (
     Build,
     Field,
@@ -29,6 +28,7 @@ from trainkit.core.nested import (
     lookup,
     take_apart,
 )
+from trainkit.core.samples import are_samples, length_of_tensors, own_count
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import columns_of
 from trainkit.core.split.rows import (
@@ -42,9 +42,6 @@ from trainkit.core.split.rows import (
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerSample,
-    are_samples,
-    length_of_tensors,
-    own_count,
 )
 from trainkit.errors import TrainkitError
 
@@ -101,12 +98,13 @@ class DocumentLayout(Layout):
         return self.of_rows(rows)
 
 
-def _layout_of(documents: Documents, batch: Any) -> Layout:
+def _layout_of(documents: Documents, batch: Any, shared: Sequence[Any]) -> Layout:
     lengths = documents.lengths
     group = Group(max(lengths), [(0, length) for length in lengths])
     rows = Rows(len(lengths), [group], are_joined=True)
-    of_rows = partial(flattened, batch, documents)
-    return DocumentLayout([], lambda values: batch, [], rows, of_rows)
+    made = Flattening(batch, documents, shared)
+    trims = [None if made.is_shared(field) else () for field in made.fields]
+    return DocumentLayout(made.fields, lambda values: batch, trims, rows, made.of)
 
 
 def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
@@ -146,7 +144,8 @@ class LayoutReader:
             return Layout(samples, lambda values: collate(next(values)), [()], rows)
         documents = find_flattened(batch, options.documents)
         if documents is not None:
-            return _layout_of(documents, batch)
+            whole = [lookup(batch, path) for path in options.shared]
+            return _layout_of(documents, batch, whole)
         shared = {id(lookup(batch, path)) for path in options.shared}
         marks = marks_of(batch, options.length_paths, strategy)
         if isinstance(strategy, PerSample) and strategy.size is not None:

@@ -27,9 +27,10 @@ FEW = 3
 """So many documents share the row that is looked at, if there are so many."""
 
 NOT_TOLD = (
-    "{number} end-of-text tokens stand within rows, and nothing tells their documents "
-    "apart: let the collate function add position_ids that begin anew, or name the "
-    "field that tells them, documents='...'; documents='off' if each row is one text"
+    "{number} end-of-text tokens ({ends}) stand within rows, and nothing tells their "
+    "documents apart: let the collate function add position_ids that begin anew, or "
+    "name the field that tells them, documents='...'; documents='off' if each row is "
+    "one text"
 )
 
 
@@ -46,8 +47,9 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
     documents = find_documents(batch, how)
     if documents is None or len(documents.spans) == len(documents.numbers):
         is_told = how == "off" or documents is not None and documents.by not in MASKS
-        number = 0 if is_told else _ends_within(subject.module, batch)
-        text = NOT_TOLD.format(number=number)
+        ends = {end for each in subject.module.modules() for end in _end_of(each)}
+        number = 0 if is_told else _ends_within(ends, batch)
+        text = NOT_TOLD.format(number=number, ends=", ".join(map(str, sorted(ends))))
         return Report.of_nothing(text) if number else None
     chosen = _neighbours(documents)
     if not chosen:
@@ -65,8 +67,16 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         num_rows=len(chosen),
         precision=str(dtype).removeprefix("torch."),
         cuts=(Cut("each document alone", (1,) * len(chosen), off),),
-        causes=(_Look(packed, rows.of(chosen)).cause(),),
+        causes=(_cause_of(packed, rows.of(chosen)),),
     )
+
+
+def _cause_of(subject: Subject, row: OneRow) -> Cause:
+    """Why documents are not what they are alone; that they are not is certain."""
+    try:
+        return _Look(subject, row).cause()
+    except Exception:  # such as a forward that no hooks can watch
+        return cause("mixed documents")
 
 
 def documents_option(options: Any, strategies: Strategies) -> str:
@@ -152,10 +162,8 @@ def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, 
     return found
 
 
-def _ends_within(module: Any, batch: Any) -> int:
-    """How many end-of-text tokens stand before others that count, as a model of
-    transformers names them."""
-    ends = {e for each in module.modules() for e in _end_of(each)}
+def _ends_within(ends: set[int], batch: Any) -> int:
+    """How many end-of-text tokens stand before others that count."""
     fields = dict(take_apart(batch)[0])
     ids = fields.get("input_ids")
     if not ends or not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -171,6 +179,7 @@ def _ends_within(module: Any, batch: Any) -> int:
 
 
 def _end_of(module: Any) -> Iterator[int]:
+    """The end-of-text tokens of a model of transformers."""
     found = getattr(getattr(module, "config", None), "eos_token_id", None)
     for each in found if isinstance(found, list | tuple) else [found]:
         if isinstance(each, int):

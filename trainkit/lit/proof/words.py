@@ -137,6 +137,12 @@ WORDS: dict[str, tuple[str, ...]] = {
         "label across their bound",
         "labels[start] = -100 for each document, as PackCollate does",
     ),
+    "mixed documents": (
+        "documents",
+        "the gradient of a document changes with what shares its row; where, could not "
+        "be found",
+        "one document a row: PadCollate in place of PackCollate",
+    ),
     "loss over documents": (
         "documents",
         "no output of a document depends on another, but the loss does",

@@ -11,7 +11,8 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import AccumulationStrategy, PerSample, num_samples
+from trainkit.core.samples import num_samples
+from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.taken_calls import PlainBackward, taken_calls
