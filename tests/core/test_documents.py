@@ -57,6 +57,10 @@ FOUND: dict[str, tuple[Any, str, str, list[Any]]] = {
      ONE_ROW),
     "numbers by name": (flat(text=torch.tensor([[7, 7, 7, 9, 9, 4, 4, 4, 4]])), "text",
      "text", ONE_ROW),
+    "positions of one document, by name": (flat(places=torch.arange(9)[None]),
+     "places", "places", [(0, 0, 9)]),
+    "a document for each token": (flat(doc_ids=torch.arange(9)[None]), "doc_ids",
+     "doc_ids", [(0, n, n + 1) for n in (1, 2, 4, 6, 7, 8)]),
     "a mask of numbers": (packed(attention_mask=NUMBERS), "auto", "attention_mask",
      TWO_ROWS),
     "a mask of blocks": (packed(attention_mask=CAUSAL), "auto", "attention_mask",
@@ -150,6 +154,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
         "doc_ids": names,
         "weights": torch.tensor([0.1, 0.2, 0.3]),
         "sources": ["a", "b", "c"],
+        "notes": ["of", "all"],
         "scale": torch.tensor(2.0),
         "table": torch.zeros(4, 4),
         "states": torch.arange(18.0).view(1, 9, 2),
@@ -173,6 +178,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
     assert (part["max_length_q"], part["sources"]) == (4, ["a", "c"])
     torch.testing.assert_close(part["weights"], torch.tensor([0.1, 0.3]))
     assert part["table"] is batch["table"]
+    assert part["notes"] is batch["notes"]
     assert part["states"].shape == (1, 7, 2)
 
 

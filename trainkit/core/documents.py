@@ -188,7 +188,8 @@ def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
     readers = [_by_positions, _by_numbers, _by_mask]
     name = how.rpartition(".")[2]
     if _is(value):
-        if name in OFFSETS or name not in NUMBERS and are_offsets(value):
+        are_theirs = are_offsets(value, _width_of_one_row(value, fields))
+        if name in OFFSETS or name not in NUMBERS and are_theirs:
             readers = [_by_offsets]
         elif name in NUMBERS or name not in POSITIONS and _stays(value):
             readers = [_by_numbers]
@@ -320,9 +321,12 @@ def _is_whole(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex()) and value.ndim > 0
 
 
-def are_offsets(value: Tensor) -> bool:
-    """Whether these are numbers from 0 on that never fall."""
+def are_offsets(value: Tensor, width: int | None) -> bool:
+    """Whether these are numbers from 0 on that never fall, and not one for each token
+    of a row."""
     if not _is_whole(value) or value.squeeze().ndim != 1 or value.numel() < 2:
+        return False
+    if value.numel() == width:
         return False
     flat = value.flatten()
     return bool((flat[0] == 0) & (flat.diff() >= 0).all() & (flat[-1] >= len(flat) - 1))

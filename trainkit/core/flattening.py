@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import LONGEST, MASKS, NUMBERS, OFFSETS, Documents
-from trainkit.core.documents import are_offsets as are_offsets
+from trainkit.core.documents import (
+    LONGEST,
+    MASKS,
+    NUMBERS,
+    OFFSETS,
+    Documents,
+    are_offsets,
+)
 from trainkit.core.nested import Field, take_apart
 
 
@@ -121,7 +127,8 @@ class _Part:
             has_each = isinstance(value, list) and len(value) == self._number
             return [value[place] for place in self._chosen] if has_each else value
         is_named = field.path == self._documents.by
-        if name in OFFSETS or is_named and are_offsets(value):
+        width = self._documents.numbers.shape[1]
+        if name in OFFSETS or is_named and are_offsets(value, width):
             offsets = torch.cat([torch.zeros(1), self._lengths.cumsum(0)])
             return offsets.to(value.dtype).view(*[1] * (value.ndim - 1), -1)
         found = self._of_tokens(value, is_mask=is_named or "mask" in name)
