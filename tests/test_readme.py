@@ -287,7 +287,7 @@ COMMANDS = [
 
 def test_there_are_commands_of_every_kind() -> None:
     assert {words[1] for words in COMMANDS} == {
-        *("new", "train", "fit", "sweep", "plan", "check"),
+        *("new", "train", "fit", "sweep", "plan", "check", "lengths"),
         *("validate", "test", "predict"),
     }
 

@@ -24,6 +24,7 @@ from .data.packing import PackCollate as PackCollate
 from .data.padding import PadCollate as PadCollate
 from .data.resumable import ResumableLoader as ResumableLoader
 from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler
+from .data.window_sampler import WindowSampler as WindowSampler
 from .errors import TrainkitError as TrainkitError
 from .lit.batch_norm.guard import BatchNormGuard as BatchNormGuard
 from .lit.batch_size.effective import read_effective_batch as read_effective_batch

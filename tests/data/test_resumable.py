@@ -285,7 +285,7 @@ class Stream(IterableDataset[int]):
         ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, False)},
-            "must be a TokenBudgetSampler or a LengthGroupedSampler, received BatchSam",
+            "must be a TokenBudgetSampler, .* a WindowSampler, received BatchSam",
         ),
         (
             {"batch_sampler": SAMPLERS["token budget"](), "shuffle": True},

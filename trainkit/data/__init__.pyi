@@ -4,3 +4,4 @@ from .packing import PackCollate as PackCollate
 from .padding import PadCollate as PadCollate
 from .resumable import ResumableLoader as ResumableLoader
 from .token_budget import TokenBudgetSampler as TokenBudgetSampler
+from .window_sampler import WindowSampler as WindowSampler

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.core.plan.options import check_whole_number
 from trainkit.data.filler import Filler
+from trainkit.data.lengths import checked_lengths
 from trainkit.data.row_sampler import EpochOrder
 from trainkit.errors import TrainkitError
 
@@ -30,14 +31,14 @@ class LengthSampler(EpochOrder):
 
     def __init__(
         self,
-        lengths: Iterable[int] | Tensor,
+        lengths: Iterable[int] | Tensor | str | os.PathLike[str],
         *,
         shuffle: bool,
         seed: int,
         drop_last: bool,
         process_group: Any,
     ) -> None:
-        self.lengths = _checked(type(self).__name__, lengths)
+        self.lengths = checked_lengths(type(self).__name__, lengths)
         super().__init__(
             self.lengths, shuffle=shuffle, seed=seed, process_group=process_group
         )
@@ -113,7 +114,7 @@ class LengthGroupedSampler(LengthSampler):
     means less padding, but also less chance in which rows meet.
 
     Args:
-        lengths: the lengths of the rows, in order.
+        lengths: the lengths of the rows, in order, or a file of them.
         batch_size: rows in a batch.
         pool: how many batches are cut from rows that are sorted together.
         shuffle: whether each epoch has its own order; if not, all rows are sorted, the
@@ -126,7 +127,7 @@ class LengthGroupedSampler(LengthSampler):
 
     def __init__(
         self,
-        lengths: Iterable[int] | Tensor,
+        lengths: Iterable[int] | Tensor | str | os.PathLike[str],
         *,
         batch_size: int,
         pool: int = 50,
@@ -196,16 +197,3 @@ def part(batches: Sequence[Batch], number: int, *, first: int) -> list[Batch]:
             break
         parted.append([donor.pop()])
     return before + parted
-
-
-def _checked(name: str, lengths: Any) -> list[int]:
-    found = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-    for row, length in enumerate(found):
-        is_whole = isinstance(length, Integral) and not isinstance(length, bool)
-        if not is_whole or length < 1:
-            raise TrainkitError(
-                f"{name} lengths: must be whole numbers of at least 1, received "
-                f"{length!r} for row {row}. Leave empty rows out of the data."
-            )
-    # numpy's integers in a checkpoint would prevent loading it with weights_only.
-    return [int(length) for length in found]

@@ -12,6 +12,7 @@ from trainkit.core.plan.options import check_whole_number
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler
 from trainkit.data.row_sampler import EpochOrder, Last, RowSampler
+from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 
 
@@ -39,10 +40,11 @@ class ResumableLoader(DataLoader[Any]):
         ResumableLoader(rows, 32, weigh_nothing=WeighNothing(labels=-100))
 
     A resume within an epoch is exact on any number of ranks if batch_size times ranks
-    does not change (32 on one rank, 16 on two). With a `batch_sampler` the number of
-    ranks must not change. At the end of an epoch you may change anything. Other changes
-    are refused. If a loader beside a longer one in a `CombinedLoader` had ended in the
-    epoch that resumes, it stays ended, or cycles if the combination cycles.
+    does not change (32 on one rank, 16 on two), or with a `WindowSampler` between two
+    windows. With another `batch_sampler` the number of ranks must not change. At the
+    end of an epoch you may change anything. Other changes are refused. If a loader
+    beside a longer one in a `CombinedLoader` had ended in the epoch that resumes, it
+    stays ended, or cycles if the combination cycles.
 
     In a loop of your own, call `loader.sampler.set_epoch(epoch)` before each epoch, as
     Lightning does. Do so with Fabric too, and leave the loader out of
@@ -63,8 +65,9 @@ class ResumableLoader(DataLoader[Any]):
         last: "weight", "pad" or "drop".
         weigh_nothing: returns a row changed so that it weighs nothing, for fillers.
         drop_last: True means `last="drop"`.
-        batch_sampler: a `TokenBudgetSampler` or `LengthGroupedSampler`, in place of all
-            options above except `dataset` and `weigh_nothing`.
+        batch_sampler: a `TokenBudgetSampler`, `LengthGroupedSampler` or
+            `WindowSampler`, in place of all options above except `dataset` and
+            `weigh_nothing`.
         process_group: the ranks that share the rows; default: all.
         **options: `num_workers`, `collate_fn` and all other options of `DataLoader`.
     """
@@ -127,7 +130,15 @@ class ResumableLoader(DataLoader[Any]):
             # This pass's own count: another pass may have read a batch in between.
             position = order.after(position)
             self._place = (epoch, position)
-            yield batch
+            with order.timed(position, self.num_workers * (self.prefetch_factor or 0)):
+                yield batch
+
+    @property
+    def batches_read(self) -> int | None:
+        """How many batches of the epoch are read, if it counts otherwise than Lightning
+        may have: with a `WindowSampler` on another number of ranks."""
+        counts = isinstance(self._order, WindowSampler)
+        return self.state_dict()["position"] if counts else None
 
     @property
     def gives_fillers(self) -> bool:
@@ -139,12 +150,14 @@ class ResumableLoader(DataLoader[Any]):
         if self._resumed is not None:
             return dict(self._resumed)
         epoch, position = self._place
+        if epoch != self._order.epoch:
+            position = 0  # set_epoch() has only announced the epoch
         return {
             "epoch": self._order.epoch,
-            # Nothing has been read of an epoch that set_epoch() has only announced.
-            "position": position if epoch == self._order.epoch else 0,
+            "position": position,
             "end": self._order.end,
             **self._order.described(),
+            **self._order.plan(position),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,7 +182,7 @@ class ResumableLoader(DataLoader[Any]):
                         f"checkpoint of an epoch's end).",
                     )
         self._order.epoch, self._order.is_told = state_dict["epoch"], False
-        self._resumed = dict(state_dict)
+        self._resumed = self._order.adapted(dict(state_dict))
 
     def _take_start(self) -> int:
         """The position from which to read the epoch that now begins."""
@@ -237,9 +250,9 @@ def _check_batch_sampler(
     if not isinstance(batch_sampler, LengthSampler):
         _refuse(
             "batch_sampler",
-            f"must be a TokenBudgetSampler or a LengthGroupedSampler, received {kind}. "
-            f"Use a DataLoader for prediction, where Lightning passes one of its own, "
-            f"and torchdata's StatefulDataLoader for another.",
+            f"must be a TokenBudgetSampler, a LengthGroupedSampler or a WindowSampler, "
+            f"received {kind}. Use a DataLoader for prediction, where Lightning passes "
+            f"one of its own, and torchdata's StatefulDataLoader for another.",
         )
     if given != (1, False, 0, "weight", False) or process_group is not None:
         _refuse(

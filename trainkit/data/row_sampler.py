@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -76,6 +77,18 @@ class EpochOrder(DistributedSampler[Any], ABC):
     def described(self) -> dict[str, Any]:
         """The options that must not change while a position is to keep its meaning."""
         return {"shuffle": self.shuffle, "seed": self.seed}
+
+    def plan(self, position: int) -> dict[str, Any]:
+        """What a state at this position must hold besides."""
+        return {}
+
+    def adapted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state in which the position has the meaning that it has here."""
+        return state
+
+    def timed(self, position: int, ahead: int) -> AbstractContextManager[None]:
+        """A context in which the batch before a position trains; `ahead` are read."""
+        return nullcontext()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order, as Lightning does before each epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class TokenBudgetSampler(LengthSampler):
     `PerToken`; otherwise a row counts less in a batch of many rows.
 
     Args:
-        lengths: the lengths of the rows, in order.
+        lengths: the lengths of the rows, in order, or a file of them.
         tokens: the most tokens in a batch: its rows times its longest row.
         size: the most rows in a batch.
         shuffle: whether each epoch has its own order; if not, the longest batches come
@@ -43,7 +44,7 @@ class TokenBudgetSampler(LengthSampler):
 
     def __init__(
         self,
-        lengths: Iterable[int] | Tensor,
+        lengths: Iterable[int] | Tensor | str | os.PathLike[str],
         *,
         tokens: int,
         size: int | None = None,

@@ -60,6 +60,14 @@ def num_batches_seen(trainer: Any) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def count_batches(trainer: Any, number: int) -> None:
+    """Let a resumed epoch have had so many batches, which decides where windows end."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    # One less is completed if the checkpoint was written in `on_train_batch_end`.
+    progress.completed += number - progress.processed
+    progress.ready = progress.started = progress.processed = number
+
+
 def logged_step(trainer: Any) -> int:
     """The step with which Lightning logs this batch: not always `global_step`.
 

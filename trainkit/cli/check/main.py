@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainkit.cli.arguments import Arguments
+from trainkit.cli.aside import built, door_of, words_behind
 from trainkit.cli.door import Door, in_words, spoken
 from trainkit.cli.loading import say_loading
-from trainkit.cli.words import find_modules_here, options_first, refuse_another_app
+from trainkit.cli.words import find_modules_here
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
-
-CHECKED = ("train", "fit")
-"""The commands that may stand behind it."""
 
 _ABOUT = """\
 Measure whether a window of a training is the big batch, and say why not. After
@@ -41,16 +39,15 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Run `trainkit check`, and return the exit status."""
-    options = _parse(argv)
+    options, words = _parse(argv)
     say_loading("check", argv)
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()
-    door = cast(Door, options.words[0])
+    door = door_of(words)
     folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
     with spoken(door), without_advice(), folders as folder:
-        build = {"train": _of_train, "fit": _of_fit}[door]
-        trainer, report = build(options.words[1:], folder, options.rows)
+        trainer, report = _reported(words, folder, options.rows)
     if not trainer.is_global_zero:
         return 0 if report.exact else 1
     report = _in_words(door, report)
@@ -68,9 +65,8 @@ def main(argv: list[str]) -> int:
     return 0 if report.exact else 1
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Our own options, and behind them the `words` of the training."""
-    place = next((n for n, word in enumerate(argv) if word in CHECKED), len(argv))
+def _parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Our own options, and behind them the words of the training."""
     parser = Arguments(prog="trainkit check", description=_ABOUT, epilog=_EXIT)
     parser.usage = "trainkit check [--json] [--html[=FILE]] [--rows N] train|fit ..."
     add = parser.add_argument
@@ -79,25 +75,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     html: Any = add("--html", nargs="?", const="check.html", metavar="FILE", help=page)
     few = "use at most so many rows (default 24)"
     add("--rows", type=int, default=24, metavar="N", help=few)
-    words: Any = add("words", nargs="*", help="train or fit, and its words")
-    words.completer, html.completer = lambda **_: CHECKED, lambda **_: ()
-    options = parser.parse_args(argv[:place])
+    html.completer = lambda **_: ()
+    options, words = words_behind(parser, argv, example="train experiment=digits_bn")
     check_whole_number("trainkit check --rows", options.rows, least=2)
-    if options.words or place == len(argv):
-        received = repr(options.words[0]) if options.words else "nothing"
-        raise TrainkitError(
-            f"trainkit check: must be followed by train or fit, and the words that one "
-            f"would train with, received {received}. For example: trainkit check train "
-            f"experiment=digits_bn"
-        )
-    for word in argv[place:]:
-        if word.partition("=")[0] in ("--json", "--html", "--rows"):
-            raise TrainkitError(
-                f"trainkit check {word}: must stand before the word {argv[place]}, "
-                f"since what follows is for the training."
-            )
-    options.words = list(argv[place:])
-    return options
+    return options, words
 
 
 def _in_words(door: Door, report: Any) -> Any:
@@ -123,31 +104,11 @@ def _write_page(report: Any, path: Path, command: str) -> None:
         ) from error
 
 
-def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
-    from omegaconf import open_dict
-
-    from trainkit.cli.composition import Composition
+def _reported(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
+    """The Trainer, and what `check` measures."""
     from trainkit.cli.runs.ranks import ranks_of_one_run
-    from trainkit.config.build import build
     from trainkit.lit.front.check import check
 
-    words = options_first(words)
-    refuse_another_app(words)
-    config = Composition(words).config
-    with open_dict(config):
-        config.paths.run_dir = folder
-    training = build(config)
-    with ranks_of_one_run(training.trainer):
-        of = training.module, training.data
-        report = check(*of, trainer=training.trainer, rows=rows)
-    return training.trainer, report
-
-
-def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
-    from trainkit.cli.fit.cli import without_running
-    from trainkit.lit.front.check import check
-
-    place = {"default_root_dir": folder}
-    cli = without_running("trainkit check fit", words, trainer_defaults=place)
-    report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
-    return cli.trainer, report
+    trainer, *of = built("trainkit check", words, folder)
+    with ranks_of_one_run(trainer) if words[0] == "train" else nullcontext():
+        return trainer, check(*of, trainer=trainer, rows=rows)

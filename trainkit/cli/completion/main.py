@@ -16,7 +16,7 @@ from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from trainkit.cli.arguments import Arguments, offer
-from trainkit.cli.check.main import CHECKED
+from trainkit.cli.aside import TRAININGS
 from trainkit.cli.completion import overrides
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
@@ -73,8 +73,8 @@ def answer() -> NoReturn:
     if len(before) < 2:
         offer(_parser_of_all())
     program, command, *before = before
-    if command == "check":
-        at = next((i for i, each in enumerate(before) if each in CHECKED), None)
+    if command in ("check", "lengths"):
+        at = next((i for i, each in enumerate(before) if each in TRAININGS), None)
         if at is not None:
             command, *before = before[at:]
     about = COMMANDS.get(command, ("",))[0]

@@ -8,7 +8,12 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_leaves
 
-from trainkit.lit._compat import end_restart, leave_ended_epoch, restore_loaders
+from trainkit.lit._compat import (
+    count_batches,
+    end_restart,
+    leave_ended_epoch,
+    restore_loaders,
+)
 from trainkit.lit.callback.base import has_callback
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
@@ -26,6 +31,9 @@ def resume(trainer: Any, pl_module: Any) -> None:
             "RunCheckpoint's last.ckpt.",
             stacklevel=2,
         )
+    number = getattr(trainer.train_dataloader, "batches_read", None)
+    if trainer.fit_loop.restarted_mid_epoch and number is not None:
+        count_batches(trainer, number)
     if trainer.fit_loop.restarted_mid_epoch and trainer.is_global_zero:
         _announce_missed_hooks(trainer, pl_module)
         why = why_data_differ(trainer)

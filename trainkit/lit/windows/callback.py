@@ -120,6 +120,8 @@ class WindowCallback(WindowOwner):
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
         refusals.refuse_unknown_backend(trainer)
         refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
+        if pl_module.automatic_optimization:
+            refusals.refuse_other_windows(trainer, num_expected)
         refusals.refuse_no_optimizer(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             self._accumulate(index, optimizer, trainer)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import AccumulationStrategy, Uniform
+from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     averages_models,
@@ -23,6 +25,20 @@ from trainkit.lit.callback.base import fetches_batches, has_callback
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has run out of batches waits for the others to run out too."""
+
+
+def refuse_other_windows(trainer: Any, num_expected: int) -> None:
+    """Refuse windows that are not those which a `WindowSampler` has planned."""
+    for loader in tree_leaves(trainer.train_dataloader):
+        plan = getattr(loader, "batch_sampler", None)
+        if isinstance(plan, WindowSampler) and plan.micro_batches != num_expected:
+            raise TrainkitError(
+                f"trainer.accumulate_grad_batches: must be as many micro-batches as "
+                f"WindowSampler plans for a window on each rank, "
+                f"{plan.micro_batches}, received {num_expected}. Give the Trainer "
+                f"accumulate_grad_batches={plan.micro_batches}, or WindowSampler "
+                f"micro_batches={num_expected}."
+            )
 
 
 def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:

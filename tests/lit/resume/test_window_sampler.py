@@ -1,0 +1,185 @@
+"""Windows that are planned over all ranks: the big batch's steps, also resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import (
+    NAIVE,
+    TokenModule,
+    deviation,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    run_ranks,
+    token_loss,
+    trainer,
+    weights,
+)
+from trainkit import (
+    AccumulationCallback,
+    ExactResume,
+    PackCollate,
+    PerToken,
+    ResumableLoader,
+    TrainkitError,
+    WindowSampler,
+)
+
+DATA = ragged_sequences(44)
+for _, labels in DATA:
+    labels[0] = -100  # as PackCollate ignores the first label of each document
+LENGTHS = [len(ids) for ids, _ in DATA]
+WINDOW, EPOCHS = 16, 2
+"""Windows of 16, 16 and 12 rows."""
+EXACT = 1e-12
+
+
+class Packed(TokenModule):
+    """Reads flattened batches too, and notes the tokens of micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({"ids": batch["input_ids"], **batch}, batch_idx)
+
+
+def padded(rows: Sequence[Any]) -> dict[str, Tensor]:
+    batch = pad(rows)
+    return {"input_ids": batch["ids"], **batch}
+
+
+def flat(rows: Sequence[Any]) -> dict[str, Tensor]:
+    return PackCollate()([{"input_ids": x, "labels": y} for x, y in rows])
+
+
+def loader(num_ranks: int, flattened: bool, **how: Any) -> ResumableLoader:
+    options: Any = {"window": WINDOW, "tokens": 40, "num_replicas": num_ranks, **how}
+    plan = WindowSampler(LENGTHS, flattened=flattened, **options)
+    return ResumableLoader(
+        DATA, batch_sampler=plan, collate_fn=flat if flattened else padded
+    )
+
+
+class Stop(pl.Callback):
+    """Saves after so many batches of the second epoch, and ends the training."""
+
+    def __init__(self, folder: str, after: int) -> None:
+        self.path, self.after = str(Path(folder, "stop.ckpt")), after
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.current_epoch == 1 and args[-1] + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            raise KeyboardInterrupt
+
+
+def fit(
+    num_ranks: int,
+    folder: str,
+    *,
+    flattened: bool = False,
+    after: int = 0,
+    resume: bool = False,
+    ours: bool = True,
+    **how: Any,
+) -> Tensor:
+    train = loader(num_ranks, flattened, **how)
+    plan: Any = train.batch_sampler
+    module = Packed(dtype=torch.float64)
+    callbacks: list[Any] = []
+    if ours:
+        callbacks = [AccumulationCallback(PerToken()), ExactResume(dirpath=folder)]
+    if after:
+        callbacks.append(Stop(folder, after))
+    fitting = trainer(
+        plan.micro_batches,
+        callbacks=callbacks,
+        strategy="ddp" if num_ranks > 1 else "auto",
+        devices=num_ranks,
+        enable_checkpointing=True,
+    )
+    try:
+        fitting.fit(
+            module, train, ckpt_path=Path(folder, "stop.ckpt") if resume else None
+        )
+    except (KeyboardInterrupt, SystemExit):
+        assert after
+    return weights(module)
+
+
+def big_batches() -> Tensor:
+    module = TokenModule(dtype=torch.float64)
+    optimizer = module.configure_optimizers()
+    order = WindowSampler(LENGTHS, window=WINDOW, tokens=40, num_replicas=1, rank=0)
+    for epoch in range(EPOCHS):
+        order.set_epoch(epoch)
+        rows = [DATA[n] for n in order.permuted(len(DATA))]
+        for first in range(0, len(rows), WINDOW):
+            optimizer.zero_grad()
+            token_loss(module.net, pad(rows[first : first + WINDOW])).backward()
+            optimizer.step()
+    return weights(module)
+
+
+def micro_batches(num_ranks: int, **how: Any) -> int:
+    plan: Any = loader(num_ranks, False, **how).batch_sampler
+    return plan.micro_batches
+
+
+def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    k = micro_batches(2)
+    ends = {
+        "padded": fit(2, f"{folder}/a"),
+        "flattened": fit(2, f"{folder}/b", flattened=True),
+        "plain": fit(2, f"{folder}/plain", ours=False),
+        "stopped": fit(2, f"{folder}/inside", after=k + 1),
+        "inside": fit(2, f"{folder}/inside", resume=True),
+        "between": fit(2, f"{folder}/one", resume=True, micro_batches=k + 1),
+    }
+    fit(2, f"{folder}/two", after=k)
+    fit(2, f"{folder}/two inside", after=k + 1)
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensor]]:
+    """The weights at the ends of trainings, by what was done."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    fit(1, f"{folder}/one", after=micro_batches(1) * 2)
+    two = raise_rank_errors(run_ranks(on_two_ranks, 2, folder))
+    found = {name: [each[name] for each in two] for name in two[0]}
+    found["alone"] = [fit(1, f"{folder}/c")]
+    found["alone, flattened"] = [fit(1, f"{folder}/d", flattened=True)]
+    found["alone, inside"] = [fit(1, f"{folder}/two inside", resume=True)]
+    found["alone, between"] = [fit(1, f"{folder}/two", resume=True)]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint")
+def test_steps_are_those_of_big_batches_on_one_rank_and_on_two(ends: Any) -> None:
+    """Padded and flattened, also resumed within a window and on another number of
+    ranks. The control is plain Lightning on the same micro-batches."""
+    start, exact = weights(Packed(dtype=torch.float64)), big_batches()
+    off = {
+        name: max(deviation(each, exact, start) for each in found)
+        for name, found in ends.items()
+    }
+    assert off.pop("plain") > NAIVE
+    assert off.pop("stopped") > NAIVE
+    assert {name: far for name, far in off.items() if far > EXACT} == {}
+    assert len(off) == 8
+
+
+def test_trainer_with_other_windows_is_refused() -> None:
+    train = loader(1, False)
+    plan: Any = train.batch_sampler
+    k = plan.micro_batches
+    fitting = trainer(k + 1, callbacks=[AccumulationCallback(PerToken())])
+    text = f"on each rank, {k}, received {k + 1}.*accumulate_grad_batches={k}"
+    with pytest.raises(TrainkitError, match=text):
+        fitting.fit(Packed(), train)

@@ -1,0 +1,79 @@
+"""Commands beside a training: `trainkit COMMAND ... train|fit ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.cli.arguments import Arguments
+from trainkit.cli.door import Door
+from trainkit.cli.words import options_first, refuse_another_app
+from trainkit.errors import TrainkitError
+
+TRAININGS = ("train", "fit")
+"""The commands that may stand behind such a command."""
+
+
+def words_behind(
+    parser: Arguments, argv: Sequence[str], *, example: str
+) -> tuple[Any, list[str]]:
+    """The command's own options, and behind them the words of the training.
+
+    Args:
+        parser: with the options, to which the words of the training are added.
+        argv: all words.
+        example: the words of a training, for messages.
+    """
+    words: Any = parser.add_argument("words", nargs="*", help="train or fit, and so on")
+    words.completer = lambda **_: TRAININGS
+    place = next((n for n, word in enumerate(argv) if word in TRAININGS), len(argv))
+    options = parser.parse_args(argv[:place])
+    if options.words or place == len(argv):
+        received = repr(options.words[0]) if options.words else "nothing"
+        raise TrainkitError(
+            f"{parser.prog}: must be followed by train or fit, and the words that one "
+            f"would train with, received {received}. For example: {parser.prog} "
+            f"{example}"
+        )
+    own = [name for each in parser._actions for name in each.option_strings]
+    for word in argv[place:]:
+        if word.partition("=")[0] in own and word not in ("-h", "--help"):
+            raise TrainkitError(
+                f"{parser.prog} {word}: must stand before the word {argv[place]}, "
+                f"since what follows is for the training."
+            )
+    return options, list(argv[place:])
+
+
+def built(command: str, words: Sequence[str], folder: str) -> tuple[Any, Any, Any]:
+    """The Trainer, the module and the data of a training that is not run.
+
+    Args:
+        command: that asks.
+        words: of the training.
+        folder: for the files that it may write.
+    """
+    door, *words = words
+    if door == "fit":
+        from trainkit.cli.fit.cli import without_running
+
+        place = {"default_root_dir": folder}
+        cli = without_running(f"{command} fit", words, trainer_defaults=place)
+        return cli.trainer, cli.model, cli.datamodule
+    from omegaconf import open_dict
+
+    from trainkit.cli.composition import Composition
+    from trainkit.config.build import build
+
+    words = options_first(words)
+    refuse_another_app(words)
+    config = Composition(words).config
+    with open_dict(config):
+        config.paths.run_dir = folder
+    training = build(config)
+    return training.trainer, training.module, training.data
+
+
+def door_of(words: Sequence[str]) -> Door:
+    """The command whose words these are."""
+    return "fit" if words[0] == "fit" else "train"

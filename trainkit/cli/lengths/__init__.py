@@ -1,0 +1,1 @@
+"""`trainkit lengths`: how long the rows of a data set are."""

@@ -1,0 +1,141 @@
+"""`trainkit lengths`: write the lengths of a data set's rows, for samplers that ask."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.arguments import Arguments
+from trainkit.cli.aside import built, door_of, words_behind
+from trainkit.cli.door import spoken
+from trainkit.cli.loading import say_loading
+from trainkit.cli.words import find_modules_here
+from trainkit.core.plan.options import check_whole_number
+from trainkit.errors import TrainkitError
+
+_ABOUT = """\
+Write the lengths of a data set's rows to a file. After `trainkit lengths` stand the
+words with which one would train. Give the file to a sampler as `lengths=`:
+TokenBudgetSampler, LengthGroupedSampler or WindowSampler.
+"""
+_EXAMPLES = """\
+examples:
+  trainkit lengths train experiment=completions
+  trainkit lengths --rows train_rows --out data/lengths.npy train data=my_data
+"""
+MOST = 64
+"""How many rows a worker reads at a time."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `trainkit lengths`, and return the exit status."""
+    options, words = _parse(argv)
+    say_loading("lengths", argv)
+    from trainkit.data.lengths import write_lengths
+    from trainkit.lit.quiet import without_advice
+
+    find_modules_here()
+    target = Path(options.out)
+    if not target.parent.is_dir():
+        raise TrainkitError(
+            f"trainkit lengths --out: must be a file in a folder that exists, received "
+            f"{options.out}."
+        )
+    folders = tempfile.TemporaryDirectory(prefix="trainkit-lengths-")
+    with spoken(door_of(words)), without_advice(), folders as folder:
+        rows = _rows(*built("trainkit lengths", words, folder), options.rows)
+        found = list(_lengths(rows, options.field, options.workers))
+    write_lengths(target, found)
+    total = f"{sum(found):,} tokens, the longest row has {max(found):,}"
+    print(f"trainkit | lengths: {target}, {len(found):,} rows, {total}")
+    return 0
+
+
+def _parse(argv: list[str]) -> tuple[Any, list[str]]:
+    parser = Arguments(prog="trainkit lengths", description=_ABOUT, epilog=_EXAMPLES)
+    parser.usage = "trainkit lengths [options] train|fit ..."
+    add = parser.add_argument
+    out = "the file (default lengths.npy)"
+    add("--out", default="lengths.npy", metavar="FILE", help=out)
+    field = "the path of a row's field that has its length (default input_ids)"
+    add("--field", metavar="PATH", help=field)
+    rows = (
+        "the data module's attribute with the rows (default: those of "
+        "train_dataloader(), which may need the file itself)"
+    )
+    add("--rows", metavar="NAME", help=rows)
+    workers = "how many processes read rows (default 0: this one)"
+    add("--workers", type=int, default=0, metavar="N", help=workers)
+    options, words = words_behind(parser, argv, example="train experiment=completions")
+    check_whole_number("trainkit lengths --workers", options.workers, least=0)
+    return options, words
+
+
+def _rows(trainer: Any, module: Any, data: Any, name: str | None) -> Any:
+    """The data set that is trained on."""
+    owner = module if data is None else data
+    owner.trainer = trainer  # which a hook may look at
+    owner.prepare_data()
+    owner.setup("fit")
+    if name is None:
+        rows = getattr(owner.train_dataloader(), "dataset", None)
+    else:
+        rows = getattr(owner, name, None)
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        where = name or "train_dataloader().dataset"
+        raise TrainkitError(
+            f"trainkit lengths: must find rows by index, and "
+            f"{type(owner).__name__}.{where} is {type(rows).__name__}. Name the "
+            f"attribute that has them: --rows NAME. A stream has no lengths before it "
+            f"is read: MicroBatching(tokens=4096, pool=8) cuts it."
+        )
+    return rows
+
+
+def _lengths(rows: Any, field: str | None, workers: int) -> Iterator[int]:
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+
+    lengths: Any = Lengths(rows, field)
+    loader: Any = DataLoader(
+        lengths, batch_size=MOST, num_workers=workers, collate_fn=list
+    )
+    with tqdm(total=len(rows), unit=" rows", desc="lengths") as bar:
+        for several in loader:
+            bar.update(len(several))
+            yield from several
+
+
+class Lengths:
+    """The lengths of rows, as a data set.
+
+    Args:
+        rows: the data set.
+        field: the path of what has a row's length; None: `input_ids`, or the row.
+    """
+
+    def __init__(self, rows: Any, field: str | None) -> None:
+        self._rows, self._field = rows, field
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> int:
+        from trainkit.core.nested import describe, fields_of, lookup
+
+        row = self._rows[index]
+        if self._field is not None:
+            value: Any = lookup(row, self._field)
+        else:
+            fields = fields_of(row)
+            value = row if fields is None else fields.get("input_ids")
+        try:
+            return len(value)
+        except TypeError:
+            raise TrainkitError(
+                f"trainkit lengths --field: must name what has a row's length, and "
+                f"{self._field or 'input_ids'!r} of row {index} has none. The row is "
+                f"{describe(row)}."
+            ) from None

@@ -1,0 +1,371 @@
+"""A batch sampler that plans each window's micro-batches over all ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainkit.core.plan.options import (
+    check_whole_number,
+    check_whole_numbers,
+    is_positive_number,
+)
+from trainkit.data.cost_fit import CostFit
+from trainkit.data.filler import Filler
+from trainkit.data.length_sampler import Batch, LengthSampler
+from trainkit.data.window_plan import planned, rounds_needed
+from trainkit.errors import TrainkitError
+
+EPOCHS_TRIED, ROWS_TRIED = 10, 200_000
+"""The number of micro-batches is enough for all windows of so many epochs, or rows."""
+
+
+class WindowSampler(LengthSampler):
+    """Makes micro-batches of whole windows, so that no rank waits for another.
+
+        plan = WindowSampler(lengths, window=512, tokens=4096, num_replicas=8)
+        train = ResumableLoader(rows, batch_sampler=plan, collate_fn=PadCollate())
+        Trainer(devices=8, accumulate_grad_batches=plan.micro_batches)
+
+    A window has the next `window` rows of the epoch's order, over all ranks; the last
+    one of an epoch has what is left. The plan decides only which of its rows share a
+    micro-batch, and on which rank. So the steps do not depend on it. Every rank makes
+    equally many micro-batches of nearly equal cost. Seed and epoch decide the order. A
+    run resumes within a window, and between two windows on another number of ranks.
+
+    Micro-batches differ in what they weigh: trainkit's strategies make them exact, and
+    plain accumulation would not.
+
+    Args:
+        lengths: the lengths of the rows, in order, or a file of them, as
+            `trainkit lengths` writes it.
+        window: the rows of an optimizer step, over all ranks.
+        tokens: the most tokens in a micro-batch, padding included.
+        micro_batches: of a window, on each rank; default: as few as keep to `tokens`
+            in ten epochs, or in 200,000 rows if that is less. A later window that
+            exceeds `tokens` is warned of.
+        num_replicas: the ranks that share the rows; default: those of the process
+            group, or of the environment variable WORLD_SIZE, or 1.
+        rank: which of them this is; default: that of the process group.
+        flattened: whether micro-batches are flattened, as by `PackCollate`, so that
+            there is no padding.
+        cost: what a row costs beyond its length, times its length squared, for
+            attention. "measured": found from the times of an epoch's first windows,
+            used some windows later, and saved with the run.
+        shuffle: whether each epoch has its own order; if not, the data set's.
+        seed: the seed of the orders.
+        drop_last: leave out the last window if it lacks rows.
+        process_group: the group of the ranks; default: all.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int] | Tensor | str | os.PathLike[str],
+        *,
+        window: int = 512,
+        tokens: int = 4096,
+        micro_batches: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        flattened: bool = False,
+        cost: float | Literal["measured"] = 0.0,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        check_whole_numbers("WindowSampler", window=window, tokens=tokens)
+        if cost not in ("measured", 0) and not is_positive_number(cost):
+            raise TrainkitError(
+                f"WindowSampler cost: must be a number of at least 0, the cost of a "
+                f"row beyond its length, times its length squared, or 'measured'; "
+                f"received {cost!r}."
+            )
+        super().__init__(
+            lengths,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            process_group=process_group,
+        )
+        self.window, self.tokens, self.flattened = window, tokens, bool(flattened)
+        self.num_ranks, self._rank = _ranks(num_replicas, rank, super().ranks[1])
+        self._fit = CostFit(0.0 if cost == "measured" else float(cost))
+        self._measures, self._has_warned = cost == "measured", False
+        self._begun: list[Any] = []  # epoch, window, micro-batches and rows read
+        self._check_rows()
+        if micro_batches is not None:
+            check_whole_number("WindowSampler micro_batches", micro_batches)
+        self.micro_batches = micro_batches or self._needed()
+        least = self.num_ranks * self.micro_batches
+        if window < least:
+            raise TrainkitError(
+                f"WindowSampler window: must have a row for each of {least} "
+                f"micro-batches, {self.micro_batches} on each of {self.num_ranks} "
+                f"ranks, received {window}. Raise window or tokens."
+            )
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank's index, and how many ranks share the rows."""
+        if self._rank is not None:
+            return self._rank, self.num_ranks
+        rank, number = super().ranks
+        if number != self.num_ranks:
+            raise TrainkitError(
+                f"WindowSampler num_replicas: was {self.num_ranks} when the windows "
+                f"were planned, and {number} ranks read them. Give "
+                f"num_replicas={number}."
+            )
+        return rank, number
+
+    @property
+    def num_batches(self) -> int:
+        """How many micro-batches every epoch has, over all ranks."""
+        return len(self) * self.num_ranks
+
+    @property
+    def end(self) -> int:
+        return len(self)
+
+    @property
+    def gives_fillers(self) -> bool:
+        full, left = divmod(len(self.lengths), self.window)
+        return self.fills and not self.leaves_out_last and 0 < left < self.num_ranks
+
+    def after(self, position: int) -> int:
+        return position + 1
+
+    def described(self) -> dict[str, Any]:
+        described = super().described()
+        del described["ranks"]  # it may change between windows
+        return {"window": self.window, **described}
+
+    def plan(self, position: int) -> dict[str, Any]:
+        """How windows are cut, and what is read of one that is not over."""
+        plan = {**self._options(), "begun": self._begun, "read": []}
+        window, inside = divmod(position, self.micro_batches)
+        if inside and position < self.end:
+            rounds = self._planned(self.permuted(len(self.lengths)), window)[:inside]
+            _, before = self._begun_of(window)
+            read = [row for each in rounds for batch in each for row in batch]
+            plan["read"] = [*before, *read]
+        return {"plan": plan}
+
+    def adapted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state whose position counts this plan's micro-batches."""
+        if "plan" not in state:
+            return state  # another sampler's, at the end of an epoch
+        old, position = state["plan"], state["position"]
+        if self._measures:
+            self._fit.restore(old["cost"])
+        window, inside = divmod(position, old["micro_batches"])
+        if position >= state["end"]:
+            position = self.end
+        elif self._options() == {name: old[name] for name in self._options()}:
+            self._begun = old["begun"]
+        else:
+            position = window * self.micro_batches
+            if inside:
+                position += self._begin(window, old["read"])
+        plan = {**old, **self._options(), "begun": self._begun}
+        return {**state, "position": position, "end": self.end, "plan": plan}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "ranks": self.num_ranks,
+            "tokens": self.tokens,
+            "flattened": self.flattened,
+            "cost": self._fit.saved(),
+            "micro_batches": self.micro_batches,
+        }
+
+    def _begin(self, window: int, read: list[int]) -> int:
+        """Plan what is left of a window that began with another plan.
+
+        Returns:
+            how many of its micro-batches count as read: at least one.
+        """
+        rounds, rows = self._rounds_of(window), set(self._rows_in(window)) - {*read}
+        most = min(rounds - 1, len(rows) // self.num_ranks)
+        if most < 1:
+            raise TrainkitError(
+                f"WindowSampler micro_batches: of a window that was stopped after "
+                f"{len(read)} rows {len(rows)} are left, too few to be shared anew by "
+                f"{self.num_ranks} ranks in {rounds} micro-batches. Resume on as many "
+                f"ranks as before, or from a checkpoint between two windows."
+            )
+        needed = rounds_needed(
+            [self.lengths[row] for row in rows],
+            num_ranks=self.num_ranks,
+            tokens=self.tokens,
+            flattened=self.flattened,
+        )
+        done = rounds - min(needed, most)
+        self._begun = [self.epoch, window, done, read]
+        return done
+
+    def _begun_of(self, window: int) -> tuple[int, list[int]]:
+        """The micro-batches and rows of a window that were read with another plan."""
+        if not self._begun or [self.epoch, window] != self._begun[:2]:
+            return 0, []
+        return self._begun[2], self._begun[3]
+
+    def timed(self, position: int, ahead: int) -> AbstractContextManager[None]:
+        """A context in which the micro-batch at a position trains.
+
+        Args:
+            position: after this micro-batch.
+            ahead: how many micro-batches are read ahead of it.
+        """
+        if not self._measures or self._fit.is_done:
+            return nullcontext()
+        window, nth = divmod(position - 1, self.micro_batches)
+        # Between two windows there are validation, checkpoints and the optimizer.
+        counts = nth + 1 < self.micro_batches or self.micro_batches == 1
+        later = (self.epoch, window + 2 + -(-ahead // self.micro_batches))
+        closes = nth + 1 == self.micro_batches
+        return self._fit.timed(
+            position,
+            counts=counts,
+            later=later if closes else None,
+            group=self.process_group,
+        )
+
+    def batches(self) -> list[Batch]:
+        """The micro-batches of this epoch, over all ranks, in rounds."""
+        order = self.permuted(len(self.lengths))
+        rounds = (each for n in self._windows() for each in self._planned(order, n))
+        return [batch for each in rounds for batch in each]
+
+    def __len__(self) -> int:
+        """How many micro-batches each rank is given in an epoch."""
+        return sum(self._rounds_of(window) for window in self._windows())
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """This rank's micro-batches, from the position `start` on."""
+        rank, _ = self.ranks
+        order, position = self.permuted(len(self.lengths)), self.start
+        first, inside = divmod(position, self.micro_batches)
+        for window in self._windows()[first:]:
+            for each in self._planned(order, window)[inside:]:
+                batch, position = each[rank], position + 1
+                if self._measures and not self._fit.is_done:
+                    self._fit.note(position, self._computed(batch))
+                yield batch
+            inside = 0
+
+    def _windows(self) -> range:
+        full, left = divmod(len(self.lengths), self.window)
+        return range(full + bool(left and not self.leaves_out_last))
+
+    def _rows_of(self, window: int) -> range:
+        """The places in the epoch's order that a window has."""
+        first = window * self.window
+        return range(first, min(first + self.window, len(self.lengths)))
+
+    def _rounds_of(self, window: int) -> int:
+        """How many micro-batches of a window each rank has: the last window may have
+        too few rows for as many as the others."""
+        most = len(self._rows_of(window)) // self.num_ranks
+        return max(min(self.micro_batches, most), 1)
+
+    def _rows_in(self, window: int) -> list[int]:
+        order = self.permuted(len(self.lengths))
+        return [order[place] for place in self._rows_of(window)]
+
+    def _planned(self, order: list[int], window: int) -> list[list[Batch]]:
+        rows = [order[place] for place in self._rows_of(window)]
+        lacking = self.num_ranks - len(rows)
+        if lacking > 0:
+            return [[*([row] for row in rows), *self._fillers(lacking)]]
+        done, read = self._begun_of(window)
+        rows = [row for row in rows if row not in read]
+        found = planned(
+            [self.lengths[row] for row in rows],
+            num_ranks=self.num_ranks,
+            rounds=self._rounds_of(window) - done,
+            tokens=self.tokens,
+            attention=self._fit.at(self.epoch, window),
+            flattened=self.flattened,
+        )
+        rounds = [[[rows[n] for n in batch] for batch in each] for each in found]
+        self._warn_of_longest(rounds, window)
+        return [*([[]] * self.num_ranks for _ in range(done)), *rounds]
+
+    def _fillers(self, number: int) -> list[Batch]:
+        if not self.fills:
+            raise TrainkitError(
+                f"WindowSampler: every rank must have a row in every window, and the "
+                f"last window lacks {number} for {self.num_ranks} ranks. Use "
+                f"drop_last=True, or give the ResumableLoader weigh_nothing=."
+            )
+        return [[Filler(0)] for _ in range(number)]
+
+    def _warn_of_longest(self, rounds: list[list[Batch]], window: int) -> None:
+        if self._has_warned or self.ranks[0] != 0:
+            return
+        longest = max(sum(self._computed(batch)) for each in rounds for batch in each)
+        if longest > self.tokens:
+            self._has_warned = True
+            warnings.warn(
+                f"WindowSampler tokens: window {window} of epoch {self.epoch} has a "
+                f"micro-batch of {longest:,} tokens, above {self.tokens:,}, since each "
+                f"rank makes {len(rounds)} micro-batches of it. The step is exact. If "
+                f"memory does not suffice, give micro_batches="
+                f"{self.micro_batches + 1}.",
+                stacklevel=2,
+            )
+
+    def _computed(self, batch: Batch) -> list[int]:
+        """The lengths of rows in a micro-batch, padding included."""
+        lengths = [self.lengths[row] for row in batch]
+        return lengths if self.flattened else [max(lengths)] * len(lengths)
+
+    def _check_rows(self) -> None:
+        """Refuse a row that does not fit in a micro-batch, and windows without rows."""
+        longest = max(self.lengths, default=0)
+        if longest > self.tokens:
+            raise TrainkitError(
+                f"WindowSampler tokens: must hold the longest row, received "
+                f"{self.tokens:,}, and row {self.lengths.index(longest)} has "
+                f"{longest:,}. Raise it, or shorten the row."
+            )
+
+    def _needed(self) -> int:
+        """The micro-batches of a window with which none of those tried exceeds."""
+        now, most, left = self.epoch, 1, ROWS_TRIED // self.window + 1
+        for epoch in range(EPOCHS_TRIED if self.shuffle else 1):
+            self.epoch = epoch
+            order = self.permuted(len(self.lengths)) if left else []
+            for window in self._windows()[:left]:
+                needed = rounds_needed(
+                    [self.lengths[order[place]] for place in self._rows_of(window)],
+                    num_ranks=self.num_ranks,
+                    tokens=self.tokens,
+                    flattened=self.flattened,
+                )
+                most, left = max(most, needed), left - 1
+        self.epoch = now
+        return most
+
+
+def _ranks(
+    num_replicas: int | None, rank: int | None, in_group: int
+) -> tuple[int, int | None]:
+    """How many ranks share the rows, and which this is, if it is said."""
+    if num_replicas is None:
+        alone = in_group == 1
+        num_replicas = int(os.environ.get("WORLD_SIZE", 1)) if alone else in_group
+    check_whole_number("WindowSampler num_replicas", num_replicas)
+    if rank is not None and not 0 <= rank < num_replicas:
+        raise TrainkitError(
+            f"WindowSampler rank: must be below num_replicas={num_replicas}, received "
+            f"{rank!r}."
+        )
+    return num_replicas, rank
