@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ def collated(**options: Any) -> Any:
     return DataCollatorWithFlattening(**options)(ROWS)
 
 
+@dataclass
+class Batch:
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+
 ONE_ROW = [(0, 0, 3), (0, 3, 5), (0, 5, 9)]
 TWO_ROWS = [(0, 0, 2), (0, 2, 5), (1, 0, 3), (1, 3, 4), (1, 4, 6)]
 PADDED = {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
@@ -61,6 +69,20 @@ FOUND: dict[str, tuple[Any, str, str, list[Any]]] = {
      "places", "places", [(0, 0, 9)]),
     "a document for each token": (flat(doc_ids=torch.arange(9)[None]), "doc_ids",
      "doc_ids", [(0, n, n + 1) for n in (1, 2, 4, 6, 7, 8)]),
+    "filled offsets": (flat(cu_seqlens=torch.tensor([0, 3, 5, 9, -1, -1])), "auto",
+     "cu_seqlens", ONE_ROW),
+    "offsets of each row": (packed(cu_seqlens=torch.tensor([[0, 2, 5, 6],
+     [0, 3, 4, 6]])), "auto", "cu_seqlens", TWO_ROWS),
+    "offsets into all rows": (packed(cu_seqlens=torch.tensor([0, 2, 5, 6, 9, 10, 12])),
+     "auto", "cu_seqlens", TWO_ROWS),
+    "features, and a target of each": ({"x": torch.zeros(9, 2), "y": torch.zeros(3),
+     "cu_seqlens": torch.tensor([0, 3, 5, 9])}, "auto", "cu_seqlens", ONE_ROW),
+    "labels below 0": (flat(labels=torch.tensor([[-1, 2, 3, -1, 5, -1, -1, -1, -1]]),
+     position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])), "auto",
+     "position_ids", ONE_ROW[:2]),
+    "a batch in a tuple": ((collated(), 3), "auto", "0.position_ids", ONE_ROW),
+    "a data class": (Batch(**{n: collated()[n] for n in Batch.__annotations__}),
+     "auto", "position_ids", ONE_ROW),
     "a mask of numbers": (packed(attention_mask=NUMBERS), "auto", "attention_mask",
      TWO_ROWS),
     "a mask of blocks": (packed(attention_mask=CAUSAL), "auto", "attention_mask",
@@ -107,6 +129,7 @@ NOTHING = [
     torch.zeros(3, 4),
     {"x": torch.zeros(3, 5), "attention_mask": torch.zeros(3, 2, 4, 4)},
     {"position_ids": torch.arange(4)[None]},
+    {"x": torch.zeros(3, 4).long(), "sequence_id": torch.tensor([5, 5, 6])},
 ]
 
 
@@ -127,6 +150,8 @@ def test_nothing_is_looked_for_where_that_is_said() -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a field that tells nothing": (flat(x=torch.zeros(9)), "x"),
     "a path that leads nowhere": (flat(), "starts"),
+    "labels": (flat(), "labels"),
+    "lengths": (flat(lengths=torch.tensor([3, 2, 4])), "lengths"),
 }
 
 
@@ -158,6 +183,8 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
         "scale": torch.tensor(2.0),
         "table": torch.zeros(4, 4),
         "states": torch.arange(18.0).view(1, 9, 2),
+        "bounds": torch.tensor([0, 3, 5, 9]),
+        "places": torch.arange(9).expand(3, 1, 9),
     }
     documents = find_documents(batch)
     assert documents is not None
@@ -171,6 +198,8 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
         "seq_idx": [[0, 0, 0, 1, 1, 1, 1]],
         "doc_ids": [[4, 4, 4, 5, 5, 5, 5]],
         "scale": 2.0,
+        "bounds": [0, 3, 7],
+        "places": 3 * [[[0, 1, 2, 5, 6, 7, 8]]],
     }
     for name, values in expected.items():
         assert part[name].tolist() == values, name
@@ -228,13 +257,20 @@ CUTS: dict[str, tuple[Any, Any, list[list[int]]]] = {
      {"size": 3, "documents": "attention_mask"}, [[0, 1, 3], [2, 4]]),
     "rows": (flat(position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])),
      {"size": 1, "documents": "off"}, [[0]]),
+    "rows, as the strategy says": (collated(), {"size": 1, "strategy": "off"}, [[0]]),
+    "by what the strategy names": (flat(starts=torch.tensor([0, 3, 5, 9])),
+     {"size": 1, "strategy": "starts"}, [[0], [1], [2]]),
+    "rows into all of which offsets lead": (packed(cu_seqlens=torch.tensor([0, 2, 5, 6,
+     9, 10, 12])), {"tokens": 6}, [[1, 2], [0, 3, 4]]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_batches_are_cut_between_documents(name: str) -> None:
     batch, options, parts = CUTS[name]
-    cut = Cutter(MicroBatching(**options), PerToken()).cut(batch)
+    own = {name: value for name, value in options.items() if name != "strategy"}
+    strategy = PerToken(documents=options.get("strategy", "auto"))
+    cut = Cutter(MicroBatching(**own), strategy).cut(batch)
     assert sorted(each.rows for each in cut) == sorted(parts)
     tokens = [each.batch["labels"] != -100 for each in cut]
     assert sum(int(each.sum()) for each in tokens) == int(PerToken().weight(batch))

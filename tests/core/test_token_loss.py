@@ -152,6 +152,14 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
         TokenLoss(**{"head": nn.Linear(2, 3), **options})
 
 
+def test_second_derivatives_are_refused_and_never_left_out() -> None:
+    """The control: a penalty on gradients has none of its own, silently."""
+    states = torch.randn(5, 2, requires_grad=True)
+    loss = TokenLoss(nn.Linear(2, 3))(states, torch.zeros(5).long())
+    with pytest.raises(TrainkitError, match="create_graph=True"):
+        torch.autograd.grad(loss, states, create_graph=True)
+
+
 def test_labels_of_another_shape_are_refused() -> None:
     with pytest.raises(TrainkitError, match=r"labels of shape \[4\]"):
         TokenLoss(nn.Linear(2, 3))(torch.zeros(5, 2), torch.zeros(4).long())

@@ -8,7 +8,7 @@ mask of blocks, or positions that begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.core.nested import Field, describe, lookup, take_apart
+from trainkit.core.nested import Field, describe, fields_of, lookup, take_apart
 from trainkit.errors import TrainkitError
 
 OFFSETS = (
@@ -31,9 +31,6 @@ KNOWN = {*OFFSETS, *NUMBERS, *POSITIONS, *MASKS}
 
 Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
 """Says at which tokens documents begin; None if a field does not tell."""
-
-IGNORED = -100
-"""The label that does not count, as in `cross_entropy`."""
 
 
 class Span(NamedTuple):
@@ -115,10 +112,17 @@ def find_documents(batch: Any, how: str = "auto") -> Documents | None:
     return None
 
 
+def documents_option(*of: Any) -> str:
+    """What tells documents apart, as the first of a cut or of strategies says it."""
+    said = (getattr(each, "documents", "auto") for each in of)
+    return next((how for how in said if how != "auto"), "auto")
+
+
 def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     """The documents between which a batch is cut; None if its rows are cut.
 
-    By itself only a batch of one row is taken apart. Others are looked at no further.
+    By itself only a batch of one row is taken apart, or one whose offsets lead into all
+    of its rows. Others are looked at no further.
 
     Args:
         batch: any nesting of tensors, on the host.
@@ -132,10 +136,10 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     if first is None or first.value.ndim > 1 and len(first.value) > 1:
         return None
     found = find_documents(batch)
-    if found is None or len(found.numbers) > 1:
+    name = "" if found is None else found.by.rpartition(".")[2]
+    if found is None or len(found.numbers) > 1 and name not in OFFSETS:
         return None
-    is_mask = found.by.rpartition(".")[2] in MASKS
-    if is_mask and len(found.spans) == 1:
+    if name in MASKS and len(found.spans) == 1:
         return None
     # Where a field has an entry for each that has begun, none of them is padding.
     number, width = int(found.begun.max()), found.numbers.shape[1]
@@ -164,11 +168,12 @@ def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
 
 def _may_tell(batch: Any) -> bool:
     """Whether a batch has a field of a name that tells, or fields within fields."""
-    if not isinstance(batch, Mapping):
-        return False
-    if not KNOWN.isdisjoint(batch):
+    fields = fields_of(batch)
+    if fields is None:
+        return isinstance(batch, list | tuple) and any(map(_may_tell, batch))
+    if not KNOWN.isdisjoint(fields):
         return True
-    return any(not isinstance(value, Tensor) for value in batch.values())
+    return any(not isinstance(value, Tensor) for value in fields.values())
 
 
 def _fields(batch: Any) -> list[Field]:
@@ -184,49 +189,62 @@ def _telling(fields: Sequence[Field]) -> Iterator[tuple[Field, Read]]:
 
 def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
     """Documents by the field at a path."""
-    value = lookup(batch, how)
-    readers = [_by_positions, _by_numbers, _by_mask]
-    name = how.rpartition(".")[2]
+    value, name = lookup(batch, how), how.rpartition(".")[2]
     if _is(value):
-        are_theirs = are_offsets(value, _width_of_one_row(value, fields))
-        if name in OFFSETS or name not in NUMBERS and are_theirs:
-            readers = [_by_offsets]
-        elif name in NUMBERS or name not in POSITIONS and _stays(value):
-            readers = [_by_numbers]
-        elif name in MASKS or value.ndim > 2:
-            readers = [_by_mask]
-        for read in readers:
-            begins = read(value, fields)
-            if begins is not None:
-                return _without_padding(how, begins, fields)
+        read = next((read for names, read in READERS if name in names), None)
+        begins = (read or _read_by_values(value, fields))(value, fields)
+        if begins is not None:
+            return _without_padding(how, begins, fields)
     raise TrainkitError(
         f"documents {how!r}: must be the path of offsets (0, 5, 9), of numbers (0, 0, "
         f"1, 1), of a mask (1, 1, 2, 2, or of blocks), or of positions that begin anew "
-        f"(0, 1, 0, 1), but leads to {describe(value)} in the batch {describe(batch)}. "
-        f"Name such a field, or say documents='off'."
+        f"(0, 1, 0, 1), with an entry for each token but for offsets, and leads to "
+        f"{describe(value)} in the batch {describe(batch)}. Name such a field, or say "
+        f"documents='off'."
     )
 
 
+def _read_by_values(value: Tensor, fields: Sequence[Field]) -> Read:
+    """How a field is read whose name says nothing."""
+    if value.ndim > 2:
+        return _by_mask
+    shape = _shape_beside(value, fields)
+    if are_offsets(value, None if shape is None else shape[1]):
+        return _by_offsets
+    table = _table(value)
+    steps = torch.zeros(1) if table is None else table.diff(dim=1)
+    if (steps == 0).sum() > (steps == 1).sum():
+        return _by_numbers
+    return _by_positions if bool((steps <= 1).all()) else _by_nothing
+
+
+def _by_nothing(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
+    """Values that tell nothing, such as ids."""
+    return None
+
+
 def _by_offsets(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Offsets into one row of tokens: 0, 5, 9."""
-    width = _width_of_one_row(value, fields)
-    if width is None:
+    """Offsets into each row, or into all rows one behind the other: 0, 5, 9."""
+    table, shape = _table(value), _shape_beside(value, fields)
+    if table is None or shape is None or len(table) not in (1, shape[0]):
         return None
-    places = value.flatten().long().clamp(max=width)
-    begins = torch.zeros(width + 1, dtype=torch.bool, device=value.device)
-    return begins.scatter(0, places, True)[None, :width]
+    size = shape[0] * shape[1] // len(table)
+    begins = table.new_zeros((len(table), size + 1), dtype=torch.bool)
+    return begins.scatter(1, table.clamp(0, size), True)[:, :size].reshape(shape)
 
 
 def _by_numbers(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
     """A number for each token: 0, 0, 1, 1."""
     table = _table(value)
-    return None if table is None else _begins(table)
+    if table is None or _shape_of_tokens(value, fields) != table.shape:
+        return None
+    return _begins(table)
 
 
 def _by_positions(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
     """Positions that begin anew: 0, 1, 2, 0, 1."""
     table = _table(value)
-    shape = None if table is None else _shape_of_tokens(table, fields)
+    shape = None if table is None else _shape_of_tokens(value, fields)
     if table is None or shape is None:
         return None
     table = table.expand(shape)
@@ -288,7 +306,7 @@ def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
     own = [each for each in fields if _table_shape(each.value) == tuple(shape)]
     for field in own:
         if "label" in field.path.lower() and not field.value.is_floating_point():
-            return field.value.view(shape) != IGNORED
+            return field.value.view(shape) >= 0
     for field in own:
         if field.path.rpartition(".")[2] in MASKS:
             return field.value.view(shape) != 0
@@ -332,15 +350,6 @@ def are_offsets(value: Tensor, width: int | None) -> bool:
     return bool((flat[0] == 0) & (flat.diff() >= 0).all() & (flat[-1] >= len(flat) - 1))
 
 
-def _stays(value: Tensor) -> bool:
-    """Whether numbers stay more often than they grow by one, as positions do."""
-    table = _table(value)
-    if table is None:
-        return False
-    steps = table.diff(dim=1)
-    return bool((steps == 0).sum() > (steps == 1).sum())
-
-
 def _table_shape(value: Tensor) -> tuple[int, ...]:
     """The rows and columns of a field of tokens; without rows, one row."""
     shape = tuple(value.shape)
@@ -354,24 +363,36 @@ def _table(value: Tensor) -> Tensor | None:
     return value.long().view(_table_shape(value))
 
 
-def _shape_of_tokens(table: Tensor, fields: Sequence[Field]) -> tuple[int, int] | None:
-    """The rows and columns of fields beside one of positions, which rows may share."""
-    rows, width = table.shape
-    shapes = [_table_shape(each.value) for each in fields]
-    flat = [s for s in shapes if len(s) == 2]  # ids and labels, rather than biases
-    shapes = flat if len(flat) > 1 else [s[:2] for s in shapes]
-    others = [s for s in shapes if len(s) == 2 and s[1] == width and s[0] >= rows]
-    if len(others) < 2:  # nothing but the positions has tokens
+def _shape_of_tokens(value: Tensor, fields: Sequence[Field]) -> tuple[int, ...] | None:
+    """The rows and columns of the fields beside one of tokens, which rows may share;
+    None if none fits."""
+    rows, width = _table_shape(value)
+    of_others = [n for n, size in _shapes_beside(value, fields) if size == width]
+    if rows > max(of_others, default=0):
         return None
-    return (max(s[0] for s in others), width) if rows == 1 else (rows, width)
+    return (max(of_others), width) if rows == 1 else (rows, width)
 
 
-def _width_of_one_row(offsets: Tensor, fields: Sequence[Field]) -> int | None:
-    """How many tokens the one row has into which offsets lead."""
-    others = [e.value for e in fields if e.value is not offsets]
-    names = (*OFFSETS, *LONGEST)
-    names_of = [e.path.rpartition(".")[2] for e in fields if e.value is not offsets]
-    pairs = zip(names_of, others, strict=True)
-    shapes = [_table_shape(v) for n, v in pairs if n not in names and v.ndim]
-    of_one = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
-    return max(of_one, key=of_one.count, default=None)
+def _shape_beside(offsets: Tensor, fields: Sequence[Field]) -> tuple[int, ...] | None:
+    """The rows and columns of the tokens into which offsets lead."""
+    shapes = _shapes_beside(offsets, fields)
+    of_documents = (1, offsets.shape[-1] - 1)  # such as a target of each
+    shapes = [shape for shape in shapes if shape != of_documents] or shapes
+    return max(shapes, key=shapes.count, default=None)
+
+
+def _shapes_beside(value: Tensor, fields: Sequence[Field]) -> list[tuple[int, ...]]:
+    """The rows and columns of the fields beside one, but of masks and biases."""
+    shapes = list[tuple[int, ...]]()
+    for path, other in fields:
+        is_told = path.rpartition(".")[2] in (*OFFSETS, *LONGEST)
+        if other is value or is_told or not other.ndim or _is_square(other):
+            continue
+        if other.ndim == 2 and len(other) > 1 and other.is_floating_point():
+            shapes.append((1, len(other)))  # features of tokens, in one row
+        shapes.append(_table_shape(other)[:2])
+    return shapes
+
+
+def _is_square(value: Tensor) -> bool:
+    return value.ndim > 2 and value.shape[-1] == value.shape[-2]

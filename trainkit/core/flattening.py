@@ -127,8 +127,7 @@ class _Part:
             has_each = isinstance(value, list) and len(value) == self._number
             return [value[place] for place in self._chosen] if has_each else value
         is_named = field.path == self._documents.by
-        width = self._documents.numbers.shape[1]
-        if name in OFFSETS or is_named and are_offsets(value, width):
+        if name in OFFSETS or self._are_offsets(value, is_named):
             offsets = torch.cat([torch.zeros(1), self._lengths.cumsum(0)])
             return offsets.to(value.dtype).view(*[1] * (value.ndim - 1), -1)
         found = self._of_tokens(value, is_mask=is_named or "mask" in name)
@@ -137,6 +136,14 @@ class _Part:
             return value[self._chosen] if has_each else value
         is_mask = name in MASKS and found.ndim == 2 and bool(found.max() > 1)
         return self._numbered(value, found) if name in NUMBERS or is_mask else found
+
+    def _are_offsets(self, value: Tensor, is_named: bool) -> bool:
+        """Whether these are offsets, of a name that nobody knows."""
+        number, width = (
+            self._documents.numbers.numel(),
+            self._documents.numbers.shape[1],
+        )
+        return are_offsets(value, width) and (is_named or int(value.max()) == number)
 
     @property
     def _number(self) -> int:
@@ -157,6 +164,8 @@ class _Part:
             return self._blocks(value)
         if is_square and rows == 1 and shape[0] != 1:  # of each head
             return value[..., self._columns[:, None], self._columns]
+        if rows == 1 and shape[1:3] == (1, width):  # positions in several dimensions
+            return value[:, :, self._columns]
         if shape[:2] == (rows, width):
             return value[self._rows, self._columns].unsqueeze(0)
         if shape[:2] == (1, width):  # positions that all rows share

@@ -16,10 +16,15 @@ CHANNELS = (1, 3, 4)
 """How many channels an image may have."""
 
 
-def num_samples(batch: Any) -> int | float | Tensor:
+def num_samples(batch: Any, documents: str = "auto") -> int | float | Tensor:
     """How many samples a batch holds, which are documents where these share rows; NaN
-    if that cannot be counted."""
-    found = count_documents(batch)
+    if that cannot be counted.
+
+    Args:
+        batch: any nesting of tensors.
+        documents: what tells documents apart, as `find_documents` takes it.
+    """
+    found = count_documents(batch, documents)
     try:
         return leading_dimension(batch) if found is None else found
     except TrainkitError:

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from trainkit.core.plan.options import check_whole_number
@@ -138,8 +137,13 @@ class _InChunks(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise TrainkitError(
+                "TokenLoss: its gradients have no gradients of their own, received a "
+                "backward pass with create_graph=True. Call cross_entropy on "
+                "head(hidden) for second derivatives."
+            )
         pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
         made = [None if x is None else (x * gradient).to(dtype) for x, dtype in pairs]
         return None, None, None, *made

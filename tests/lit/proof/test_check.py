@@ -34,6 +34,7 @@ from trainkit import (
     PerSample,
     PerToken,
     Report,
+    TrainkitError,
     Uniform,
 )
 
@@ -212,3 +213,8 @@ def test_module_of_the_older_package_is_checked() -> None:
     module, data = OldPlain(), ragged([4, 4, 4])
     assert check_quickly(module, data, strategy=PerToken()).exact
     assert check_quickly(module, data, strategy=PerSample()).is_off
+
+
+def test_a_number_is_no_cut() -> None:
+    with pytest.raises(TrainkitError, match="micro_batches: must be a MicroBatching, "):
+        trainkit.check(Tokens(), token_loader(), micro_batches=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import trainkit
 from tests.lit.proof.starting import fit, said
@@ -197,6 +199,86 @@ def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(
     assert not report.exact
     (cause,) = report.causes
     assert (cause.kind, "could not be found" in cause.text) == ("documents", True)
+
+
+def shifted(rows: list[Any], *, across: bool = True) -> Any:
+    """Labels of the next token, which may be that of the next document."""
+    batch = PackCollate()(rows)
+    labels = batch["input_ids" if across else "labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    return {**batch, "labels": labels}
+
+
+class Shifted(Attending):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.mixed(self.embed(batch["input_ids"]), batch))
+        return self.loss(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_shifted_labels_that_are_across_a_bound_are_found(across: bool) -> None:
+    """Each document alone has its label across too, so that tells nothing."""
+    collate = partial(shifted, across=across)
+    report = trainkit.check(Shifted(), loader(collate), strategy=PerToken())
+    assert report.exact is not across
+    assert [each.kind for each in report.causes] == ["documents"] * across
+    assert all("labels[end] = -100" in each.remedy[0] for each in report.causes)
+
+
+def untold(rows: list[Any]) -> Any:
+    batch = PackCollate()(rows)
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("cut", [None, MicroBatching(tokens=20)])
+def test_samples_in_one_row_that_nothing_tells_apart(
+    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An inner cut would not help, and one row is no measure of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(AttendingToAllUntold(), loader(untold), PerToken(shift=True), cut)
+    found = said(capsys)
+    assert ("puts several samples in one row" in found) is (cut is None)
+    assert ("not measured: there is 1 row" in found) is (cut is not None)
+
+
+class AttendingToAllUntold(AttendingToAll):
+    """The same, of batches without positions."""
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        places = torch.zeros(1, states.shape[1])
+        return super().mixed(states, {"position_ids": places})
+
+
+PACKS = [PackCollate()(DOCUMENTS[start : start + 3]) for start in range(0, 24, 3)]
+FILLED: Any = [
+    {
+        name: value[0]
+        for name, value in PackCollate(length=40)(DOCUMENTS[n : n + 3]).items()
+    }
+    for n in range(0, 24, 3)
+]
+READY: dict[str, tuple[Any, Any, MicroBatching | None]] = {
+    "one batch each": (PACKS, lambda rows: rows[0], None),
+    "one batch each, cut": (PACKS, lambda rows: rows[0], MicroBatching(size=1)),
+    "taken apart": (FILLED, default_collate,
+     MicroBatching(size=2, documents="position_ids")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("kind", [Attending, AttendingToAll])
+def test_packs_that_are_ready_are_measured(
+    name: str, kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, collate, cut = READY[name]
+    data = DataLoader(rows, batch_size=1, collate_fn=collate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(kind(), data, PerToken(shift=True), cut)
+    wanted = "exact" if kind is Attending else "documents that share a row"
+    assert said(capsys).startswith(wanted)
 
 
 class Named(Net):

@@ -25,6 +25,7 @@ from trainkit import (
     PerToken,
     ResumableLoader,
     TokenLoss,
+    WindowMonitor,
 )
 
 WORDS, WIDTH, BIG = 30, 8, 12
@@ -211,6 +212,24 @@ def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
     uninterrupted = train(callbacks=[ExactResume(), saves], **how)
     resumed = train(callbacks=[ExactResume()], ckpt_path=path, **how)
     assert torch.equal(weights_of(resumed), weights_of(uninterrupted))
+
+
+@pytest.mark.parametrize("cut", [None, MicroBatching(size=2)], ids=["stream", "cut"])
+@pytest.mark.parametrize("documents", ["off", "position_ids"])
+def test_counts_in_logs_tell_documents_apart_as_the_strategy_does(
+    cut: MicroBatching | None, documents: str
+) -> None:
+    packs, seen = PackCollate(length=20), list[float]()
+
+    def read(pl: Any, *of: Any) -> None:
+        seen.append(float(pl.callback_metrics["window/samples_seen"]))
+
+    callbacks = WindowMonitor(every_n_steps=1), LambdaCallback(on_train_batch_end=read)
+    strategy = PerToken(shift=True, documents=documents)
+    train(packs, BIG, strategy, cut, callbacks=callbacks)
+    rows = len(packs(DOCUMENTS[:BIG])["input_ids"])
+    assert rows < BIG
+    assert seen[0] == (rows if documents == "off" else BIG)
 
 
 def _on_ranks(rank: int, world: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import Documents, find_flattened
+from trainkit.core.documents import Documents, documents_option, find_flattened
 from trainkit.core.flattening import Flattening
 from trainkit.core.nested import (
     Build,
@@ -142,7 +142,7 @@ class LayoutReader:
             rows = rows_of_samples(batch, options.length_paths)
             samples = [Field("", list(batch))]
             return Layout(samples, lambda values: collate(next(values)), [()], rows)
-        documents = find_flattened(batch, options.documents)
+        documents = find_flattened(batch, documents_option(options, strategy))
         if documents is not None:
             whole = [lookup(batch, path) for path in options.shared]
             return _layout_of(documents, batch, whole)

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from trainkit.core.plan.options import check_whole_number
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
@@ -75,6 +76,11 @@ def check(
         rows: how many rows to use at most.
     """
     check_whole_number("check rows", rows)
+    if not isinstance(micro_batches, MicroBatching | None):
+        raise TrainkitError(
+            f"check micro_batches: must be a MicroBatching, received {micro_batches!r}."
+            f" For example micro_batches=MicroBatching(size=4)."
+        )
     with without_advice():
         trainer = trainer or _trainer_for(module)
         of = module, trainer

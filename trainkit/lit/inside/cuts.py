@@ -131,8 +131,9 @@ class InsideCuts:
                 stacklevel=2,
             )
 
-        rows = float(num_samples(batch))
-        is_flat = find_flattened(batch) is not None
+        how = self._options.documents
+        rows = float(num_samples(batch, how))
+        is_flat = find_flattened(batch, how) is not None
         for cut in self.cuts:
             if cut.was_called and not cut.was_cut and cut.most_rows < rows:
                 if is_flat:

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, listed
+from trainkit.core.nested import tensors
 from trainkit.core.said_weight import Weighed
 from trainkit.core.terms import ONE, leading
 from trainkit.lit._compat import has_own, replaced
@@ -185,7 +186,8 @@ class Causes:
             found = denominator(subject, Alone(subject), self._most)
             found = found or two_denominators(subject, self._most)
             after = f" after {whole[-1].path}" if whole else ""
-            self.found.append(found or cause("loss", after=after))
+            looks = cause("one row") if _share_one_row(subject) else None
+            self.found.append(found or looks or cause("loss", after=after))
             return False
         layer = subject.module.get_submodule(event.path)
         self.found.append(_of_rows(event, layer))
@@ -246,6 +248,12 @@ def _apart(subject: Subject) -> float:
 
 def _events(subject: Subject, rows: Sequence[int]) -> list[Event]:
     return subject.changed(record_events).whole(rows).result
+
+
+def _share_one_row(subject: Subject) -> bool:
+    """Whether collating puts several samples in one row."""
+    shape = next((each.shape for each in tensors(subject.batch(subject.all_rows))), ())
+    return subject.rows.collates and len(shape) > 1 and shape[0] == 1
 
 
 def _place_of_padding(subject: Subject) -> str:

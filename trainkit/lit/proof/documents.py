@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import MASKS, Documents, find_documents
+from trainkit.core.documents import (
+    MASKS,
+    Documents,
+    documents_option,
+    find_documents,
+)
 from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Strategies
 from trainkit.core.terms import leading
 from trainkit.lit.proof.places import Event, alike, record_events
 from trainkit.lit.proof.report import Cause, Cut, Report
@@ -43,7 +48,7 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         precisions: of the arithmetic, that first which is tried first.
     """
     batch = subject.batch(subject.all_rows)
-    how = documents_option(subject.options, subject.strategies)
+    how = documents_option(subject.options, *subject.strategies.values())
     documents = find_documents(batch, how)
     if documents is None or len(documents.spans) == len(documents.numbers):
         is_told = how == "off" or documents is not None and documents.by not in MASKS
@@ -57,9 +62,13 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
     own = leading(subject.strategies) if subject.strategies else None
     rows = OneRow(batch, MicroBatching(size=1, documents=documents.by), own)
     packed, off = _off(_each_alone(subject, rows.of(chosen)), precisions)
-    dtype = packed.rehearsal.dtype
+    dtype, row, found = packed.rehearsal.dtype, rows.of(chosen), None
     if off <= ALARM[dtype]:
-        return None
+        clean = _without_labels_across(row)
+        off = 0.0 if clean is None else _off_from(packed, clean)
+        if off <= ALARM[dtype]:
+            return None
+        found = cause("last label")
     return Report(
         exact=False,
         deviation=off,
@@ -67,7 +76,7 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         num_rows=len(chosen),
         precision=str(dtype).removeprefix("torch."),
         cuts=(Cut("each document alone", (1,) * len(chosen), off),),
-        causes=(_cause_of(packed, rows.of(chosen)),),
+        causes=(found or _cause_of(packed, row),),
     )
 
 
@@ -77,15 +86,6 @@ def _cause_of(subject: Subject, row: OneRow) -> Cause:
         return _Look(subject, row).cause()
     except Exception:  # such as a forward that no hooks can watch
         return cause("mixed documents")
-
-
-def documents_option(options: Any, strategies: Strategies) -> str:
-    """How a run tells documents apart, as its cut or its strategies say it."""
-    for each in (options, *strategies.values()):
-        how = getattr(each, "documents", "auto")
-        if how != "auto":
-            return how
-    return "auto"
 
 
 def _neighbours(documents: Documents) -> list[int]:
@@ -116,6 +116,11 @@ class OneRow:
     def rows(self) -> FewRows:
         """The documents, each a row."""
         return FewRows(self.batch, self._options, self._strategy)
+
+    @property
+    def ignored(self) -> int:
+        """The label that does not count."""
+        return getattr(self._strategy, "ignore_index", -100)
 
     @property
     def documents(self) -> Documents:
@@ -160,6 +165,37 @@ def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, 
         assert failed is not None
         raise failed
     return found
+
+
+def _without_labels_across(row: OneRow) -> OneRow | None:
+    """The documents without labels that are the first token of the next one; None if
+    labels are not those of next tokens, or none of them is across a bound."""
+    fields, ends = take_apart(row.batch)[0], [s.stop - 1 for s in row.documents.spans]
+    tensors = [(path, value) for path, value in fields if isinstance(value, Tensor)]
+    for (path, labels), (_, ids) in itertools.permutations(tensors, 2):
+        if "label" not in path.lower() or labels.shape != ids.shape or not labels.ndim:
+            continue
+        counts = labels[..., :-1] >= 0
+        if bool((counts & (labels[..., :-1] != ids[..., 1:])).any()):
+            continue
+        if bool(counts[..., ends[:-1]].any()):
+            clean = {id(labels): labels.clone()}
+            clean[id(labels)][..., ends[:-1]] = row.ignored
+            exchanged = partial(_exchanged, clean)
+            return row.with_batch(with_tensors(row.batch, exchanged))
+    return None
+
+
+def _exchanged(others: dict[int, Tensor], value: Tensor) -> Tensor:
+    return others.get(id(value), value)
+
+
+def _off_from(subject: Subject, row: OneRow) -> float:
+    """How far a batch of documents is from another one of them."""
+    try:
+        return subject.whole().off_from(replace(subject, rows=row.rows).whole())
+    except Exception:  # the step refuses what was changed
+        return 0.0
 
 
 def _ends_within(ends: set[int], batch: Any) -> int:

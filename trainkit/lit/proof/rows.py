@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainkit.core.generators import random_kept
-from trainkit.core.nested import lookup, take_apart, with_tensors
+from trainkit.core.nested import lookup, take_apart, tensors, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Marks, Rows, marks_of
@@ -73,6 +73,8 @@ class FewRows:
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
         self.collates = collate is not None and bool(samples)
+        if self.collates and self._looks_at_one():
+            self.collates, samples = False, ()
         self._batch = self._collated(range(len(samples))) if self.collates else batch
         self._fewer: tuple[list[str], Sequence[int]] = [], ()
         yields_samples = options is not None and options.collate is not None
@@ -86,6 +88,9 @@ class FewRows:
             if not self.collates:
                 text = "the rows of the batch cannot be told apart"
                 raise NotMeasured(f"{text}: {in_one_line(error)}") from error
+        is_unlike = rows.num_rows not in (-1, len(samples))
+        if is_unlike and options is not None and not yields_samples:
+            self.collates = False  # the run cuts packs, or documents, not samples
         is_cut = not self.collates or rows.num_rows == len(samples)
         self._groups = rows.groups if is_cut else ()
         self.num_rows = rows.num_rows if is_cut else len(samples)
@@ -96,6 +101,13 @@ class FewRows:
         self.can_widen = self._narrows and is_cut
         alike = all(len(set(g.lengths)) == 1 for g in self._groups)
         self.has_one_length = bool(is_stream and pads and self._groups and alike)
+
+    def _looks_at_one(self) -> bool:
+        """Whether collating leaves out all samples but one, which is a batch itself."""
+        if len(self._samples) < 2:
+            return False
+        made = [list(tensors(self._collated(rows))) for rows in ([0], [0, 1])]
+        return bool(made[0]) and all(map(torch.equal, *made))
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""

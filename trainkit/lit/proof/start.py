@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainkit.core.documents import find_documents
+from trainkit.core.documents import documents_option, find_documents
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
@@ -27,7 +27,7 @@ from trainkit.lit.callback.base import (
     is_taken_out,
 )
 from trainkit.lit.callback.table import say
-from trainkit.lit.proof.documents import documents_option, of_documents
+from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.measure import measured, refuse_backend
 from trainkit.lit.proof.parts import chosen_parts
 from trainkit.lit.proof.rehearse import Rehearsal
@@ -107,7 +107,7 @@ class ProofAtStart:
     def run(self, batch: Any) -> None:
         """Measure, if that is asked for, and say what was found."""
         windows, number = self._windows, 0
-        how = documents_option(windows.cut, windows.strategies)
+        how = documents_option(windows.cut, *windows.strategies.values())
         documents = find_documents(batch, how)
         if documents is not None:
             number = len(documents.spans) - len(documents.numbers)

@@ -137,11 +137,25 @@ WORDS: dict[str, tuple[str, ...]] = {
         "label across their bound",
         "labels[start] = -100 for each document, as PackCollate does",
     ),
+    "last label": (
+        "documents",
+        "the label of a document's last token is the first token of the next one: a "
+        "label across their bound",
+        "labels[end] = -100 for the last token of each document",
+    ),
     "mixed documents": (
         "documents",
         "the gradient of a document changes with what shares its row; where, could not "
         "be found",
         "one document a row: PadCollate in place of PackCollate",
+    ),
+    "one row": (
+        "documents",
+        "the collate function puts several samples in one row, where they see each "
+        "other, or the loss looks across them; nothing in the batch tells them apart",
+        "one sample a row: PadCollate",
+        "or add position_ids that begin anew, as PackCollate does, which the proof and "
+        "most models of transformers heed",
     ),
     "loss over documents": (
         "documents",

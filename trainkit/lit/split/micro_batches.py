@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.division import weights_by_term
-from trainkit.core.documents import count_documents
+from trainkit.core.documents import count_documents, documents_option
 from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch
@@ -36,6 +36,7 @@ class CutBatch:
         weights: what they weigh, by term; NaN until that is known.
         are_said: whether `training_step` says the weights.
         trims: whether columns that are only padding in a part are left out.
+        documents: what tells documents apart.
         is_told: whether the total of the window is known beforehand.
         is_forward_only: whether there are no backward passes.
         arrived: all of them on the device, where they travel before the first one runs.
@@ -53,6 +54,7 @@ class CutBatch:
     are_said: bool
     trims: bool
     is_told: bool
+    documents: str = "auto"
     is_forward_only: bool = False
     arrived: list[Any] = field(default_factory=list)
     index: int = 0
@@ -103,7 +105,7 @@ class CutBatch:
         for each in self.parts[: self.num_counting]:
             padded, real = padded + each.padded, real + each.real
             num_rows += len(each.rows)
-            documents = count_documents(each.batch)  # a row may hold several
+            documents = count_documents(each.batch, self.documents)  # several a row
             samples += len(each.rows) if documents is None else int(documents)
         tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
@@ -174,6 +176,7 @@ class MicroBatches:
             self._are_said,
             trim,
             is_told,
+            documents_option(self._options, *self._strategies.values()),
         )
         if self._weighs and not self._are_said:
             current.weigh(self._strategies, [each.batch for each in parts])

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
 from trainkit.core.samples import num_samples
@@ -83,7 +84,9 @@ class Streamed:
             windows.weight = None if strategy is None else strategy.weight(batch)
         if windows.must_count_samples:
             counts = type(strategy) is PerSample and strategy.mask is None
-            samples = windows.weight if counts and is_automatic else num_samples(batch)
+            how = documents_option(windows.cut, *windows.strategies.values())
+            is_known = counts and is_automatic
+            samples = windows.weight if is_known else num_samples(batch, how)
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=samples or 0)
 
