@@ -73,8 +73,6 @@ FOUND: dict[str, tuple[Any, str, str, list[Any]]] = {
      "cu_seqlens", ONE_ROW),
     "offsets of each row": (packed(cu_seqlens=torch.tensor([[0, 2, 5, 6],
      [0, 3, 4, 6]])), "auto", "cu_seqlens", TWO_ROWS),
-    "offsets into all rows": (packed(cu_seqlens=torch.tensor([0, 2, 5, 6, 9, 10, 12])),
-     "auto", "cu_seqlens", TWO_ROWS),
     "features, and a target of each": ({"x": torch.zeros(9, 2), "y": torch.zeros(3),
      "cu_seqlens": torch.tensor([0, 3, 5, 9])}, "auto", "cu_seqlens", ONE_ROW),
     "labels below 0": (flat(labels=torch.tensor([[-1, 2, 3, -1, 5, -1, -1, -1, -1]]),
@@ -138,6 +136,14 @@ def test_without_a_field_that_tells_rows_are_samples(batch: Any) -> None:
     assert find_documents(batch) is None
     if not isinstance(batch, dict) or "x" in batch:
         assert PerSample().weight(batch) == 3
+
+
+def test_a_list_of_samples_has_no_documents() -> None:
+    samples = [{"input_ids": IDS, "attention_mask": torch.ones(9).long()}] * 3
+    assert find_documents(samples) is None
+    assert PerSample(size="").weight(samples) == 3
+    with pytest.raises(TrainkitError, match="a list of samples"):
+        PerSample().weight(samples)
 
 
 def test_nothing_is_looked_for_where_that_is_said() -> None:
@@ -260,8 +266,6 @@ CUTS: dict[str, tuple[Any, Any, list[list[int]]]] = {
     "rows, as the strategy says": (collated(), {"size": 1, "strategy": "off"}, [[0]]),
     "by what the strategy names": (flat(starts=torch.tensor([0, 3, 5, 9])),
      {"size": 1, "strategy": "starts"}, [[0], [1], [2]]),
-    "rows into all of which offsets lead": (packed(cu_seqlens=torch.tensor([0, 2, 5, 6,
-     9, 10, 12])), {"tokens": 6}, [[1, 2], [0, 3, 4]]),
 }  # fmt: skip
 
 
@@ -276,3 +280,13 @@ def test_batches_are_cut_between_documents(name: str) -> None:
     assert sum(int(each.sum()) for each in tokens) == int(PerToken().weight(batch))
     padded = [each.padded for each in cut]
     assert padded == sorted(padded, reverse=True)
+
+
+def test_offsets_into_several_rows_at_once_are_not_cut() -> None:
+    """The control: with a row of offsets for each row, they are."""
+    batch = packed(cu_seqlens=torch.tensor([0, 2, 5, 6, 9, 10, 12]))
+    assert find_documents(batch) is None
+    with pytest.raises(TrainkitError, match="cu_seqlens: offsets must lead into one"):
+        Cutter(MicroBatching(size=1), PerToken()).cut(batch)
+    batch["cu_seqlens"] = torch.tensor([[0, 2, 5, 6], [0, 3, 4, 6]])
+    assert len(Cutter(MicroBatching(size=1), PerToken()).cut(batch)) == 2

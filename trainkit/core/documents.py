@@ -121,25 +121,35 @@ def documents_option(*of: Any) -> str:
 def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     """The documents between which a batch is cut; None if its rows are cut.
 
-    By itself only a batch of one row is taken apart, or one whose offsets lead into all
-    of its rows. Others are looked at no further.
+    By itself only a batch of one row is taken apart. Others are looked at no further.
 
     Args:
         batch: any nesting of tensors, on the host.
         how: as for `find_documents`.
+
+    Raises:
+        TrainkitError: offsets lead into several rows at once, so no part has its own.
     """
     if how != "auto":
         return find_documents(batch, how)
     if not _may_tell(batch):
         return None
-    first, _ = next(_telling(_fields(batch)), (None, None))
+    fields = _fields(batch)
+    first, read = next(_telling(fields), (None, None))
     if first is None or first.value.ndim > 1 and len(first.value) > 1:
         return None
+    if read is _by_offsets and (_shape_beside(first.value, fields) or (1,))[0] > 1:
+        raise TrainkitError(
+            f"{first.path}: offsets must lead into one row, (1, tokens), or have a row "
+            f"for each, and these lead into several rows: {describe(batch)}. A part of "
+            f"the rows would keep all of them. Make one row of the batch in the "
+            f"collate function, as PackCollate does."
+        )
     found = find_documents(batch)
-    name = "" if found is None else found.by.rpartition(".")[2]
-    if found is None or len(found.numbers) > 1 and name not in OFFSETS:
+    if found is None or len(found.numbers) > 1:
         return None
-    if name in MASKS and len(found.spans) == 1:
+    is_mask = found.by.rpartition(".")[2] in MASKS
+    if is_mask and len(found.spans) == 1:
         return None
     # Where a field has an entry for each that has begun, none of them is padding.
     number, width = int(found.begun.max()), found.numbers.shape[1]
@@ -170,7 +180,8 @@ def _may_tell(batch: Any) -> bool:
     """Whether a batch has a field of a name that tells, or fields within fields."""
     fields = fields_of(batch)
     if fields is None:
-        return isinstance(batch, list | tuple) and any(map(_may_tell, batch))
+        parts = batch if isinstance(batch, list | tuple) else ()
+        return sum(map(_may_tell, parts)) == 1  # several may be samples
     if not KNOWN.isdisjoint(fields):
         return True
     return any(not isinstance(value, Tensor) for value in fields.values())
@@ -224,13 +235,13 @@ def _by_nothing(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
 
 
 def _by_offsets(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Offsets into each row, or into all rows one behind the other: 0, 5, 9."""
+    """Offsets into each row of tokens: 0, 5, 9."""
     table, shape = _table(value), _shape_beside(value, fields)
-    if table is None or shape is None or len(table) not in (1, shape[0]):
+    if table is None or shape is None or len(table) != shape[0]:
         return None
-    size = shape[0] * shape[1] // len(table)
-    begins = table.new_zeros((len(table), size + 1), dtype=torch.bool)
-    return begins.scatter(1, table.clamp(0, size), True)[:, :size].reshape(shape)
+    rows, width = shape
+    begins = table.new_zeros((rows, width + 1), dtype=torch.bool)
+    return begins.scatter(1, table.clamp(0, width), True)[:, :width]
 
 
 def _by_numbers(value: Tensor, fields: Sequence[Field]) -> Tensor | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,43 +100,39 @@ def _neighbours(documents: Documents) -> list[int]:
     return min(best)[2] if best else []
 
 
+@dataclass(frozen=True)
 class OneRow:
     """Documents of a batch, a few of which can be had in a row of their own.
 
-    Args:
+    Attributes:
         batch: a loader batch.
         options: by which its documents are told apart.
         strategy: of the run.
     """
 
-    def __init__(self, batch: Any, options: MicroBatching, strategy: Any) -> None:
-        self.batch, self._options, self._strategy = batch, options, strategy
+    batch: Any
+    options: MicroBatching
+    strategy: Any
 
     @property
     def rows(self) -> FewRows:
         """The documents, each a row."""
-        return FewRows(self.batch, self._options, self._strategy)
-
-    @property
-    def ignored(self) -> int:
-        """The label that does not count."""
-        return getattr(self._strategy, "ignore_index", -100)
+        return FewRows(self.batch, self.options, self.strategy)
 
     @property
     def documents(self) -> Documents:
         """Where they lie."""
-        found = find_documents(self.batch, self._options.documents)
+        found = find_documents(self.batch, self.options.documents)
         assert found is not None
         return found
 
     def of(self, chosen: Sequence[int]) -> OneRow:
         """Some of them, one behind the other."""
-        batch = self.rows.make(chosen)
-        return OneRow(batch, self._options, self._strategy)
+        return replace(self, batch=self.rows.make(chosen))
 
-    def with_batch(self, batch: Any) -> OneRow:
+    def changed(self, change: Callable[[Tensor], Tensor]) -> OneRow:
         """Documents that lie alike in another batch."""
-        return OneRow(batch, self._options, self._strategy)
+        return replace(self, batch=with_tensors(self.batch, change))
 
 
 def _each_alone(subject: Subject, row: OneRow) -> Subject:
@@ -180,13 +176,13 @@ def _without_labels_across(row: OneRow) -> OneRow | None:
             continue
         if bool(counts[..., ends[:-1]].any()):
             clean = {id(labels): labels.clone()}
-            clean[id(labels)][..., ends[:-1]] = row.ignored
-            exchanged = partial(_exchanged, clean)
-            return row.with_batch(with_tensors(row.batch, exchanged))
+            ignored = getattr(row.strategy, "ignore_index", -100)
+            clean[id(labels)][..., ends[:-1]] = ignored
+            return row.changed(partial(_of, clean))
     return None
 
 
-def _exchanged(others: dict[int, Tensor], value: Tensor) -> Tensor:
+def _of(others: Mapping[int, Tensor], value: Tensor) -> Tensor:
     return others.get(id(value), value)
 
 
@@ -248,8 +244,8 @@ class _Look:
         """Where outputs of a document change with the ids of another."""
         whole = self._events(self._subject)
         for changed in range(len(self._documents.spans)):
-            rows = self._row.with_batch(self._exchanged(changed)).rows
-            others = self._events(replace(self._subject, rows=rows))
+            row = self._exchanged(changed)
+            others = self._events(replace(self._subject, rows=row.rows))
             columns = torch.cat(
                 [self._columns(place) for place in self._others(changed)]
             )
@@ -281,7 +277,7 @@ class _Look:
         span = self._documents.spans[place]
         return torch.arange(span.start, span.stop)
 
-    def _exchanged(self, place: int) -> Any:
+    def _exchanged(self, place: int) -> OneRow:
         """The batch in which one document has what stands elsewhere in the row."""
         fields = {id(value): path for path, value in take_apart(self._row.batch)[0]}
         width, columns = self._width, self._columns(place)
@@ -295,7 +291,7 @@ class _Look:
             turned = value.flip(dim).index_select(dim, columns)
             return value.index_copy(dim, columns, turned)
 
-        return with_tensors(self._row.batch, exchanged)
+        return self._row.changed(exchanged)
 
     def _first_unlike(
         self,
