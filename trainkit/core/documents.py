@@ -153,9 +153,9 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
         return None
     # Where a field has an entry for each that has begun, none of them is padding.
     number, width = int(found.begun.max()), found.numbers.shape[1]
-    values = [each.value for each in take_apart(batch, _is_list)[0]]
-    counts = {len(each) for each in values if isinstance(each, list) or _has_rows(each)}
-    is_whole = number in counts - {1, width}
+    values = [each for _, each in take_apart(batch, lambda path, x: type(x) is list)[0]]
+    long = (each for each in values if type(each) is list or _is(each) and each.ndim)
+    is_whole = number in {*map(len, long)} - {1, width}
     return replace(found, numbers=found.begun) if is_whole else found
 
 
@@ -336,14 +336,6 @@ def _begins(numbers: Tensor) -> Tensor:
 
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _is_list(path: str, value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _has_rows(value: Any) -> bool:
-    return _is(value) and value.ndim > 0
 
 
 def _is_whole(value: Tensor) -> bool:
