@@ -8,7 +8,7 @@ mask of blocks, or positions that begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainkit.core.document_fields import (
+    KNOWN,
+    MASKS,
+    READERS,
+    Read,
+    begins_of,
+    by_mask,
+    by_offsets,
+    is_dense,
+    reader_by_values,
+    shape_beside,
+    table_shape,
+)
 from trainkit.core.nested import Field, describe, fields_of, lookup, take_apart
 from trainkit.errors import TrainkitError
-
-OFFSETS = (
-    "cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens", "cu_seqlens_q",
-    "cu_seqlens_k", "cu_doc_lens",
-)  # fmt: skip
-LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
-NUMBERS = ("seq_idx", "document_ids", "doc_ids", "sequence_ids", "sequence_id")
-POSITIONS = ("position_ids",)
-MASKS = ("attention_mask",)
-KNOWN = {*OFFSETS, *NUMBERS, *POSITIONS, *MASKS}
-
-Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
-"""Says at which tokens documents begin; None if a field does not tell."""
 
 
 class Span(NamedTuple):
@@ -61,13 +61,13 @@ class Documents:
     @property
     def count(self) -> Tensor:
         """How many there are; nothing waits for it."""
-        return (_begins(self.numbers) & (self.numbers > 0)).sum()
+        return (begins_of(self.numbers) & (self.numbers > 0)).sum()
 
     @cached_property
     def spans(self) -> list[Span]:
         """Where each lies, in order."""
         numbers, width = self.numbers.cpu(), self.numbers.shape[1]
-        begins = _begins(numbers).flatten().nonzero().flatten().tolist()
+        begins = begins_of(numbers).flatten().nonzero().flatten().tolist()
         found = []
         for begin, end in zip(begins, [*begins[1:], numbers.numel()], strict=True):
             row, start = divmod(begin, width)
@@ -138,7 +138,7 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     first, read = next(_telling(fields), (None, None))
     if first is None or first.value.ndim > 1 and len(first.value) > 1:
         return None
-    if read is _by_offsets and (_shape_beside(first.value, fields) or (1,))[0] > 1:
+    if read is by_offsets and (shape_beside(first.value, fields) or (1,))[0] > 1:
         raise TrainkitError(
             f"{first.path}: offsets must lead into one row, (1, tokens), or have a row "
             f"for each, and these lead into several rows: {describe(batch)}. A part of "
@@ -154,8 +154,12 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
     # Where a field has an entry for each that has begun, none of them is padding.
     number, width = int(found.begun.max()), found.numbers.shape[1]
     values = [each for _, each in take_apart(batch, lambda path, x: type(x) is list)[0]]
-    long = (each for each in values if type(each) is list or _is(each) and each.ndim)
-    is_whole = number in {*map(len, long)} - {1, width}
+    sizes = {
+        len(each)
+        for each in values
+        if type(each) is list or (is_dense(each) and each.ndim)
+    }
+    is_whole = number in sizes - {1, width}
     return replace(found, numbers=found.begun) if is_whole else found
 
 
@@ -169,7 +173,7 @@ def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
     if how == "auto" and not _may_tell(batch):
         return None
     first = next(_telling(_fields(batch)), None) if how == "auto" else None
-    if first is not None and first[1] is _by_mask and first[0].value.ndim == 2:
+    if first is not None and first[1] is by_mask and first[0].value.ndim == 2:
         numbers = first[0].value.long()  # of nearly every padded batch: 1, 1, 1, 0
         return numbers.amax(1).clamp_min(1).sum()
     found = find_documents(batch, how)
@@ -188,7 +192,7 @@ def _may_tell(batch: Any) -> bool:
 
 
 def _fields(batch: Any) -> list[Field]:
-    return [each for each in take_apart(batch)[0] if _is(each.value)]
+    return [each for each in take_apart(batch)[0] if is_dense(each.value)]
 
 
 def _telling(fields: Sequence[Field]) -> Iterator[tuple[Field, Read]]:
@@ -201,9 +205,9 @@ def _telling(fields: Sequence[Field]) -> Iterator[tuple[Field, Read]]:
 def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
     """Documents by the field at a path."""
     value, name = lookup(batch, how), how.rpartition(".")[2]
-    if _is(value):
+    if is_dense(value):
         read = next((read for names, read in READERS if name in names), None)
-        begins = (read or _read_by_values(value, fields))(value, fields)
+        begins = (read or reader_by_values(value, fields))(value, fields)
         if begins is not None:
             return _without_padding(how, begins, fields)
     raise TrainkitError(
@@ -213,86 +217,6 @@ def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
         f"{describe(value)} in the batch {describe(batch)}. Name such a field, or say "
         f"documents='off'."
     )
-
-
-def _read_by_values(value: Tensor, fields: Sequence[Field]) -> Read:
-    """How a field is read whose name says nothing."""
-    if value.ndim > 2:
-        return _by_mask
-    shape = _shape_beside(value, fields)
-    if are_offsets(value, None if shape is None else shape[1]):
-        return _by_offsets
-    table = _table(value)
-    steps = torch.zeros(1) if table is None else table.diff(dim=1)
-    if (steps == 0).sum() > (steps == 1).sum():
-        return _by_numbers
-    return _by_positions if bool((steps <= 1).all()) else _by_nothing
-
-
-def _by_nothing(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Values that tell nothing, such as ids."""
-    return None
-
-
-def _by_offsets(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Offsets into each row of tokens: 0, 5, 9."""
-    table, shape = _table(value), _shape_beside(value, fields)
-    if table is None or shape is None or len(table) != shape[0]:
-        return None
-    rows, width = shape
-    begins = table.new_zeros((rows, width + 1), dtype=torch.bool)
-    return begins.scatter(1, table.clamp(0, width), True)[:, :width]
-
-
-def _by_numbers(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """A number for each token: 0, 0, 1, 1."""
-    table = _table(value)
-    if table is None or _shape_of_tokens(value, fields) != table.shape:
-        return None
-    return _begins(table)
-
-
-def _by_positions(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Positions that begin anew: 0, 1, 2, 0, 1."""
-    table = _table(value)
-    shape = None if table is None else _shape_of_tokens(value, fields)
-    if table is None or shape is None:
-        return None
-    table = table.expand(shape)
-    begins = torch.ones_like(table, dtype=torch.bool)
-    begins[:, 1:] = table[:, 1:] <= table[:, :-1]
-    return begins
-
-
-def _by_mask(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """A mask of 1, 1, 2, 2, or of blocks; one of 1 and 0 says where a row begins."""
-    rows, width = len(value), value.shape[-1]
-    if value.ndim > 2 and value.shape[-2] == width:
-        if all(tuple(each.value.shape) != (rows, width) for each in fields):
-            return None  # whatever it is, it masks no tokens
-        is_seen = value if value.dtype is torch.bool else value == value.amax()
-        is_seen = is_seen.flatten(1, -3).any(1) if value.ndim > 3 else is_seen
-        columns = torch.arange(width, device=value.device)
-        sees = is_seen | (columns[:, None] == columns)  # padding sees itself
-        first = sees.long().argmax(-1)
-        return first == columns  # a document's first token sees none before it
-    table = _table(value)
-    if table is None:
-        return None
-    begins = torch.ones_like(table, dtype=torch.bool)
-    begins[:, 1:] = table[:, 1:] > table.cummax(1).values[:, :-1]
-    is_behind = table.flip(1).cummax(1).values.flip(1) == 0  # nothing follows
-    begins[:, 1:] |= is_behind[:, 1:] & ~is_behind[:, :-1]
-    return begins
-
-
-READERS = (
-    (OFFSETS, _by_offsets),
-    (NUMBERS, _by_numbers),
-    (POSITIONS, _by_positions),
-    (MASKS, _by_mask),
-)
-"""What fields of these names tell, those first that say it most plainly."""
 
 
 def _without_padding(by: str, begins: Tensor, fields: Sequence[Field]) -> Documents:
@@ -314,7 +238,7 @@ def _without_padding(by: str, begins: Tensor, fields: Sequence[Field]) -> Docume
 
 def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
     """Which tokens have a label that counts, or else are seen; None if nothing says."""
-    own = [each for each in fields if _table_shape(each.value) == tuple(shape)]
+    own = [each for each in fields if table_shape(each.value) == tuple(shape)]
     for field in own:
         if "label" in field.path.lower() and not field.value.is_floating_point():
             return field.value.view(shape) >= 0
@@ -322,80 +246,3 @@ def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
         if field.path.rpartition(".")[2] in MASKS:
             return field.value.view(shape) != 0
     return None
-
-
-def _begins(numbers: Tensor) -> Tensor:
-    """Where a row begins, or a number differs from the one before it."""
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return begins
-
-
-# ---- shapes --------------------------------------------------------------------------
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _is_whole(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex()) and value.ndim > 0
-
-
-def are_offsets(value: Tensor, width: int | None) -> bool:
-    """Whether these are numbers from 0 on that never fall, and not one for each token
-    of a row."""
-    if not _is_whole(value) or value.squeeze().ndim != 1 or value.numel() < 2:
-        return False
-    if value.numel() == width:
-        return False
-    flat = value.flatten()
-    return bool((flat[0] == 0) & (flat.diff() >= 0).all() & (flat[-1] >= len(flat) - 1))
-
-
-def _table_shape(value: Tensor) -> tuple[int, ...]:
-    """The rows and columns of a field of tokens; without rows, one row."""
-    shape = tuple(value.shape)
-    return (1, *shape) if len(shape) == 1 else shape
-
-
-def _table(value: Tensor) -> Tensor | None:
-    """Whole numbers by rows and columns; None if they are something else."""
-    if not _is_whole(value) or value.ndim > 2 or not value.numel():
-        return None
-    return value.long().view(_table_shape(value))
-
-
-def _shape_of_tokens(value: Tensor, fields: Sequence[Field]) -> tuple[int, ...] | None:
-    """The rows and columns of the fields beside one of tokens, which rows may share;
-    None if none fits."""
-    rows, width = _table_shape(value)
-    of_others = [n for n, size in _shapes_beside(value, fields) if size == width]
-    if rows > max(of_others, default=0):
-        return None
-    return (max(of_others), width) if rows == 1 else (rows, width)
-
-
-def _shape_beside(offsets: Tensor, fields: Sequence[Field]) -> tuple[int, ...] | None:
-    """The rows and columns of the tokens into which offsets lead."""
-    shapes = _shapes_beside(offsets, fields)
-    of_documents = (1, offsets.shape[-1] - 1)  # such as a target of each
-    shapes = [shape for shape in shapes if shape != of_documents] or shapes
-    return max(shapes, key=shapes.count, default=None)
-
-
-def _shapes_beside(value: Tensor, fields: Sequence[Field]) -> list[tuple[int, ...]]:
-    """The rows and columns of the fields beside one, but of masks and biases."""
-    shapes = list[tuple[int, ...]]()
-    for path, other in fields:
-        is_told = path.rpartition(".")[2] in (*OFFSETS, *LONGEST)
-        if other is value or is_told or not other.ndim or _is_square(other):
-            continue
-        if other.ndim == 2 and len(other) > 1 and other.is_floating_point():
-            shapes.append((1, len(other)))  # features of tokens, in one row
-        shapes.append(_table_shape(other)[:2])
-    return shapes
-
-
-def _is_square(value: Tensor) -> bool:
-    return value.ndim > 2 and value.shape[-1] == value.shape[-2]

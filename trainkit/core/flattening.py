@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import (
-    LONGEST,
-    MASKS,
-    NUMBERS,
-    OFFSETS,
-    Documents,
-    are_offsets,
-)
+from trainkit.core.document_fields import LONGEST, MASKS, NUMBERS, OFFSETS, are_offsets
+from trainkit.core.documents import Documents
 from trainkit.core.nested import Field, take_apart
 
 

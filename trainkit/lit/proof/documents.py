@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import (
-    MASKS,
-    Documents,
-    documents_option,
-    find_documents,
-)
+from trainkit.core.document_fields import MASKS
+from trainkit.core.documents import Documents, documents_option, find_documents
 from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.terms import leading
