@@ -1,11 +1,11 @@
 """Trainings that are killed at random moments, and started again until they end.
 
-    python -m tests.benchmarks.kills [--kills 1000] [--seed 0]
+    python -m tests.benchmarks.kills [--kills 1000] [--seed 0] [--only KIND ...]
 
 Each training gets one to three signals of SIGKILL, SIGTERM, SIGINT and SIGUSR1, each at
 a random moment, and the same program again after each. In the end its weights and its
-rows of metrics must be those of a training that nobody killed, to the bit. Streamed and
-split windows take turns. Processes are forks of one that has imported all, so that a
+rows of metrics must be those of a training that nobody killed, to the bit. Windows of
+all kinds take turns. Processes are forks of one that has imported all, so that a
 kill takes about two seconds. The exit status is 1 if one training ended otherwise.
 """
 
@@ -38,12 +38,13 @@ from trainkit import (
     PerToken,
     ResumableLoader,
     WindowMonitor,
+    WindowSampler,
 )
 from trainkit.lit import MetricsCSVLogger
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-KINDS = ("streamed", "split")
 ROWS = ragged_sequences(64, longest=9)
+KINDS = ("streamed", "split", "planned")
 PATIENCE = 120.0
 """Seconds after which a training that got a signal has hung."""
 
@@ -73,13 +74,24 @@ class Net(Plain):
         return [optimizer], [{"scheduler": curve, "interval": "step"}]
 
 
+def loading(kind: str) -> tuple[Any, int, MicroBatching | None]:
+    """The loader, how many of its batches make a window, and how they are cut."""
+    if kind == "planned":
+        plan = WindowSampler([len(x) for x, _ in ROWS], window=20, tokens=30)
+        loader = ResumableLoader(ROWS, batch_sampler=plan, collate_fn=pad)
+        return loader, plan.micro_batches, None
+    if kind == "split":
+        loader = ResumableLoader(ROWS, 8, shuffle=True, collate_fn=pad)
+        return loader, 1, MicroBatching(size=4)
+    return ResumableLoader(ROWS, 4, shuffle=True, collate_fn=pad), 3, None
+
+
 def train(kind: str) -> None:
     """Train in the current folder, or continue what is there, to the end."""
     torch.manual_seed(3)
-    is_split = kind == "split"
-    cut = MicroBatching(size=4) if is_split else None
+    loader, accumulate, cut = loading(kind)
     fit = make_trainer(
-        1 if is_split else 3,
+        accumulate,
         val_check_interval=5,
         enable_checkpointing=True,
         logger=MetricsCSVLogger("runs"),
@@ -90,7 +102,6 @@ def train(kind: str) -> None:
         ],
     )
     module = Net()
-    loader = ResumableLoader(ROWS, 8 if is_split else 4, shuffle=True, collate_fn=pad)
     fit.fit(module, loader, ckpt_path="last")
     torch.save(module.state_dict(), "end.tmp")
     Path("end.tmp").rename("end.pt")
@@ -171,12 +182,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # sums are split by threads
     warnings.simplefilter("ignore")
     draw, base = random.Random(asked.seed), Path(tempfile.mkdtemp())
     whole, seconds = {}, {}
-    for kind in KINDS:
+    for kind in asked.only:
         folder = base / kind
         folder.mkdir()
         began = time.monotonic()
@@ -184,7 +196,7 @@ def main() -> int:
         whole[kind], seconds[kind] = result(folder), time.monotonic() - began
     kills = trainings = others = 0
     while kills < asked.kills:
-        kind = KINDS[trainings % 2]
+        kind = asked.only[trainings % len(asked.only)]
         folder = Path(tempfile.mkdtemp(dir=base))
         done = killed(folder, kind, seconds[kind], draw)
         trainings, kills = trainings + 1, kills + sum(len(each) == 3 for each in done)
