@@ -23,6 +23,7 @@ from .data.length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .data.packing import PackCollate as PackCollate
 from .data.padding import PadCollate as PadCollate
 from .data.resumable import ResumableLoader as ResumableLoader
+from .data.streams import ResumableStream as ResumableStream
 from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler
 from .data.window_sampler import WindowSampler as WindowSampler
 from .errors import TrainkitError as TrainkitError

@@ -3,5 +3,6 @@ from .length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .packing import PackCollate as PackCollate
 from .padding import PadCollate as PadCollate
 from .resumable import ResumableLoader as ResumableLoader
+from .streams import ResumableStream as ResumableStream
 from .token_budget import TokenBudgetSampler as TokenBudgetSampler
 from .window_sampler import WindowSampler as WindowSampler

@@ -217,9 +217,8 @@ def _check(
         _refuse(
             "dataset",
             f"must have a length and rows by index, received {type(dataset).__name__}. "
-            f"For a stream use torchdata's StatefulDataLoader, of a dataset with "
-            f"state_dict and __len__: of one without a length Lightning reads a batch "
-            f"ahead, which a resumed run would leave out.",
+            f"For a stream use ResumableStream(loader) around torchdata's "
+            f"StatefulDataLoader, of a dataset with state_dict and load_state_dict.",
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
     if last not in get_args(Last):

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._pytree import tree_leaves
+
+from trainkit.data.streams import ResumableStream
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
@@ -203,7 +206,8 @@ def add_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
 
 
 def restore_loaders(trainer: Any) -> None:
-    """Resume the loaders at the checkpoint's place, if Lightning has not done so.
+    """Resume the loaders at the checkpoint's place, if Lightning has not done so, and
+    tell streams what Lightning has read ahead.
 
     If `configure_optimizers` uses `estimated_stepping_batches`, the loaders are set up
     before Lightning knows their states. It then does not use the states, and the epoch
@@ -214,6 +218,25 @@ def restore_loaders(trainer: Any) -> None:
     if loop.restarting and loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+    tell_streams(trainer)
+
+
+def tell_streams(trainer: Any) -> None:
+    """Let each `ResumableStream` know which batches wait to be trained on.
+
+    Lightning reads one batch ahead if a loader has no length. The loaders may be others
+    in each epoch, and this is to be called before the first batch of each.
+    """
+    loop = trainer.fit_loop
+
+    def is_waiting(batch: Any) -> bool:
+        ahead = getattr(loop._data_fetcher, "batches", ())
+        leaves = tree_leaves(list(ahead), is_leaf=lambda each: each is batch)
+        return any(each is batch for each in leaves)
+
+    for loader in loop._combined_loader.flattened:
+        if isinstance(loader, ResumableStream):
+            loader.is_waiting = is_waiting
 
 
 def is_ending(trainer: Any) -> bool:

@@ -45,6 +45,7 @@ from trainkit import (
     PerToken,
     RandomState,
     ResumableLoader,
+    ResumableStream,
     RunCheckpoint,
 )
 
@@ -185,6 +186,8 @@ def stateful(stream: Stream) -> Any:
         (Stream, Loader, False),
         (Stream, stateful, False),
         (Counted, stateful, True),
+        (Stream, lambda stream: ResumableStream(stateful(stream)), True),
+        (Stream, lambda stream: ResumableStream(Loader(stream)), True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

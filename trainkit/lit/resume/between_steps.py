@@ -14,6 +14,7 @@ from trainkit.lit._compat import (
     leave_ended_epoch,
     restore_loaders,
     steps_by_metric,
+    tell_streams,
 )
 
 
@@ -51,6 +52,7 @@ class BetweenSteps(Callback):
         end_restart(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        tell_streams(trainer)
         self._has_been = False
 
     def on_train_batch_end(

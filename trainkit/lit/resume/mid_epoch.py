@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_leaves
 
+from trainkit.data.streams import ResumableStream
 from trainkit.lit._compat import (
     count_batches,
     end_restart,
@@ -80,18 +81,20 @@ def why_data_differ(trainer: Any) -> str:
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
             "the train_dataloader starts again at its first batch, since it has no "
-            "load_state_dict; ResumableLoader has, and for a stream of a known length "
-            "torchdata's StatefulDataLoader"
+            "load_state_dict; ResumableLoader has, and for a stream "
+            "ResumableStream(loader) around torchdata's StatefulDataLoader"
         )
     if _reads_ahead(trainer):
         return (
             "the train_dataloader leaves a batch out, since it has no length, and "
-            "Lightning reads such a one a batch ahead; give it a __len__"
+            "Lightning reads such a one a batch ahead; wrap it: ResumableStream(loader)"
         )
     return ""
 
 
 def _reads_ahead(trainer: Any) -> bool:
-    """Whether Lightning reads one batch ahead, as it does if a loader has no length."""
+    """Whether Lightning reads one batch ahead, as it does if a loader has no length,
+    and one of them saves the place of that batch."""
     loaders = tree_leaves(trainer.train_dataloader)
-    return any(sized_len(each) is None for each in loaders)
+    is_ahead = any(sized_len(each) is None for each in loaders)
+    return is_ahead and not all(isinstance(each, ResumableStream) for each in loaders)

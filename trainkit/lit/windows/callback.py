@@ -21,7 +21,7 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import scaler_of, tell_streams, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
@@ -197,6 +197,7 @@ class WindowCallback(WindowOwner):
                 each.install()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        tell_streams(trainer)
         if not self.accumulators:
             return
         refusals.refuse_unequal_loaders(trainer, self.accumulators[0].ranks)

@@ -1,0 +1,88 @@
+"""Streams that are interrupted: of what they are made, and how they are trained on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from tests.helpers import pad
+from tests.lit.resume.interrupting import TRAIN, Dropping
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(TRAIN)
+
+    def __getitem__(self, index: int) -> Any:
+        return TRAIN[index]
+
+
+class Stream(IterableDataset[Any]):
+    """Says where it is, and goes on there; every worker has its share."""
+
+    def __init__(self) -> None:
+        self.row, self.goes_on = 0, False
+        self.rows = len(TRAIN)
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        share = TRAIN[: self.rows]
+        if worker is not None:
+            share = share[worker.id :: worker.num_workers]
+        self.row, self.goes_on = self.row if self.goes_on else 0, False
+        while self.row < len(share):
+            self.row += 1
+            yield share[self.row - 1]
+        self.row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.row, self.goes_on = state["row"], True
+
+
+def _number(row: dict[str, Any]) -> Any:
+    return TRAIN[row["number"]]
+
+
+def hugging_face() -> Any:
+    """A stream in two shards. (What a shuffle's buffer holds is in no state.)"""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"number": list(range(len(TRAIN)))})
+    return rows.to_iterable_dataset(num_shards=2)
+
+
+def collate(rows: Sequence[Any]) -> Any:
+    return pad([_number(row) if isinstance(row, dict) else row for row in rows])
+
+
+KINDS = {"map": Rows, "stream": Stream, "hugging face": hugging_face}
+
+
+def stateful(kind: str, **options: Any) -> Any:
+    """torchdata's loader, which saves the states of its workers too."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        torch.manual_seed(5)  # of the order of the rows
+        options["shuffle"] = kind == "map"
+        return torchdata.StatefulDataLoader(
+            KINDS[kind](), 4, collate_fn=collate, **options
+        )
+
+
+class Reading(Dropping):
+    """Notes the rows that it is given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.read: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read.append(batch["ids"].tolist())

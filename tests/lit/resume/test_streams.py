@@ -1,0 +1,299 @@
+"""A stream in Lightning, which reads a batch ahead: `ResumableStream` loses none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from tests.helpers import TokenModule, quiet_lightning, trainer
+from tests.lit.resume.interrupting import (
+    KillAt,
+    Killed,
+    alone,
+    ask,
+    differing,
+    shuffled,
+    state_of,
+    train,
+)
+from tests.lit.resume.resuming import Saving
+from tests.lit.resume.streaming import KINDS, Reading, Stream, collate, stateful
+from tests.recording import told
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    BatchNormGuard,
+    ExactResume,
+    PerToken,
+    ResumableStream,
+    TrainkitError,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
+    # Killed before its first checkpoint, a run begins anew.
+    pytest.mark.filterwarnings("ignore:MetricsCSVLogger. .* of another training"),
+    pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning"),
+]
+
+
+@pytest.fixture
+def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
+    with quiet_lightning():
+        yield
+
+
+def chains() -> list[list[Any]]:
+    """Where runs stop one after another: batches counted over both epochs of seven.
+
+    A validation follows every fourth batch. Inside windows, at their ends, beside a
+    validation, in an epoch's last batch and its end, and in the next one.
+    """
+    begin, end = "on_train_batch_start", "on_train_batch_end"
+    return [
+        [ask("on_after_backward", 0), KillAt(end, 4), ask(begin, 9)],
+        [ask(end, 1), ask("on_validation_start", 3), KillAt(begin, 6)],
+        [KillAt(begin, 3), ask(end, 5), KillAt("on_train_epoch_end", 13)],
+        [ask(end, 0), ask(end, 2), ask("on_before_optimizer_step", 4)],
+        [KillAt(end, 5), KillAt("on_train_epoch_end", 6), ask(begin, 8)],
+        [KillAt("on_validation_end", 3), KillAt(begin, 7), KillAt(end, 12)],
+    ]
+
+
+SETUPS = [
+    (*setup, which)
+    for setup, which in zip(product(KINDS, (0, 2), (1, 2)), cycle(range(6)))
+]
+
+
+def run(folder: Path, loader: Any, window: int = 1, **how: Any) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"kind": Reading, "accumulate_grad_batches": window}
+    return train(folder, loader=loader, **options, **how)
+
+
+def resumed(folder: Path, make: Any, kills: Sequence[Any], **how: Any) -> Any:
+    """Stop as often as it is said, each time as if in another process; then end."""
+    for kill in kills:
+        with contextlib.suppress(Killed, SystemExit):
+            run(folder, make(), resume=True, kill=kill, **how)
+        assert kill.has_died
+    return run(folder, make(), resume=True, **how)
+
+
+def reads_on(whole: Any, found: Any) -> bool:
+    """Whether a resumed run has read what was left, to the last row."""
+    read, rest = whole[0].read, found[0].read
+    return rest == read[len(read) - len(rest) :]
+
+
+@pytest.mark.parametrize(("kind", "workers", "window", "which"), SETUPS)
+def test_run_of_three_stops_equals_an_unbroken_one(
+    kind: str, workers: int, window: int, which: int, tmp_path: Path
+) -> None:
+    """To the bit, and in the rows that it reads."""
+    options = {"num_workers": workers, "prefetch_factor": 3} if workers else {}
+
+    def make() -> Any:
+        return ResumableStream(stateful(kind, **options))
+
+    whole = run(tmp_path / "whole", make(), window)
+    found = resumed(tmp_path / "run", make, chains()[which], window=window)
+    assert len(found[0].read) < len(whole[0].read)
+    assert reads_on(whole, found)
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_stream_is_stopped_everywhere(which: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        return ResumableStream(stateful("stream"))
+
+    whole = run(tmp_path / "whole", make(), 3)
+    found = resumed(tmp_path / "run", make, chains()[which], window=3)
+    assert reads_on(whole, found)
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
+@pytest.mark.parametrize("kind", ["stream", "hugging face"])
+def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
+    """The control."""
+    whole = run(tmp_path / "whole", stateful(kind))
+    kills = [ask("on_train_batch_end", 1)]
+    found = resumed(tmp_path / "run", lambda: stateful(kind), kills)
+    assert not reads_on(whole, found) or len(found[0].read) == 11
+    assert differing(state_of(*whole), state_of(*found)) != []
+
+
+# ---- who says which batch was trained on ---------------------------------------------
+
+
+class Read(TokenModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read.append(batch["ids"].tolist())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing: only the loaders count."""
+
+
+class Mixed(AccumulationMixin, Read):
+    accumulation = PerToken()
+
+
+FRONTS: dict[str, Any] = {
+    "ExactResume": (Read, lambda: [ExactResume()]),
+    "AccumulationCallback": (Read, lambda: [AccumulationCallback(PerToken())]),
+    "AccumulationMixin": (Mixed, lambda: []),
+    "none": (Read, lambda: []),
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_one_callback_is_enough_and_none_is_said(
+    front: str, hook: str, tmp_path: Path
+) -> None:
+    kind, ours = FRONTS[front]
+
+    def read(path: Any, *more: Any) -> list[Any]:
+        module = kind()
+        each = trainer(
+            max_epochs=2,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path,
+            callbacks=[*ours(), *more],
+            limit_val_batches=1,
+            val_check_interval=3,
+        )
+        loaders = ResumableStream(stateful("stream")), shuffled()
+        each.fit(module, *loaders, ckpt_path=path, weights_only=True)
+        return module.read
+
+    path = tmp_path / "inside.ckpt"
+    with told("ResumableStream:") as said:
+        whole = read(None, Saving(path, at=2, hook=hook))
+        found = read(path)
+    is_told = front != "none"
+    assert any("Add trainkit.ExactResume()" in text for text in said) != is_told
+    assert (found == whole[3:]) == is_told
+    if not is_told:  # the control: that batch is lost
+        assert found[:3] == whole[4:7]
+
+
+def test_exact_resume_says_nothing_of_a_wrapped_stream(tmp_path: Path) -> None:
+    with told("ExactResume:") as said:
+        run(loader=ResumableStream(stateful("stream")), **alone(tmp_path / "a"))
+    assert said == []
+    with told("ExactResume:") as said:
+        run(loader=stateful("stream"), **alone(tmp_path / "b"))
+    assert any("wrap it: ResumableStream(loader)" in text for text in said)
+
+
+def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return ResumableStream(stateful("stream"))
+
+        def val_dataloader(self) -> Any:
+            return shuffled()
+
+    def fit(path: Any = None, *more: Any) -> list[Any]:
+        module = Read()
+        each = trainer(
+            callbacks=[AccumulationCallback(PerToken()), *more],
+            max_epochs=2,
+            reload_dataloaders_every_n_epochs=1,
+            default_root_dir=tmp_path,
+        )
+        with told("ResumableStream:") as said:
+            each.fit(module, datamodule=Data(), ckpt_path=path, weights_only=True)
+        assert said == []
+        return module.read
+
+    path = tmp_path / "second.ckpt"
+    whole = fit(None, Saving(path, at=9))
+    assert fit(path) == whole[10:]
+
+
+# ---- several loaders, and what reads the same one ------------------------------------
+
+
+class Both(Reading):
+    """Trains on the one stream, and notes the rows of both."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read.append([each and each["ids"].tolist() for each in batch.values()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch["a"] or batch["b"])
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+def test_several_streams_go_on_together(mode: Any, tmp_path: Path) -> None:
+    def make() -> Any:
+        pair = {"a": stateful("hugging face"), "b": stateful("stream")}
+        pair["b"].dataset.rows = 10  # three batches
+        wrapped = {key: ResumableStream(each) for key, each in pair.items()}
+        return CombinedLoader(wrapped, mode)
+
+    how: dict[str, Any] = {
+        "val_check_interval": 1.0,
+        "kind": Both,
+        "without": ["AccumulationCallback", "WindowMonitor"],
+    }
+    whole = train(tmp_path / "whole", loader=make(), accumulate_grad_batches=1, **how)
+    how["accumulate_grad_batches"] = 1
+    # Of the longest, a shorter one that has ended would begin anew.
+    for batch in (0, 1) if mode == "max_size" else (0, 1, 4):
+        folder = tmp_path / str(batch)
+        kill = ask("on_train_batch_end", batch)
+        with contextlib.suppress(SystemExit):
+            train(folder, loader=make(), kill=kill, **how)
+        found = train(folder, loader=make(), resume=True, **how)
+        assert reads_on(whole, found)
+        assert differing(state_of(*whole), state_of(*found)) == []
+
+
+def test_validation_on_the_same_stream_is_refused() -> None:
+    stream = ResumableStream(DataLoaderWithState(Stream()))
+    each = trainer(limit_val_batches=1, val_check_interval=2)
+    with pytest.raises(TrainkitError, match="ResumableStream iter: .* one pass at a"):
+        each.fit(Read(), stream, stream)
+
+
+def test_batch_norm_guard_does_not_read_it_beside_training() -> None:
+    each = trainer(callbacks=[BatchNormGuard("recalibrate")])
+    stream = ResumableStream(DataLoaderWithState(Stream()))
+    with pytest.raises(
+        TrainkitError, match="a ResumableStream, which can be read only"
+    ):
+        each.fit(WithBatchNorm(), stream)
+
+
+class DataLoaderWithState(DataLoader[Any]):
+    """A loader whose state is that of its stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream, 4, collate_fn=collate)
+        self.state_dict = stream.state_dict
+        self.load_state_dict = stream.load_state_dict
+
+
+class WithBatchNorm(TokenModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
