@@ -28,7 +28,7 @@ class ResumableStream:
         trainer.fit(module, ResumableStream(stream), ckpt_path="last")
 
     The loader is any that can be iterated and has `state_dict` and `load_state_dict`:
-    torchdata's `StatefulDataLoader`, litData's `StreamingDataLoader`, Grain's, a
+    torchdata's `StatefulDataLoader`, litData's `StreamingDataLoader`, a
     dataset of Hugging Face, or one of your own. Of a loader without a length Lightning
     reads one batch ahead, so the loader's own state is one batch too far, and a resumed
     run would leave that batch out. The wrapper keeps the states of the last two
