@@ -28,10 +28,10 @@ class ResumableStream:
         trainer.fit(module, ResumableStream(stream), ckpt_path="last")
 
     The loader is any that can be iterated and has `state_dict` and `load_state_dict`:
-    torchdata's `StatefulDataLoader`, litData's `StreamingDataLoader`, a
-    dataset of Hugging Face, or one of your own. Of a loader without a length Lightning
-    reads one batch ahead, so the loader's own state is one batch too far, and a resumed
-    run would leave that batch out. The wrapper keeps the states of the last two
+    torchdata's `StatefulDataLoader`, litData's `StreamingDataLoader`, a dataset of
+    Hugging Face, or one of your own. Of a loader without a length Lightning reads one
+    batch ahead, so the loader's own state is one batch too far, and a resumed run
+    would leave that batch out. The wrapper keeps the states of the last two
     batches. `ExactResume`, `AccumulationCallback`, `AccumulationMixin` and the other
     callbacks of trainkit that save runs tell it which of the two training was given.
     In Lightning without any of them, a warning says so. In a loop of your own it needs
