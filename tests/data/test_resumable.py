@@ -271,7 +271,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"dataset": Stream()}, "dataset: must have .* received Stream.* __len__"),
+        ({"dataset": Stream()}, "dataset: must have .* Stream. .* ResumableStream"),
         ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
