@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers import TokenNet, pad, quiet_lightning, ragged_sequences, token_loss
 from tests.helpers import trainer as make_trainer
@@ -37,6 +38,7 @@ from trainkit import (
     MicroBatching,
     PerToken,
     ResumableLoader,
+    ResumableStream,
     WindowMonitor,
     WindowSampler,
 )
@@ -44,9 +46,27 @@ from trainkit.lit import MetricsCSVLogger
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ROWS = ragged_sequences(64, longest=9)
-KINDS = ("streamed", "split", "planned")
+KINDS = ("streamed", "split", "planned", "stream")
 PATIENCE = 120.0
 """Seconds after which a training that got a signal has hung."""
+
+
+class Stream(IterableDataset[Any]):
+    """The rows one after another, without a length."""
+
+    row = following = 0
+
+    def __iter__(self) -> Any:
+        self.row, self.following = self.following, 0
+        while self.row < len(ROWS):
+            self.row += 1
+            yield ROWS[self.row - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.following = state["row"]
 
 
 class Net(Plain):
@@ -80,6 +100,9 @@ def loading(kind: str) -> tuple[Any, int, MicroBatching | None]:
         plan = WindowSampler([len(x) for x, _ in ROWS], window=20, tokens=30)
         loader = ResumableLoader(ROWS, batch_sampler=plan, collate_fn=pad)
         return loader, plan.micro_batches, None
+    if kind == "stream":
+        stream = StatefulDataLoader(Stream(), 4, collate_fn=pad)
+        return ResumableStream(stream), 3, None
     if kind == "split":
         loader = ResumableLoader(ROWS, 8, shuffle=True, collate_fn=pad)
         return loader, 1, MicroBatching(size=4)
