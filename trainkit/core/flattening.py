@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.document_fields import LONGEST, MASKS, NUMBERS, OFFSETS, are_offsets
-from trainkit.core.documents import Documents
-from trainkit.core.nested import Field, take_apart
+from trainkit.core.document_fields import (
+    IGNORED,
+    KNOWN,
+    LONGEST,
+    MASKS,
+    NUMBERS,
+    OFFSETS,
+    are_offsets,
+)
+from trainkit.core.documents import Documents, find_documents
+from trainkit.core.nested import Field, describe, take_apart
+from trainkit.errors import TrainkitError
 
 
 class Flattening:
@@ -36,13 +45,42 @@ class Flattening:
             batch, lambda path, value: isinstance(value, list)
         )
 
-    def of(self, chosen: Sequence[int]) -> Any:
-        """The batch of some documents, by their places, ascending."""
-        part = _Part(self._documents, chosen)
-        return self._build(
+    def of(
+        self,
+        chosen: Sequence[int],
+        *,
+        missing: int | None = None,
+        nothing: Mapping[int, float] | None = None,
+    ) -> Any:
+        """The batch of some documents, by their places, ascending.
+
+        Args:
+            chosen: the places.
+            missing: how many tokens one more document has, in which nothing counts. The
+                batch then has no field whose size depends on how many documents it has.
+            nothing: the values, by the identity of a field, that do not count.
+        """
+        part = _Part(self._documents, chosen, missing, nothing or {})
+        made = self._build(
             field.value if id(field.value) in self._shared else part.of(field)
             for field in self.fields
         )
+        return made if missing is None else self._without_offsets(made)
+
+    def _without_offsets(self, made: Any) -> Any:
+        by = self._documents.by
+        if isinstance(made, MutableMapping):
+            for name in (*OFFSETS, *LONGEST):
+                made.pop(name, None)
+        name = by.rpartition(".")[2]
+        if name not in KNOWN or name in OFFSETS and find_documents(made) is None:
+            raise TrainkitError(
+                f"MicroBatching shapes: documents must be told apart by a field with a "
+                f"known name that has an entry for each token, such as position_ids or "
+                f"seq_idx, beside which offsets are left out, and {by!r} does so. "
+                f"PackCollate() has both."
+            )
+        return made
 
     def is_shared(self, field: Field) -> bool:
         """Whether every batch gets all of a field."""
@@ -101,13 +139,25 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 class _Part:
     """What some documents have of each field of their batch."""
 
-    def __init__(self, documents: Documents, chosen: Sequence[int]) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        chosen: Sequence[int],
+        missing: int | None = None,
+        nothing: Mapping[int, float] | None = None,
+    ) -> None:
         self._documents, self._chosen = documents, list(chosen)
+        self._missing, self._nothing = missing, nothing or {}
         spans = [documents.spans[place] for place in chosen]
         self._lengths = torch.tensor([span.stop - span.start for span in spans])
         self._rows = torch.tensor([span.row for span in spans])
         self._rows = self._rows.repeat_interleave(self._lengths)
         columns = [torch.arange(span.start, span.stop) for span in spans]
+        if missing:  # each of its tokens is the first one again
+            last = torch.tensor([missing])
+            self._lengths = torch.cat([self._lengths, last])
+            self._rows = torch.cat([self._rows, self._rows[:1].expand(missing)])
+            columns.append(columns[0][:1].expand(missing))
         self._columns = torch.cat(columns)
 
     def of(self, field: Field) -> Any:
@@ -128,7 +178,11 @@ class _Part:
         if found is None:
             has_each = value.ndim and len(value) == self._number
             return value[self._chosen] if has_each else value
-        is_mask = name in MASKS and found.ndim == 2 and bool(found.max() > 1)
+        if self._missing:
+            found = self._without_labels(field, found, self._missing)
+        has_fill = bool(self._missing) and is_named
+        is_mask = name in MASKS and found.ndim == 2
+        is_mask = is_mask and (has_fill or bool(found.max() > 1))
         return self._numbered(value, found) if name in NUMBERS or is_mask else found
 
     def _are_offsets(self, value: Tensor, is_named: bool) -> bool:
@@ -138,6 +192,19 @@ class _Part:
             self._documents.numbers.shape[1],
         )
         return are_offsets(value, width) and (is_named or int(value.max()) == number)
+
+    def _without_labels(self, field: Field, found: Tensor, missing: int) -> Tensor:
+        """The entries for tokens, of which those of the filler count nothing."""
+        value = self._nothing.get(id(field.value))
+        if value is None and "label" in field.path.lower():
+            value = None if found.is_floating_point() else IGNORED
+        if value is None:
+            return found
+        found, dim = found.clone(), min(found.ndim - 1, 1)
+        if found.shape[dim] != len(self._columns):
+            dim = 0
+        found.narrow(dim, found.shape[dim] - missing, missing).fill_(value)
+        return found
 
     @property
     def _number(self) -> int:
@@ -154,6 +221,11 @@ class _Part:
         rows, width = self._documents.numbers.shape
         shape = tuple(value.shape)
         is_square = value.ndim > 2 and shape[-2:] == (width, width)
+        if is_square and self._missing is not None:
+            raise TrainkitError(
+                f"MicroBatching shapes: a mask of blocks, {describe(value)}, cannot be "
+                f"filled up. Let the model make it of position_ids or seq_idx."
+            )
         if is_square and shape[0] in (1, rows) and (value.ndim > 3 or is_mask):
             return self._blocks(value)
         if is_square and rows == 1 and shape[0] != 1:  # of each head

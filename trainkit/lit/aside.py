@@ -106,7 +106,8 @@ class Kept:
                 del held[name]
             changed = [n for n, v in kept.items() if n not in held or held[n] is not v]
             if changed:  # a frozen dict refuses to be written
-                held.update({name: kept[name] for name in changed})
+                for name in changed:  # a Counter's update() would add
+                    held[name] = kept[name]
 
         self._put_back.append(put_back)
         for each in kept.values() if len(kept) < MOST_ENTRIES else ():

@@ -43,6 +43,17 @@ from trainkit.core.split.micro_batching import MicroBatching
             r"collate: samples are cut.*shared=\('x',\)",
         ),
         ({"collate": list, "trim": False}, r"collate: samples are cut.*trim=False"),
+        ({"shapes": 3}, r"shapes: must be a number of shapes.*tokens=None"),
+        ({"tokens": 9, "shapes": 0}, r"MicroBatching shapes: must be a whole number"),
+        ({"tokens": 9, "shapes": "3"}, r"shapes: must be a number of shapes.*'3'"),
+        ({"tokens": 9, "shapes": ()}, r"shapes: must be a number of shapes.*\(\)"),
+        ({"tokens": 9, "shapes": (12, 4)}, r"none above the budget.*shapes=\(12, 4\)"),
+        (
+            {"tokens": 9, "shapes": 2, "trim": False},
+            r"shapes: .*few widths.*trim=False",
+        ),
+        ({"tokens": 9, "shapes": 2, "attention": 0.5}, r"shapes: .*attention=0\.5"),
+        ({"tokens": 9, "shapes": 2, "inside": "net"}, r"inside: the loader batch"),
         ({"inside": []}, r"inside: must be the path of a submodule or several"),
         ({"inside": 3}, r"inside: must be the path of a submodule.*received 3"),
         ({"inside": "net", "collate": list}, r"inside: the loader batch is not cut"),
@@ -65,6 +76,7 @@ OPTIONS: dict[str, Any] = {
     "shared": ["table"],
     "attention": 0.5,
 }
+FEW: dict[str, Any] = {"tokens": 64, "shapes": [32, 8]}
 
 
 def test_configurations_and_copies_make_the_same_options() -> None:
@@ -85,4 +97,10 @@ def test_configurations_and_copies_make_the_same_options() -> None:
         assert made == options
         assert type(made.lengths) is tuple
         assert type(made.ragged) is dict
+    for made in (
+        instantiate(OmegaConf.create({"_target_": target, **FEW})),
+        parser.instantiate(parser.parse_object({"cut": FEW})).cut,
+    ):
+        assert made == MicroBatching(tokens=64, shapes=(32, 8))
+        assert type(made.shapes) is tuple
     assert [each.is_auto for each in (options, MicroBatching())] == [False, True]

@@ -128,6 +128,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "filled rows": {"size": 4, "accumulate": 3, "collate": PackCollate(length=70)},
     "few shapes": {"size": 4, "accumulate": 3,
      "collate": PackCollate(lengths=(80, 40, 20))},
+    "cut into few shapes": {"size": BIG, "cut": MicroBatching(tokens=40, shapes=3)},
     "packs cut by rows": {"size": BIG, "cut": MicroBatching(size=2),
      "collate": PackCollate(length=20)},
     "packs taken apart": {"size": BIG, "cut": APART,

@@ -11,6 +11,7 @@ from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import even_runs, most_rows, partition
 from trainkit.core.split.rows import Rows
+from trainkit.core.split.shapes import Nothing, Shapes
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 
@@ -33,12 +34,16 @@ class MicroBatch:
         padded: how many tokens its forward pass computes, over all groups of ragged
             tensors; the number of its rows, if they have no lengths.
         real: how many of them are not padding.
+        bare: the batch without what only fills its shape.
+        num_fillers: how many rows only fill it; they are its last.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
+    bare: Any
+    num_fillers: int = 0
 
 
 class Cutter:
@@ -53,6 +58,7 @@ class Cutter:
     Args:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
+        nothing: what a row must have in which nothing counts, if some only fill.
 
     Attributes:
         longest_over_budget: the length of the longest row that exceeded the token
@@ -61,8 +67,15 @@ class Cutter:
         shared: the fields of the last batch that every micro-batch gets whole.
     """
 
-    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
+    def __init__(
+        self,
+        options: MicroBatching,
+        strategy: AccumulationStrategy,
+        nothing: Nothing | None = None,
+    ) -> None:
         self._options = options
+        has_shapes = options.shapes is not None
+        self._shapes = Shapes(options, nothing or {}) if has_shapes else None
         self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
         self.shared: list[Field] = []
@@ -117,7 +130,14 @@ class Cutter:
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
-            cut.append(MicroBatch(layout.of(part), part, padded, real))
+            bare = layout.of(part)
+            micro = MicroBatch(bare, part, padded, real, bare)
+            if self._shapes is not None and limit.tokens is not None:
+                shape = self._shapes.of(rows, part)
+                micro.batch = self._shapes.filled(layout, part, batch)
+                micro.padded = shape[0] * shape[1]
+                micro.num_fillers = 0 if rows.are_joined else shape[0] - len(part)
+            cut.append(micro)
         return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:
@@ -135,7 +155,10 @@ class Cutter:
                 f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
                 f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
             )
-        if rows.are_joined:
+        has_shapes = self._shapes is not None and limit.tokens is not None
+        if self._shapes is not None and has_shapes:
+            parts = self._shapes.parts(rows)
+        elif rows.are_joined:
             parts = self._of_documents(rows, limit)
         elif not rows.groups or rows.are_alike:
             # In the order of the rows, so that slices copy nothing.
@@ -151,7 +174,8 @@ class Cutter:
                 overhead=self._options.overhead,
                 attention=self._options.attention,
             )
-        if rows.groups and (rows.are_joined or not rows.are_alike):
+        is_by_run = not (rows.are_joined or has_shapes) and rows.are_alike
+        if rows.groups and not is_by_run:
             while len(parts) < min(at_least, rows.num_rows):
                 several = [part for part in parts if len(part) > 1]
                 largest = max(several, key=rows.padded_of)

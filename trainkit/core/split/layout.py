@@ -72,13 +72,17 @@ class Layout:
 
     def of(self, rows: Sequence[int]) -> Any:
         """A batch of some rows, ascending, without the columns that pad in all."""
+        return self.build(iter(self.values(rows)))
+
+    def values(self, rows: Sequence[int]) -> list[Any]:
+        """The fields of such a batch."""
         columns = columns_of(self.rows.spans, rows) if self.rows.groups else []
         values = []
         for (_, value), trims in zip(self.fields, self.trims, strict=True):
             for dim, group in trims or ():
                 value = value[(slice(None),) * dim + (slice(*columns[group]),)]
             values.append(value if trims is None else _taken(value, rows, bool(trims)))
-        return self.build(iter(values))
+        return values
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,10 @@ class DocumentLayout(Layout):
     """A batch whose rows are documents.
 
     Attributes:
-        of_rows: the batch of some of them.
+        of_rows: the batch of some of them, filled up if that is asked for.
     """
 
-    of_rows: Callable[[Sequence[int]], Any]
+    of_rows: Callable[..., Any]
 
     def untrimmed(self) -> Layout:
         return self
@@ -112,7 +116,8 @@ def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
         return type(value)([value[row] for row in rows])
     if not isinstance(value, Tensor):
         return value[list(rows)]  # an array
-    if rows and rows[-1] - rows[0] + 1 != len(rows):
+    repeats = len(rows) > 1 and rows[-2] == rows[-1]  # a row that only fills
+    if repeats or rows and rows[-1] - rows[0] + 1 != len(rows):
         return value.index_select(0, torch.tensor(rows, device=value.device))
     value = value[rows[0] : rows[-1] + 1] if rows else value[:0]
     # Models call view(), which works on a slice of rows but not of columns.

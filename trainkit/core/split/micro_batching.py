@@ -67,6 +67,12 @@ class MicroBatching(_Chosen):
         attention: the cost of a row beyond its length, times its length squared.
         start: `"auto"`: the first size tried, in tokens, or in rows if batches have no
             lengths.
+        shapes: with a budget of tokens: the most shapes that micro-batches have in a
+            run, for compiled models; they are filled with rows and columns that weigh
+            nothing. The widths, such as `(512, 256, 128)`, of which the greatest holds
+            the longest row; each shape has as many rows as the budget allows. A number:
+            widths of the budget, a fourth of it, a sixteenth, and so on. Of a flattened
+            batch they are the tokens of a row: the budget, half of it, a fourth.
         inside: the inner cut. The loader batch is not cut: `training_step` runs once on
             all of it, and the submodules at these paths run in chunks of rows, without
             a graph, and once more with one in the backward pass. The loss may then be
@@ -88,6 +94,7 @@ class MicroBatching(_Chosen):
     overhead: float | None = None
     attention: float = 0.0
     start: int | None = None
+    shapes: int | Sequence[int] | None = None
     inside: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +111,8 @@ class MicroBatching(_Chosen):
         ragged = {path: _several(dims) for path, dims in self.ragged.items()}
         object.__setattr__(self, "ragged", ragged)
         object.__setattr__(self, "shared", _several(self.shared))
+        if self.shapes is not None:
+            self._check_shapes(self.shapes)
         for name in ("lengths", "inside"):
             if not isinstance(value := getattr(self, name), str | int | None):
                 object.__setattr__(self, name, tuple(value))
@@ -114,7 +123,9 @@ class MicroBatching(_Chosen):
             self._exclude("overhead", ("size",), "weighs padding in a budget of tokens")
         of_batch = ("ragged", "shared", "trim")
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
-        of_host = ("collate", "ragged", "start")
+        of_shapes = ("collate", "ragged", "overhead", "attention", "trim", "start")
+        self._exclude("shapes", of_shapes, "micro-batches are filled to few widths")
+        of_host = ("collate", "ragged", "start", "shapes")
         self._exclude("inside", of_host, "the loader batch is not cut")
 
     @property
@@ -132,12 +143,28 @@ class MicroBatching(_Chosen):
         """The paths of the lengths; empty if they are to be found."""
         return () if self.lengths is None else _several(self.lengths)
 
+    def _check_shapes(self, shapes: int | Sequence[int]) -> None:
+        several = _several(shapes)
+        for each in several:
+            check_whole_number("MicroBatching shapes", each)
+        if not isinstance(shapes, int):
+            object.__setattr__(self, "shapes", several)
+        budget = self.tokens
+        if budget is None or not isinstance(shapes, int) and max(several) > budget:
+            raise TrainkitError(
+                f"MicroBatching shapes: must be a number of shapes, or their widths, "
+                f"none above the budget tokens=, as MicroBatching(tokens=4096, "
+                f"shapes=(512, 256, 128)), received shapes={shapes!r} and "
+                f"tokens={budget!r}."
+            )
+
     def _exclude(self, name: str, others: Sequence[str], why: str) -> None:
         """Refuse an option beside others."""
         given = {each: getattr(self, each) for each in (name, *others)}
         for each in (name, *others):
-            if given[each] is True or given[each] in (None, (), {}):
-                del given[each]  # the default
+            default = type(self).__dataclass_fields__[each].default
+            if given[each] == default or given[each] in ((), {}):
+                del given[each]
         if name in given and len(given) > 1:
             options = ", ".join(f"{n}={value!r}" for n, value in given.items())
             raise TrainkitError(
@@ -198,6 +225,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "overhead": (
         lambda cost: cost is None or _is_cost(cost) and cost > 0,
         "a finite number above 0, in padded tokens",
+    ),
+    "shapes": (
+        lambda shapes: shapes is None or _are(int, shapes, least=1),
+        "a number of shapes, or their widths, as (512, 256, 128)",
     ),
     "attention": (_is_cost, "a finite number of at least 0, in padded tokens"),
     "inside": (

@@ -217,7 +217,7 @@ class _Check(Callback):
     def _report(self, subject: Subject) -> Report:
         report, options = measured(subject, PRECISIONS), subject.options
         trims = options is not None and options.inside is None and options.trim
-        if options is not None and trims and not report.exact:
+        if options is not None and trims and not (options.shapes or report.exact):
             if subject.off_without_padding():  # then the run trims nothing
                 options = replace(options, trim=False)
                 alike = not subject.has_batches  # which have widths of their own

@@ -71,7 +71,7 @@ class Causes:
 
     def look(self) -> None:
         """Look until the parts are the whole, or nothing more is found."""
-        if self._draws_unseen() or self._is_inner_cut():
+        if self._draws_unseen() or self._is_inner_cut() or self._is_filled():
             return
         if self._is_split:  # its parts follow each other as loader batches do
             self._subject = replace(self._subject, options=None, has_batches=True)
@@ -114,6 +114,17 @@ class Causes:
             return True
         self._subject = replace(subject, options=None)
         return not subject.has_batches
+
+    def _is_filled(self) -> bool:
+        """Whether it is what fills micro-batches alone."""
+        subject = self._subject
+        options = subject.options
+        if options is None or options.shapes is None:
+            return False
+        bare = replace(subject, options=replace(options, shapes=None))
+        if is_filled := bare.off() <= self._most:
+            self.found.append(cause("filled"))
+        return is_filled
 
     # ---- micro-batches one after another ---------------------------------------------
 

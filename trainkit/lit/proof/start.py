@@ -147,7 +147,7 @@ class ProofAtStart:
         has_batches = may_have_batches(trainer) if is_split else self._has_parts
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
-        elif is_split and not windows.split.trims:
+        elif is_split and not windows.split.trims and options.shapes is None:
             options = replace(options, trim=False)
         # Loader batches have widths of their own, also where none is trimmed.
         cuts = windows.cut if has_batches else options
@@ -208,6 +208,7 @@ class ProofAtStart:
         are made to end earlier.
         """
         trainer, windows = self._trainer, self._windows
+        shapes = windows.cut.shapes
         guards = [
             each for each in trainer.callbacks if isinstance(each, BatchNormGuard)
         ]
@@ -223,15 +224,25 @@ class ProofAtStart:
             )
             off = subject.off_without_padding()
         except Exception as error:
+            keep = (
+                "keep the loader batch's width, since" if not shapes else "are filled;"
+            )
             text = (
-                f"micro-batches keep the loader batch's width, since it could not be "
-                f"measured whether the model sees its padding: {in_one_line(error)}"
+                f"micro-batches {keep} it could not be measured whether the model sees "
+                f"its padding: {in_one_line(error)}"
             )
             if trainer.is_global_zero:
                 say(trainer, ("trimming", text))
             return False
         if not off:
             return True
+        if shapes:
+            raise TrainkitError(
+                f"MicroBatching shapes: the model sees its padding: without it, the "
+                f"gradient of some rows is off by {off:.2g} of its size, and columns "
+                f"that fill a micro-batch would change it. Mask padding in the model, "
+                f"or leave shapes out."
+            )
         sees, remedy = "its padding", "mask padding in the model"
         if labels is not None:
             sees = "what stands behind a row's last label"

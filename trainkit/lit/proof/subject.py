@@ -157,9 +157,11 @@ class Subject:
             half = max(1, len(self.all_rows) // 2)
             size = None if options.tokens else 1 if self.has_batches else half
             return replace(options, size=size, tokens=1 if options.tokens else None)
+        shapes = None if self.are_alike else options.shapes
         return replace(
-            options, size=max(map(len, self.parts)), tokens=None, overhead=None,
-            start=None, trim=options.trim and not self.are_alike,
+            options, size=max(map(len, self.parts)), overhead=None, start=None,
+            tokens=options.tokens if shapes else None, shapes=shapes,
+            trim=options.trim and not self.are_alike,
         )  # fmt: skip
 
     # ---- padding ---------------------------------------------------------------------

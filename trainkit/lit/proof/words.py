@@ -83,6 +83,12 @@ WORDS: dict[str, tuple[str, ...]] = {
         "pad all rows to one length in the collate function",
         "or mask padding in this module",
     ),
+    "filled": (
+        "padding",
+        "rows or columns that only fill a micro-batch (shapes=) change its gradient",
+        "mask padding in the model, and let the loss count what the strategy counts",
+        "or leave shapes out",
+    ),
     "transfer": (
         "rows",
         f"this hook looks across the rows of a loader batch; {NO_STRATEGY}",

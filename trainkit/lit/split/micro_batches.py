@@ -16,6 +16,7 @@ from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.shapes import nothing_of, shapes_of
 from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
 from trainkit.core.window import quotient
@@ -95,6 +96,13 @@ class CutBatch:
 
     def add(self, terms: dict[str, Tensor], extras: dict[str, Any] | None) -> None:
         """Add what `training_step` has returned for a micro-batch."""
+        part = self.parts[self.index]
+        if extras and part.num_fillers:
+            number = len(part.rows) + part.num_fillers
+            extras = {
+                name: value[: len(part.rows)] if _has_entries(value, number) else value
+                for name, value in extras.items()
+            }
         self.extras.append(extras)
         for name, value in terms.items():
             self.terms.setdefault(name, []).append(value.reshape(()))
@@ -105,7 +113,7 @@ class CutBatch:
         for each in self.parts[: self.num_counting]:
             padded, real = padded + each.padded, real + each.real
             num_rows += len(each.rows)
-            documents = count_documents(each.batch, self.documents)  # several a row
+            documents = count_documents(each.bare, self.documents)  # several a row
             samples += len(each.rows) if documents is None else int(documents)
         tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
@@ -148,7 +156,8 @@ class MicroBatches:
     def weigh_by(self, strategies: Strategies) -> None:
         """Weigh by these strategies; labels of one tell how long rows are."""
         tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
-        self.cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
+        of_lengths = (*tokens, leading(strategies))[0]
+        self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
         self._strategies, self._is_verified = strategies, False
         self._are_said = says_weights(strategies)
 
@@ -182,10 +191,28 @@ class MicroBatches:
             current.weigh(self._strategies, [each.batch for each in parts])
         if not self._is_verified:
             self._is_verified = True
+            if self._options.shapes is not None:
+                self._refuse_fillers_that_count(parts)
             if self._weighs:
                 self._verify(batch, current.weights)
             self._say_shared()
         return current
+
+    def _refuse_fillers_that_count(self, parts: Sequence[MicroBatch]) -> None:
+        for strategy in self._strategies.values():
+            for each in parts:
+                filled, bare = map(strategy.weight, (each.batch, each.bare))
+                if not math.isclose(float(filled), float(bare), rel_tol=1e-9):
+                    raise TrainkitError(
+                        f"MicroBatching shapes: rows and columns that fill a "
+                        f"micro-batch must weigh nothing under "
+                        f"{type(strategy).__name__}, and a micro-batch weighs "
+                        f"{float(filled):g} with them, {float(bare):g} without. "
+                        f"training_step's mean would count them as well. Use "
+                        f"PerToken(), or PerSample(mask='weights') with a weight for "
+                        f"each row, by which the loss is a weighted mean; or leave "
+                        f"shapes out."
+                    )
 
     def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
         """Refuse weights of the parts that do not add up to the loader batch's. A list
@@ -229,6 +256,11 @@ class MicroBatches:
             )
 
 
+def _has_entries(value: Any, number: int) -> bool:
+    has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
+    return bool(has_places) and len(value) == number
+
+
 def described(options: MicroBatching, *, is_step: bool) -> str:
     """How loader batches are cut, for the table before training.
 
@@ -246,5 +278,8 @@ weighed as the loss'
         limits = {"rows": options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
         how = f"into micro-batches of at most {' and '.join(said)}"
+        if options.shapes is not None:
+            pairs = [f"{rows} x {columns}" for rows, columns in shapes_of(options)]
+            how += f", filled to {', '.join(pairs)} (rows x columns)"
     is_what = "is one step," if is_step else "is"
     return f"each loader batch {is_what} cut {how}; logged means weighed as the loss"

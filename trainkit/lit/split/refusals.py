@@ -10,9 +10,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
+from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
+from trainkit.core.said_weight import Weighed
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
@@ -46,10 +48,31 @@ def refuse_before_training(
             f"{name}.training_step(dataloader_iter): it fetches its batches itself, so "
             f"none can be cut. Take (batch, batch_idx), or leave micro_batching out."
         )
+    if options.shapes is not None:
+        _refuse_what_counts_fillers(pl_module, strategies)
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
     refuse_said_terms(strategies)
     refuse_several_terms(strategies, trainer.accumulate_grad_batches)
+
+
+def _refuse_what_counts_fillers(pl_module: Any, strategies: Strategies) -> None:
+    """Refuse strategies by which nobody can see what a row that fills weighs; announce
+    BatchNorm, which counts it."""
+    for each in strategies.values():
+        if isinstance(each, Uniform | Weighed):
+            raise TrainkitError(
+                f"MicroBatching shapes: rows that fill a micro-batch must weigh "
+                f"nothing, and {type(each).__name__}() does not say what of a row "
+                f"counts. Use PerToken(), or PerSample(mask='weights'); or leave "
+                f"shapes out."
+            )
+    if any(isinstance(each, BatchNorm) for each in pl_module.modules()):
+        rank_zero_warn(
+            "MicroBatching shapes: BatchNorm in training mode counts the rows and "
+            "columns that fill a micro-batch. Freeze it, BatchNormGuard('freeze'), "
+            "use layers that look at one row at a time, or leave shapes out."
+        )
 
 
 def _refuse_or_announce_uniform(options: MicroBatching) -> None:

@@ -256,7 +256,9 @@ class Split:
         self, batch: Any, args: Any, kwargs: Any, is_forward_only: bool
     ) -> None:
         """Cut a loader batch, and run all its micro-batches."""
-        current = self._micro_batches.of(batch, trim=bool(self.trims))
+        has_shapes = self._options.shapes is not None
+        trim = bool(self.trims) or has_shapes
+        current = self._micro_batches.of(batch, trim=trim)
         self.current, current.is_forward_only = current, is_forward_only
         if self._trainer.fit_loop.batch_idx == 0:
             self._metrics.find()

@@ -1,0 +1,265 @@
+"""Few shapes: what a compiled model sees, trained as the padded big batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from tests.helpers import NAIVE, deviation, raise_rank_errors, run_ranks, weights
+from tests.lit.fronts import cut as parted
+from tests.lit.split.common import SEQUENCES, SIZES, START, Split, assert_as_whole, fit
+from tests.zoo import hooked, pad_and_mask
+from trainkit import (
+    BatchNormGuard,
+    ExactResume,
+    MicroBatching,
+    PerSample,
+    PerToken,
+    ResumableLoader,
+    TrainkitError,
+    Uniform,
+    Weighed,
+)
+from trainkit.core.split.shapes import shapes_of
+from trainkit.lit.callback.base import is_rehearsal
+
+THREE = MicroBatching(tokens=48, shapes=3)
+WIDTHS = MicroBatching(tokens=48, shapes=(24, 12, 6))
+
+
+class Watched(Split):
+    """Counts the shapes of what it trains on, where nothing puts them back."""
+
+    watched: ClassVar[list[tuple[int, ...]]] = []
+
+    def on_fit_start(self) -> None:
+        self.watched.clear()
+
+    @property
+    def shapes(self) -> Counter[tuple[int, ...]]:
+        return Counter(self.watched)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not is_rehearsal(self.trainer):
+            self.watched.append(tuple(batch["ids"].shape))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("cut", [THREE, WIDTHS], ids=["three", "widths"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_few_shapes_train_as_the_padded_big_batch(
+    cut: MicroBatching, window: int
+) -> None:
+    """Also where windows have several loader batches; the control has more shapes."""
+    whole, ours = Split(cut=None), Watched(cut=cut)
+    plain = Watched(cut=MicroBatching(tokens=48))
+    fit(whole, window=window)
+    fit(ours, window=window)
+    few = ours.shapes
+    fit(plain, window=window)
+    assert deviation(ours, whole, START) <= 1e-12
+    assert deviation(plain, whole, START) <= 1e-12
+    assert set(few) <= {*shapes_of(cut)}
+    assert len(plain.shapes) > 2 * len(shapes_of(cut))
+
+
+def test_callbacks_and_logs_see_what_they_see_of_whole_batches() -> None:
+    assert_as_whole(cut=THREE, tolerance=1e-12)
+
+
+def with_weights(samples: Any) -> dict[str, Any]:
+    batch = pad_and_mask(samples)
+    return {**batch, "weight": 1.0 + torch.arange(len(samples)).double() % 3}
+
+
+def weighted_mean(self: Any, batch: Any, batch_idx: int) -> Any:
+    """A mean over rows with weights, and each row's loss beside it."""
+    losses = nn.functional.cross_entropy(
+        self.net(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none"
+    )
+    each, weight = losses.sum(1), batch["weight"]
+    loss = (each * weight).sum() / weight.sum()
+    return {"loss": loss, "each": each.detach(), "names": [*range(len(each))]}
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_rows_with_weights_of_their_own_may_be_filled(is_right: bool) -> None:
+    """And what is returned for each row has no entry for one that fills. The control
+    weighs labels."""
+    data = DataLoader(
+        SEQUENCES,  # type: ignore[arg-type]
+        batch_sampler=parted(SEQUENCES, SIZES),
+        collate_fn=with_weights,
+    )
+    strategy: Any = PerSample(mask="weight") if is_right else PerToken()
+    returned: list[Any] = []
+    keep = LambdaCallback(
+        on_train_batch_end=lambda t, m, outputs, *rest: returned.append(outputs)
+    )
+    kind = hooked(Split, training_step=weighted_mean)
+    whole, ours = kind(cut=None), kind(cut=THREE, strategy=strategy)
+    ours.proof = whole.proof = "off"
+    fit(whole, data=data)
+    fit(ours, keep, data=data)
+    off = deviation(ours, whole, START)
+    assert off <= 1e-12 if is_right else off > NAIVE
+    assert [len(each["each"]) for each in returned] == [*SIZES, *SIZES]
+
+
+# ---- compiled ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [THREE, MicroBatching(tokens=48)], ids=["few", "many"])
+def test_nothing_is_compiled_after_the_first_micro_batch_of_each_shape(
+    cut: MicroBatching,
+) -> None:
+    """The control: without `shapes=`, nearly every micro-batch has another shape."""
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    module = Watched(cut=cut)
+    module.proof = "off"
+    net = torch.compile(module.net, backend=backend, dynamic=False)
+
+    def on_epoch_end(trainer: Any, module: Any) -> None:
+        torch._dynamo.config.error_on_recompile = cut is THREE
+
+    module.loss = lambda _, batch, reduction="mean": Split().loss(net, batch, reduction)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=64):
+            fit(module, LambdaCallback(on_train_epoch_end=on_epoch_end))
+    finally:
+        torch._dynamo.config.error_on_recompile = False
+        torch._dynamo.reset()
+    assert len(compiled) == len(module.shapes)
+    assert (len(compiled) <= 3) == (cut is THREE)
+
+
+# ---- ranks ---------------------------------------------------------------------------
+
+
+def _on_ranks(rank: int, world: int, is_sharded: bool) -> tuple[Any, Tensor]:
+    class Sharded(Watched):
+        def configure_model(self) -> None:
+            if is_sharded:
+                assert self.device_mesh is not None
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    rows = [SEQUENCES[:9], SEQUENCES[9:10]][rank]
+    module = Sharded(cut=MicroBatching(tokens=24, shapes=(24, 8)))
+    how: Any = "ddp"
+    if is_sharded:
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    options: Any = {"strategy": how, "devices": 2, "use_distributed_sampler": False}
+    fit(module, data=DataLoader(rows, 9, collate_fn=pad_and_mask), **options)  # type: ignore[arg-type]
+    full = [p.full_tensor() if is_sharded else p for p in module.parameters()]  # type: ignore[operator]
+    found = torch.cat([each.detach().flatten() for each in full])
+    return module.shapes, found
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "sharded"])
+def test_few_shapes_on_two_ranks(is_sharded: bool) -> None:
+    """Where forward passes communicate, both make as many micro-batches."""
+    whole = Split(cut=None)
+    fit(whole, data=DataLoader(SEQUENCES[:10], 10, collate_fn=pad_and_mask))  # type: ignore[arg-type]
+    (many, mine), (few, other) = raise_rank_errors(run_ranks(_on_ranks, 2, is_sharded))
+    assert torch.equal(mine, other)
+    assert deviation(mine, whole, START) <= 1e-12
+    assert {*many} | {*few} <= {(1, 24), (3, 8)}
+    assert (many.total() == few.total()) == is_sharded
+
+
+# ---- resumed -------------------------------------------------------------------------
+
+
+def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "in_a_window.ckpt"
+
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (0, 2):
+            trainer.save_checkpoint(path)
+
+    saves = LambdaCallback(on_train_batch_end=save)
+    options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    ends = []
+    for callbacks, start in (((ExactResume(), saves), None), ((ExactResume(),), path)):
+        module = Split(cut=THREE)
+        data = ResumableLoader(SEQUENCES, 8, collate_fn=pad_and_mask)
+        fit(module, *callbacks, data=data, window=2, ckpt_path=start, **options)
+        ends.append(weights(module))
+    assert torch.equal(*ends)
+
+
+# ---- refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (PerSample(), r"weigh nothing under PerSample, and .*weighs \d+ with them"),
+        (Uniform(), r"Uniform\(\) does not say what of a row counts"),
+        (Weighed(), r"Weighed\(\) does not say what of a row counts"),
+    ],
+    ids=["PerSample", "Uniform", "Weighed"],
+)
+def test_strategies_that_count_what_fills_are_refused(strategy: Any, text: str) -> None:
+    module = Split(cut=THREE, strategy=strategy)
+    module.proof = "off"
+    with pytest.raises(TrainkitError, match=text):
+        fit(module)
+
+
+class SeesPadding(Split):
+    """Its loss is right, but a token sees the mean of its row's columns."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.net.embed.register_forward_hook(
+            lambda m, i, o: o + o.mean(1, keepdim=True)
+        )
+
+
+def test_a_model_that_sees_its_padding_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="shapes: the model sees its padding"):
+        fit(SeesPadding(cut=THREE))
+
+
+def test_the_proof_finds_that_it_sees_columns_that_fill() -> None:
+    """Where no loader batch has padding, it is rehearsed all the same."""
+    rows = [each for each in SEQUENCES if len(each[0]) >= 9]
+    rows = [(ids[:9], labels[:9]) for ids, labels in rows]
+    data = DataLoader(rows, 7, collate_fn=pad_and_mask)  # type: ignore[arg-type]
+    for kind, is_exact in ((Split, True), (SeesPadding, False)):
+        module = kind(cut=THREE)
+        module.proof = "require"
+        if is_exact:
+            fit(module, data=data)
+        else:
+            with pytest.raises(TrainkitError, match="fill a micro-batch"):
+                fit(module, data=data)
+
+
+def test_batch_norm_that_counts_what_fills_is_announced() -> None:
+    def normalised(frozen: bool) -> Any:
+        module = Split(cut=THREE)
+        module.norm = nn.BatchNorm1d(13, dtype=torch.float64)
+        return module
+
+    with pytest.warns(UserWarning, match="BatchNorm in training mode counts the rows"):
+        fit(normalised(False), BatchNormGuard("ignore"), max_epochs=1)
