@@ -54,6 +54,8 @@ from trainkit.core.split.micro_batching import MicroBatching
         ),
         ({"tokens": 9, "shapes": 2, "attention": 0.5}, r"shapes: .*attention=0\.5"),
         ({"tokens": 9, "shapes": 2, "inside": "net"}, r"inside: the loader batch"),
+        ({"pool": 0}, r"MicroBatching pool: must be a whole number from 1"),
+        ({"pool": 2, "inside": "net"}, r"inside: the loader batch.*pool=2"),
         ({"inside": []}, r"inside: must be the path of a submodule or several"),
         ({"inside": 3}, r"inside: must be the path of a submodule.*received 3"),
         ({"inside": "net", "collate": list}, r"inside: the loader batch is not cut"),

@@ -30,6 +30,7 @@ from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto
 
 TOKENS = MicroBatching(tokens=40)
 ROWS = MicroBatching(size=1)
+POOLS = MicroBatching(tokens=40, pool=2)
 AUTO = MicroBatching("auto", start=1000)
 SEEKS = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -42,6 +43,8 @@ ALIKE = {
     "said, streamed": Case(loss="said", cut=None, window=2),
     "said, windows of two": Case(loss="said", window=2, optimizer="adamw"),
     "said, nearly nothing on rank 0": Case(loss="said", silent=0),
+    "pools": Case(cut=POOLS, window=2, epochs=2),
+    "pools, terms": Case(cut=POOLS, window=2, loss="terms", optimizer="adamw"),
     "nearly nothing on rank 0": Case(silent=0),
     "nearly nothing on rank 1": Case(silent=1, loss="terms"),
     "windows of two": Case(window=2, epochs=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from trainkit.core.nested import Field, describe
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import even_runs, most_rows, partition
+from trainkit.core.split.pooling import joined
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.shapes import Nothing, Shapes
 from trainkit.core.strategies import AccumulationStrategy
@@ -93,6 +95,10 @@ class Cutter:
         """How many rows a batch has, and how long they are."""
         self._measured = batch, self._reader.read(batch)
         return self._measured[1].rows
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """Loader batches of a pool as one."""
+        return joined(batches, self._options, self._reader)
 
     def cut(
         self,

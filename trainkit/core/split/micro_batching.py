@@ -73,6 +73,9 @@ class MicroBatching(_Chosen):
             the longest row; each shape has as many rows as the budget allows. A number:
             widths of the budget, a fourth of it, a sixteenth, and so on. Of a flattened
             batch they are the tokens of a row: the budget, half of it, a fourth.
+        pool: how many loader batches are cut together, and make one optimizer step, for
+            loaders whose rows' lengths are not known before. They wait on the host
+            until the last has come. The Trainer's `accumulate_grad_batches` is set.
         inside: the inner cut. The loader batch is not cut: `training_step` runs once on
             all of it, and the submodules at these paths run in chunks of rows, without
             a graph, and once more with one in the backward pass. The loss may then be
@@ -95,6 +98,7 @@ class MicroBatching(_Chosen):
     attention: float = 0.0
     start: int | None = None
     shapes: int | Sequence[int] | None = None
+    pool: int | None = None
     inside: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +108,7 @@ class MicroBatching(_Chosen):
                     f"MicroBatching {name}: must be {rule}, received "
                     f"{getattr(self, name)!r}."
                 )
-        for name in ("size", "tokens", "start"):
+        for name in ("size", "tokens", "start", "pool"):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
         # Configurations bring lists of their own kind.
@@ -125,7 +129,7 @@ class MicroBatching(_Chosen):
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
         of_shapes = ("collate", "ragged", "overhead", "attention", "trim", "start")
         self._exclude("shapes", of_shapes, "micro-batches are filled to few widths")
-        of_host = ("collate", "ragged", "start", "shapes")
+        of_host = ("collate", "ragged", "start", "shapes", "pool")
         self._exclude("inside", of_host, "the loader batch is not cut")
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit.core.document_fields import IGNORED
 from trainkit.core.flattening import first_fit
-from trainkit.core.nested import Field, lookup
+from trainkit.core.nested import Field, describe, lookup
 from trainkit.core.split.layout import DocumentLayout, Layout, Trims
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import width
@@ -139,8 +139,8 @@ class Shapes:
         values = []
         for field, trims, value in zip(layout.fields, layout.trims, taken, strict=True):
             if trims:
-                pads = _padding(field, layout, nothing)
-                value = _widened(field, value, trims, columns, pads)
+                pads = padding_of(field, layout, nothing)
+                value = widened(field, value, trims, columns, pads)
             if id(field.value) in nothing and trims is not None and missing:
                 value = value.clone()
                 value[len(part) :] = nothing[id(field.value)]
@@ -148,11 +148,12 @@ class Shapes:
         return layout.build(iter(values))
 
 
-def _padding(field: Field, layout: Layout, nothing: Mapping[int, float]) -> Any:
+def padding_of(field: Field, layout: Layout, nothing: Mapping[int, float]) -> Any:
     """What a field has where it pads, or else what counts as nothing in it."""
     if id(field.value) in nothing:
         return nothing[id(field.value)]
-    (group,) = layout.rows.groups
+    trims = layout.trims[[each.path for each in layout.fields].index(field.path)]
+    group = layout.rows.groups[trims[0][1] if trims else 0]
     for row, (start, stop) in enumerate(group.spans):
         if stop < group.padded_length or start > 0:
             return field.value[row, stop if stop < group.padded_length else 0]
@@ -160,13 +161,13 @@ def _padding(field: Field, layout: Layout, nothing: Mapping[int, float]) -> Any:
     return IGNORED if "label" in field.path.lower() and not are_numbers else 0
 
 
-def _widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
+def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
     """A field with so many columns."""
     if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
         raise TrainkitError(
-            f"MicroBatching shapes: field {field.path!r} must be a tensor of rows by "
-            f"columns to be filled up, received {type(value).__name__}. Make it one "
-            f"in the collate function, or leave shapes out."
+            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
+            f"to be filled up (shapes=, pool=), with one dimension of columns, "
+            f"received {describe(value)}. Make it one in the collate function."
         )
     made = value.new_empty((len(value), columns, *value.shape[2:]))
     made[:, : value.shape[1]] = value

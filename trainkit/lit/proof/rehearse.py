@@ -253,6 +253,8 @@ class _Batches:
         if part is None:
             return self._at, rows
         number, within = part
+        if windows is not None and windows.is_split and windows.cut.pool:
+            rows = [row for each in self._rows for row in each]  # cut together
         return (self._at, number), [rows[place] for place in within]
 
     def __iter__(self) -> Iterator[Any]:

@@ -161,6 +161,7 @@ class Subject:
         return replace(
             options, size=max(map(len, self.parts)), overhead=None, start=None,
             tokens=options.tokens if shapes else None, shapes=shapes,
+            pool=len(self.loader_batches) if options.pool else None,
             trim=options.trim and not self.are_alike,
         )  # fmt: skip
 

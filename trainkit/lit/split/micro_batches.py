@@ -24,6 +24,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
+from trainkit.lit.split.pools import num_cuts
 
 
 @dataclass
@@ -176,7 +177,8 @@ class MicroBatches:
                 number = len(parts)
         if self.cutter.longest_over_budget is not None and limit is None:
             self._say_too_long(self.cutter.longest_over_budget)
-        is_told = self._trainer.accumulate_grad_batches == 1 and not self._are_said
+        is_one = num_cuts(self._trainer, self._options) == 1
+        is_told = is_one and not self._are_said
         unknown = [*[math.nan] * number, *[0] * (most - number)]
         current = CutBatch(
             parts + parts[-1:] * (most - number),
@@ -281,5 +283,8 @@ weighed as the loss'
         if options.shapes is not None:
             pairs = [f"{rows} x {columns}" for rows, columns in shapes_of(options)]
             how += f", filled to {', '.join(pairs)} (rows x columns)"
-    is_what = "is one step," if is_step else "is"
-    return f"each loader batch {is_what} cut {how}; logged means weighed as the loss"
+    if options.pool is not None:
+        what = f"every {options.pool} loader batches are one step, cut together"
+    else:
+        what = f"each loader batch {'is one step,' if is_step else 'is'} cut"
+    return f"{what} {how}; logged means weighed as the loss"

@@ -17,6 +17,7 @@ from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
 from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.outputs import taken_apart
+from trainkit.lit.split.pools import num_cuts
 from trainkit.lit.split.refusals import refuse_several_terms
 
 NOTHING = nullcontext()
@@ -60,7 +61,8 @@ class Passes:
 
     def announce(self, current: CutBatch) -> None:
         """Tell the accumulator what comes, so that ranks begin to exchange it."""
-        accumulator, size = self._accumulator, self._trainer.accumulate_grad_batches
+        accumulator = self._accumulator
+        size = num_cuts(self._trainer, self._windows.cut)
         if current.is_told:
             accumulator.tell(current.weights)
         else:
@@ -136,7 +138,8 @@ class Passes:
 
     def _pass(self, current: CutBatch, loss: Tensor, weigh: Callable[..., Any]) -> None:
         weight = None if current.is_told else current.leading[current.index]
-        expected = self._trainer.accumulate_grad_batches * len(current.parts)
+        size = num_cuts(self._trainer, self._windows.cut)
+        expected = size * len(current.parts)
         assert current.value is not None
         weigh(loss, weight, value=current.value, expected=expected)
 

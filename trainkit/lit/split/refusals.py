@@ -20,6 +20,7 @@ from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import fetches_batches
 from trainkit.lit.callback.said_weight import refuse_said_terms
+from trainkit.lit.split.pools import num_cuts
 
 
 def refuse_wrong_type(options: Any) -> None:
@@ -53,7 +54,7 @@ def refuse_before_training(
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
     refuse_said_terms(strategies)
-    refuse_several_terms(strategies, trainer.accumulate_grad_batches)
+    refuse_several_terms(strategies, num_cuts(trainer, options))
 
 
 def _refuse_what_counts_fillers(pl_module: Any, strategies: Strategies) -> None:

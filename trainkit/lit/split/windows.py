@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
@@ -31,8 +32,9 @@ from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
 from trainkit.lit.split.outputs import as_one
 from trainkit.lit.split.passes import NOTHING, Passes
+from trainkit.lit.split.pools import num_cuts, refuse_other_size
 
-KEPT = ("num_loader_batches", "sizes", "trims")
+KEPT = ("num_loader_batches", "sizes", "trims", "waiting")
 
 KEY = "trainkit_micro_batching"
 """The size that was found, in a checkpoint."""
@@ -59,6 +61,7 @@ class Split:
     Attributes:
         sizes: find the limit for micro-batches, for `"auto"`.
         current: the loader batch that is being run, if one is.
+        waiting: the loader batches of a pool that is not full.
         num_loader_batches: how many loader batches the open window has on this rank.
         trims: whether columns that are only padding are left out; None until the first
             batch that has some.
@@ -88,6 +91,7 @@ class Split:
             self.sizes = AutoSizes(options.start, found, Hosts(ranks), device)
         self.current: CutBatch | None = None
         self.num_loader_batches = 0
+        self.waiting: list[Any] = []
         may_trim = True if is_rehearsal(trainer) else None
         self.trims: bool | None = may_trim if options.trim else False
         self._logs = HeldLogs(pl_module)
@@ -124,8 +128,9 @@ class Split:
         return current.index, current.parts[current.index].rows
 
     def num_torn(self, num_closed: int) -> int:
-        """How many loader batches are in the window of the one under way."""
-        return self.num_loader_batches
+        """How many loader batches are in the window of the one under way; a pool is
+        run again as one, since those that wait are saved."""
+        return self.num_loader_batches if self._options.pool is None else 1
 
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
@@ -222,6 +227,15 @@ class Split:
         self.num_loader_batches += not is_forward_only
         size = trainer.accumulate_grad_batches
         closes = window_ends(trainer, trainer.fit_loop.batch_idx, size)
+        if self._options.pool is not None and not is_forward_only:
+            refuse_other_size(trainer, self._options.pool)
+            if not closes:
+                self.waiting.append(batch)
+                # Lightning takes None for a mistake on several ranks.
+                return torch.zeros((), device=trainer.strategy.root_device)
+            pool = [*self.waiting, batch]
+            self.num_loader_batches = len(pool)
+            batch = self._micro_batches.cutter.join(pool)
         attempt = partial(self._attempt, batch, args, kwargs, is_forward_only)
         apart = self._passes.apart(closes=closes) if self._passes.is_apart else NOTHING
         try:
@@ -232,7 +246,8 @@ class Split:
                     of = self._module, accumulator, self._holders()
                     self.sizes.run(attempt, *of, self._forget)
             self._is_complete = closes
-            return self._end()
+            found, self.waiting = self._end(), []
+            return found
         finally:
             self.current = None
             self._metrics.close()
@@ -245,7 +260,8 @@ class Split:
     def _drop_unstepped(self) -> None:
         """Drop a complete window whose step the module's `optimizer_step` has left out;
         Lightning zeroes its gradients now."""
-        is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
+        is_one = num_cuts(self._trainer, self._options) == 1
+        is_complete = self._is_complete or is_one
         if is_complete and self._accumulator.window.is_open:
             held = self._accumulator.drop()
             if self._accumulator.ranks.index == 0:
@@ -260,7 +276,8 @@ class Split:
         trim = bool(self.trims) or has_shapes
         current = self._micro_batches.of(batch, trim=trim)
         self.current, current.is_forward_only = current, is_forward_only
-        if self._trainer.fit_loop.batch_idx == 0:
+        trainer = self._trainer
+        if trainer.fit_loop.batch_idx < trainer.accumulate_grad_batches:
             self._metrics.find()
         self._metrics.open(current)
         self._logs.open(current)
@@ -300,6 +317,6 @@ class Split:
         self._metrics.close()
         found = as_one(self.current, self._accumulator.strategies)
         self._logs.close()
-        if found is None and self._trainer.accumulate_grad_batches == 1:
+        if found is None and num_cuts(self._trainer, self._options) == 1:
             self._accumulator.drop()  # else others of the window follow
         return found

@@ -1,0 +1,186 @@
+"""Pools: loader batches that are cut together train as one big batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
+
+from tests.helpers import (
+    NAIVE,
+    deviation,
+    ragged_sequences,
+    raise_rank_errors,
+    run_ranks,
+    weights,
+)
+from tests.lit.split.common import START, Seen, Split, fit, logging_loss
+from tests.recording import Table
+from tests.zoo import Stream, hooked, pad_and_mask
+from trainkit import (
+    AccumulationSchedule,
+    ExactResume,
+    MicroBatching,
+    ResumableLoader,
+    TrainkitError,
+    Uniform,
+)
+from trainkit.lit.callback.base import is_rehearsal
+from trainkit.lit.split import pools
+
+ROWS = ragged_sequences(54)
+POOL = MicroBatching(tokens=48, pool=8)
+CUTS = {
+    "tokens": POOL,
+    "size": MicroBatching(size=4, pool=8),
+    "auto": MicroBatching("auto", pool=8),
+    "shapes": MicroBatching(tokens=48, shapes=3, pool=8),
+    "whole": MicroBatching(size=100, trim=False, pool=8),
+}
+
+
+def stream(size: int, rows: Any = ROWS) -> Stream:
+    """Ready batches, each padded by itself, of a number that nobody knows."""
+    starts = range(0, len(rows), size)
+    return Stream([pad_and_mask(rows[at : at + size]) for at in starts])
+
+
+def whole() -> Split:
+    """Trained with a pool as one batch: the last one is short."""
+    module = Split(cut=None)
+    fit(module, data=stream(24))
+    return module
+
+
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_pool_trains_as_one_big_batch(cut: MicroBatching, window: int) -> None:
+    """The proof rehearses it. The control: micro-batches that all count alike."""
+    module, alike = Split(cut=cut), Split(cut=cut, strategy=Uniform())
+    module.proof = "require"
+    fitted = fit(module, data=stream(3), window=window)
+    assert fitted.global_step == 6
+    assert fitted.accumulate_grad_batches == window
+    assert deviation(module, expected := whole(), START) <= 1e-12
+    if cut is CUTS["tokens"]:
+        alike.proof = "off"
+        with pytest.warns(UserWarning, match="Uniform"):
+            fit(alike, data=stream(3))
+        assert deviation(alike, expected, START) > NAIVE
+
+
+def test_callbacks_see_each_loader_batch_once_in_the_order_of_lightning() -> None:
+    """As in a window of plain Lightning; the batch is that of the loader."""
+    seen = []
+    for cut, window in ((None, 8), (POOL, 1)):
+        fit(Split(cut=cut), each := Seen(), data=stream(3), window=window)
+        seen.append(each)
+    assert seen[0].hooks == seen[1].hooks
+    assert seen[0].rows == seen[1].rows == [3] * 36
+
+
+def test_forward_passes_run_when_the_pool_is_full() -> None:
+    """`training_step` gets the number of its last loader batch."""
+    numbers: list[int] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        if not is_rehearsal(self.trainer):
+            numbers.append(batch_idx)
+        return self.loss_of(batch)
+
+    fit(hooked(Split, training_step=training_step)(cut=POOL), data=stream(3))
+    assert {*numbers} == {7, 15, 17}
+
+
+def test_what_is_logged_is_what_the_big_batch_logs() -> None:
+    tables = []
+    for cut, size in ((None, 24), (POOL, 3)):
+        kind = hooked(Split, training_step=logging_loss(on_step=True, on_epoch=True))
+        options: Any = {"logger": Table(), "log_every_n_steps": 1}
+        fit(kind(cut=cut), data=stream(size), **options)
+        tables.append(
+            [row["loss_step"] for row in options["logger"].rows if "loss_step" in row]
+        )
+    assert len(tables[0]) == 6
+    assert tables[1] == pytest.approx(tables[0], rel=1e-6)
+
+
+# ---- resumed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 5, 8])
+def test_a_checkpoint_holds_the_loader_batches_that_wait(
+    tmp_path: Path, at: int
+) -> None:
+    """The control: a checkpoint without them."""
+    path, bare = tmp_path / "within.ckpt", tmp_path / "bare.ckpt"
+
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (0, at):
+            trainer.save_checkpoint(path)
+
+    def run(*callbacks: Any, start: Path | None = None) -> Tensor:
+        module = Split(cut=MicroBatching(tokens=48, pool=4))
+        data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
+        options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
+        return weights(module)
+
+    end = run(LambdaCallback(on_train_batch_end=save))
+    assert torch.equal(run(start=path), end)
+    saved = torch.load(path, weights_only=True)
+    (waiting,) = saved[pools.KEY]
+    assert len(waiting) == (at + 1) % 4 * (at < 8)
+    if waiting:
+        del saved[pools.KEY]
+        torch.save(saved, bare)
+        assert deviation(run(start=bare), end, START) > NAIVE
+
+
+# ---- ranks ---------------------------------------------------------------------------
+
+
+def _on_ranks(rank: int, world: int) -> Tensor:
+    module = Split(cut=MicroBatching(tokens=24, pool=4))
+    options: Any = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    fit(module, data=stream(3, ROWS[rank::world]), **options)
+    return weights(module)
+
+
+def test_pools_on_two_ranks() -> None:
+    one, other = raise_rank_errors(run_ranks(_on_ranks, 2))
+    assert torch.equal(one, other)
+    expected = Split(cut=None)
+    order = [row for at in range(0, 27, 12) for row in _both(at)]
+    batches = [order[at : at + 24] for at in range(0, 54, 24)]
+    fit(expected, data=Stream([pad_and_mask(each) for each in batches]))
+    assert deviation(one, expected, START) <= 1e-12
+
+
+def _both(at: int) -> list[Any]:
+    return [*ROWS[0::2][at : at + 12], *ROWS[1::2][at : at + 12]]
+
+
+# ---- refused -------------------------------------------------------------------------
+
+
+def test_another_size_of_windows_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="must be 1 or 8, received 4. Leave it out"):
+        fit(Split(cut=POOL), data=stream(3), window=4)
+    with pytest.raises(
+        TrainkitError, match="AccumulationSchedule sets it|must be 1 or 8"
+    ):
+        fit(Split(cut=POOL), AccumulationSchedule({0: 2}), data=stream(3))
+
+
+def test_batches_that_wait_when_an_epoch_ends_early_are_announced() -> None:
+    class Ends(Split):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 10 else None
+
+    with pytest.warns(UserWarning, match="2 loader batches that waited were dropped"):
+        fit(Ends(cut=POOL), data=stream(3), max_epochs=1)
