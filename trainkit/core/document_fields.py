@@ -20,6 +20,8 @@ POSITIONS = ("position_ids",)
 MASKS = ("attention_mask",)
 KNOWN = {*OFFSETS, *NUMBERS, *POSITIONS, *MASKS}
 
+IGNORED = -100
+"""The label that does not count, as in `cross_entropy`."""
 
 Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
 """Says at which tokens documents begin; None if a field does not tell."""

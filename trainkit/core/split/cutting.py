@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.core.documents import documents_option
 from trainkit.core.flattening import dealt_out, first_fit
 from trainkit.core.nested import Field, describe
 from trainkit.core.split.layout import Layout, LayoutReader
@@ -75,7 +76,7 @@ class Cutter:
         strategy: AccumulationStrategy,
         nothing: Nothing | None = None,
     ) -> None:
-        self._options = options
+        self._options, self._strategy = options, strategy
         has_shapes = options.shapes is not None
         self._shapes = Shapes(options, nothing or {}) if has_shapes else None
         self._reader = LayoutReader(options, strategy)
@@ -98,7 +99,8 @@ class Cutter:
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one."""
-        return joined(batches, self._options, self._reader)
+        how = documents_option(self._options, self._strategy)
+        return joined(batches, self._options, self._reader, how)
 
     def cut(
         self,

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import (
-    KNOWN,
-    LONGEST,
-    MASKS,
-    NUMBERS,
-    OFFSETS,
-    Documents,
-    find_flattened,
-)
+from trainkit.core.document_fields import KNOWN, LONGEST, MASKS, NUMBERS, OFFSETS
+from trainkit.core.documents import Documents, find_flattened
 from trainkit.core.nested import Field, describe, is_list, take_apart
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
@@ -29,13 +22,16 @@ from trainkit.core.split.shapes import padding_of, widened
 from trainkit.errors import TrainkitError
 
 
-def joined(batches: Sequence[Any], options: MicroBatching, reader: LayoutReader) -> Any:
+def joined(
+    batches: Sequence[Any], options: MicroBatching, reader: LayoutReader, how: str
+) -> Any:
     """Loader batches as one, in their order.
 
     Args:
         batches: at least one, with the same fields.
         options: by which they are cut.
         reader: reads which fields have rows.
+        how: what tells documents apart.
 
     Raises:
         TrainkitError: a field differs in a way in which no rows or columns do.
@@ -44,7 +40,7 @@ def joined(batches: Sequence[Any], options: MicroBatching, reader: LayoutReader)
         return batches[0]
     if options.collate is not None:
         return [sample for each in batches for sample in each]
-    found = [find_flattened(each, options.documents) for each in batches]
+    found = [find_flattened(each, how) for each in batches]
     documents = [each for each in found if each is not None]
     if documents and len(documents) == len(batches):
         return _one_behind_the_other(batches, documents)
@@ -124,6 +120,19 @@ def _behind(
         return sum(values, []) if is_each else _shared(path, values, batches)
     if not all(isinstance(each, Tensor) for each in values):
         return _shared(path, values, batches)
+    found = _of_tokens(path, values, widths, batches, is_named=is_named)
+    if found is not None:
+        return found
+    if all(each.ndim and len(each) == len(d.spans) for each, d in pairs):
+        return torch.cat(values)
+    return _shared(path, values, batches)
+
+
+def _of_tokens(
+    path: str, values: Any, widths: Sequence[int], batches: Any, *, is_named: bool
+) -> Tensor | None:
+    """The entries for tokens, or where documents end; None if there are none."""
+    name = path.rpartition(".")[2]
     shapes = [tuple(each.shape) for each in values]
     if name in OFFSETS:
         before = [0, *accumulate(widths)]
@@ -136,14 +145,14 @@ def _behind(
         len(s) > 2 and s[-2:] == (w, w) for s, w in zip(shapes, widths, strict=True)
     ):
         raise _unlike(path, batches, "is a mask of blocks, which cannot be joined")
+    if all(s[1:3] == (1, w) for s, w in zip(shapes, widths, strict=True)):
+        return torch.cat(values, 2)  # positions in several dimensions
     for dim in (1, 0):
         lead = [(1, w) if dim else (w,) for w in widths]
         if all(s[: dim + 1] == each for s, each in zip(shapes, lead, strict=True)):
             is_number = name in NUMBERS or is_named and name in MASKS
             return torch.cat(_numbered(values) if is_number else values, dim)
-    if all(s and s[0] == len(d.spans) for s, d in zip(shapes, documents, strict=True)):
-        return torch.cat(values)
-    return _shared(path, values, batches)
+    return None
 
 
 def _numbered(values: Sequence[Tensor]) -> list[Tensor]:
