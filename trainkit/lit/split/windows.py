@@ -34,7 +34,7 @@ from trainkit.lit.split.outputs import as_one
 from trainkit.lit.split.passes import NOTHING, Passes
 from trainkit.lit.split.pools import num_cuts, refuse_other_size
 
-KEPT = ("num_loader_batches", "sizes", "trims", "waiting")
+KEPT = ("num_loader_batches", "sizes", "trims", "waiting", "_options")
 
 KEY = "trainkit_micro_batching"
 """The size that was found, in a checkpoint."""
