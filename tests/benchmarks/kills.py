@@ -46,7 +46,7 @@ from trainkit.lit import MetricsCSVLogger
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ROWS = ragged_sequences(64, longest=9)
-KINDS = ("streamed", "split", "planned", "stream")
+KINDS = ("streamed", "split", "planned", "stream", "pooled")
 PATIENCE = 120.0
 """Seconds after which a training that got a signal has hung."""
 
@@ -103,6 +103,9 @@ def loading(kind: str) -> tuple[Any, int, MicroBatching | None]:
     if kind == "stream":
         stream = StatefulDataLoader(Stream(), 4, collate_fn=pad)
         return ResumableStream(stream), 3, None
+    if kind == "pooled":
+        loader = ResumableLoader(ROWS, 4, shuffle=True, collate_fn=pad)
+        return loader, 1, MicroBatching(tokens=30, pool=3)
     if kind == "split":
         loader = ResumableLoader(ROWS, 8, shuffle=True, collate_fn=pad)
         return loader, 1, MicroBatching(size=4)

@@ -118,7 +118,7 @@ def simulate() -> None:
 
 WINDOW, BUDGET, WORDS, WIDTH = 128, 1024, 200, 96
 LENGTHS = lengths_of(384, 0, longest=512)
-ROWS = [{"input_ids": torch.arange(n) % WORDS} for n in LENGTHS]
+ROWS: Any = [{"input_ids": torch.arange(n) % WORDS} for n in LENGTHS]
 
 
 class Net(pl.LightningModule):
@@ -144,10 +144,10 @@ class Net(pl.LightningModule):
 class Clock(pl.Callback):
     seconds = 0.0
 
-    def on_train_start(self, *args: Any) -> None:
+    def on_train_start(self, *args: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
 
-    def on_train_end(self, *args: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.seconds = time.perf_counter() - self._began
 
 
@@ -161,11 +161,11 @@ def plans(rank: int, num_ranks: int) -> Iterator[tuple[str, Any, Any, int]]:
     how: Any = {"window": WINDOW, "tokens": BUDGET, "num_replicas": num_ranks}
     plan = WindowSampler(LENGTHS, **how)
     k = plan.micro_batches
-    shares: Any = DistributedSampler(ROWS, num_ranks, rank)  # type: ignore[arg-type]
+    shares: Any = DistributedSampler(ROWS, num_ranks, rank)
     each = WINDOW // num_ranks
     yield (
         "plain Lightning",
-        DataLoader(ROWS, each // k or 1, sampler=shares, collate_fn=padded),  # type: ignore[arg-type]
+        DataLoader(ROWS, each // k or 1, sampler=shares, collate_fn=padded),
         None,
         each // (each // k or 1),
     )
@@ -177,7 +177,7 @@ def plans(rank: int, num_ranks: int) -> Iterator[tuple[str, Any, Any, int]]:
         DataLoader(ROWS, batch_sampler=theirs, collate_fn=padded),
         {},
         k,
-    )  # type: ignore[arg-type]
+    )
     ours = ResumableLoader(ROWS, batch_sampler=plan, collate_fn=padded)
     yield "one plan", ours, {}, k
     flat = WindowSampler(LENGTHS, flattened=True, **how)

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
+from trainkit.lit.resume.per_rank import gather, shares
 
 KEY = "trainkit_pool"
 """The loader batches that wait, of each rank, in a checkpoint."""
@@ -18,29 +19,60 @@ def num_cuts(trainer: Any, options: MicroBatching | None) -> int:
     return 1 if has_pool else trainer.accumulate_grad_batches
 
 
-def begin_pools(trainer: Any, options: Any) -> int | None:
-    """Let Lightning step once for each pool; returns what the Trainer said before, None
-    where there are no pools.
+class Pools:
+    """The pools of a training: how many batches they have, and those that wait."""
 
-    Raises:
-        TrainkitError: the Trainer says something else.
-    """
-    pool = options.pool if isinstance(options, MicroBatching) else None
-    if pool is None:
-        return None
-    before = trainer.accumulate_grad_batches
-    if before not in (1, pool):
-        raise _other_size(pool, before)
-    trainer.accumulate_grad_batches = pool
-    return before
+    def __init__(self) -> None:
+        self._said_size: int | None = None
+        self._restored: list[Any] = []
 
+    def begin(self, trainer: Any, options: Any) -> None:
+        """Let Lightning step once for each pool, if there are pools.
 
-def say_pool_dropped(held: int, why: str) -> None:
-    warnings.warn(
-        f"MicroBatching pool: {held} loader batches that waited were dropped, since "
-        f"{why}; nothing was computed with them.",
-        stacklevel=3,
-    )
+        To be called behind the module's `setup`, and before `configure_optimizers`
+        counts steps: in `on_fit_start`.
+
+        Raises:
+            TrainkitError: the Trainer says something else.
+        """
+        pool = options.pool if isinstance(options, MicroBatching) else None
+        if pool is None:
+            return
+        before = trainer.accumulate_grad_batches
+        if before not in (1, pool):
+            raise _other_size(pool, before)
+        trainer.accumulate_grad_batches, self._said_size = pool, before
+
+    def end(self, trainer: Any) -> None:
+        """Let the Trainer have what it had before."""
+        if self._said_size is not None:
+            trainer.accumulate_grad_batches, self._said_size = self._said_size, None
+
+    def save(self, trainer: Any, split: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the batches that wait, of each rank; every rank must call this."""
+        if self._said_size is not None and split is not None:
+            checkpoint[KEY] = gather(trainer, split.waiting)
+
+    def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Restore what `save` has saved."""
+        if trainer.state.fn == "fit":
+            held = shares(trainer, checkpoint.get(KEY, []))
+            self._restored = [batch for each in held for batch in each]
+
+    def take(self) -> list[Any]:
+        """The batches that waited at a checkpoint, once."""
+        found, self._restored = self._restored, []
+        return found
+
+    def drop(self, split: Any, why: str) -> None:
+        """Drop the batches that wait, and say so."""
+        if split is not None and split.waiting:
+            warnings.warn(
+                f"MicroBatching pool: {len(split.waiting)} loader batches that waited "
+                f"were dropped, since {why}; nothing was computed with them.",
+                stacklevel=3,
+            )
+            split.waiting = []
 
 
 def refuse_other_size(trainer: Any, pool: int) -> None:

@@ -33,11 +33,9 @@ from trainkit.lit.inside.refusals import refuse_several_unweighed
 from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
-from trainkit.lit.resume.per_rank import gather, shares
-from trainkit.lit.split import pools
 from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.micro_batches import described
-from trainkit.lit.split.pools import begin_pools, say_pool_dropped
+from trainkit.lit.split.pools import Pools, num_cuts
 from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
@@ -83,8 +81,7 @@ class WindowCallback(WindowOwner):
         self._undivided: set[int] = set()
         self._warned_short_epoch = self._has_begun = False
         self._shared: list[TapedForward] = []
-        self._waiting: list[Any] = []
-        self._said_size: int | None = None
+        self._pools = Pools()
 
     # ---- what others ask -------------------------------------------------------------
 
@@ -108,12 +105,7 @@ class WindowCallback(WindowOwner):
         self.move_to_front(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Behind the module's setup, and before configure_optimizers counts steps.
-        self._said_size = begin_pools(trainer, self._asked_of(pl_module))
-
-    def _asked_of(self, pl_module: Any) -> Any:
-        """How the user lets loader batches be cut."""
-        return self.micro_batching
+        self._pools.begin(trainer, self.micro_batching)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refuse_wrong_type(self.micro_batching)
@@ -151,8 +143,7 @@ class WindowCallback(WindowOwner):
             self.driver = Streamed(trainer, pl_module, self)
         else:
             self.driver = Split(trainer, pl_module, split, self, self._found)
-            waiting, self._waiting = self._waiting, []
-            self.driver.waiting = [each for held in waiting for each in held]
+            self.driver.waiting = self._pools.take()
         self.driver.start()
         if self.scaler is not None:
             hold_schedulers(pl_module)
@@ -180,7 +171,7 @@ class WindowCallback(WindowOwner):
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         if self.is_split:
-            is_step = pools.num_cuts(trainer, self.cut) == 1
+            is_step = num_cuts(trainer, self.cut) == 1
             rows.append(("split", described(self.cut, is_step=is_step)))
         if self.inside is not None:
             how = {"has_strategy": self.has_strategy, "num_ranks": trainer.world_size}
@@ -326,12 +317,12 @@ class WindowCallback(WindowOwner):
         refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
             self._drop("the epoch ended inside it")
-            self._drop_pool("the epoch ended before it was full")
+            self._pools.drop(self.split, "the epoch ended before it was full")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._stop(pl_module)
         self._drop("training ended inside it")
-        self._drop_pool("training ended before it was full")
+        self._pools.drop(self.split, "training ended before it was full")
         for accumulator in self.accumulators.values():
             accumulator.watch.read_all()
 
@@ -365,14 +356,7 @@ class WindowCallback(WindowOwner):
             each.stop()
         for watch in self._step_watches:
             watch.close()
-        if self._said_size is not None:
-            pl_module.trainer.accumulate_grad_batches = self._said_size
-            self._said_size = None
-
-    def _drop_pool(self, why: str) -> None:
-        if self.split is not None and (held := len(self.split.waiting)):
-            self.split.waiting = []
-            say_pool_dropped(held, why)
+        self._pools.end(pl_module.trainer)
 
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
@@ -400,15 +384,13 @@ class WindowCallback(WindowOwner):
         found = self.inside if self.inside is not None else self.split
         if found is not None and (state := found.state_dict()) is not None:
             checkpoint[KEY] = state
-        if self.split is not None and self.cut.pool is not None:
-            checkpoint[pools.KEY] = gather(trainer, self.split.waiting)
+        self._pools.save(trainer, self.split, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         self._found = checkpoint.get(KEY)
-        if trainer.state.fn == "fit":
-            self._waiting = shares(trainer, checkpoint.get(pools.KEY, []))
+        self._pools.load(trainer, checkpoint)
         self._restored = checkpoint.get(open_window.KEY)
         if self._restored is None:
             num_expected = trainer.accumulate_grad_batches
