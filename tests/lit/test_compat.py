@@ -27,6 +27,7 @@ from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.fronts import Mixed, micro_batches
 from tests.zoo import hooked
 from trainkit.lit import _compat
+from trainkit.lit.resume import _compat as resuming
 
 DATA = ragged_sequences(38)
 BATCH, WINDOW = 4, 4
@@ -46,8 +47,8 @@ def test_batches_into_epoch_counts_those_of_a_checkpoint(
     module = hooked(Mixed, on_train_batch_end=saves)()
     trainer(1, max_epochs=1).fit(module, micro_batches(DATA))
     checkpoint = torch.load(path, weights_only=True)
-    assert _compat.batches_into_epoch(checkpoint) == expected
-    assert _compat.batches_into_epoch({"state_dict": {}}) == 0
+    assert resuming.batches_into_epoch(checkpoint) == expected
+    assert resuming.batches_into_epoch({"state_dict": {}}) == 0
 
 
 def test_scaler_of_finds_the_scaler_of_the_precision_plugin() -> None:
@@ -222,14 +223,14 @@ def test_epoch_sums_taken_apart_and_added_are_those_of_the_whole() -> None:
         states: dict[str, Any] = {}
 
         def ends(self: Any, trainer: Any, module: Any, *args: Any) -> None:
-            sums = _compat.epoch_sums(trainer)
+            sums = resuming.epoch_sums(trainer)
             if args[-1] == 2 and interrupts:
-                states.update({k: _compat.sum_state(each) for k, each in sums.items()})
+                states.update({k: resuming.sum_state(each) for k, each in sums.items()})
                 for each in sums.values():
                     each.reset()
             if args[-1] == 5 and adds:
                 for key, each in sums.items():
-                    _compat.add_sum_state(each, states[key])
+                    resuming.add_sum_state(each, states[key])
 
         callbacks = [hooked(Callback, on_train_batch_end=ends)()]
         fit = trainer(callbacks=callbacks, max_epochs=1)

@@ -1,5 +1,6 @@
-"""Everything that trainkit uses of Lightning beside its public documentation.
+"""What trainkit uses of Lightning beside its public documentation.
 
+What only resuming uses stands in `resume/_compat.py`.
 Each function runs in a test, its own or its caller's, so that a version of Lightning
 that changes one of these things fails there.
 """
@@ -15,9 +16,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._pytree import tree_leaves
-
-from trainkit.data.streams import ResumableStream
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
@@ -49,26 +47,9 @@ def averages_models(strategy: Any) -> bool:
     return getattr(strategy, "_model_averaging_period", None) is not None
 
 
-def batches_into_epoch(checkpoint: Any) -> int:
-    """How many batches of its epoch a run had done at a checkpoint; 0 at the end."""
-    loops = checkpoint.get("loops", {})
-    progress = loops.get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if not progress or progress["is_last_batch"]:
-        return 0
-    return progress["current"]["processed"]
-
-
 def num_batches_seen(trainer: Any) -> int:
     """How many batches the loader has yielded in this epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-
-def count_batches(trainer: Any, number: int) -> None:
-    """Let a resumed epoch have had so many batches, which decides where windows end."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress.current
-    # One less is completed if the checkpoint was written in `on_train_batch_end`.
-    progress.completed += number - progress.processed
-    progress.ready = progress.started = progress.processed = number
 
 
 def logged_step(trainer: Any) -> int:
@@ -166,117 +147,14 @@ def pending_metrics(trainer: Any) -> tuple[dict[str, Any], int] | None:
     return metrics, step
 
 
-def epoch_sums(trainer: Any) -> dict[str, Any]:
-    """The sums of `self.log(..., on_epoch=True)` in this epoch, by their keys."""
-    results = trainer.fit_loop.epoch_loop._results
-    return {
-        key: each
-        for key, each in results.items()
-        if each.meta.on_epoch and not each.has_reset
-    }
-
-
-def sum_state(result: Any) -> dict[str, Any] | None:
-    """One of `epoch_sums` as tensors; None if a metric object holds it."""
-    if not result.is_tensor:
-        return None
-    state = {"value": result.value.detach().cpu().clone()}
-    if result.meta.is_mean_reduction:
-        state["weight"] = result.cumulated_batch_size.detach().cpu().clone()
-    return state
-
-
-def add_sum_state(result: Any, state: dict[str, Any]) -> None:
-    """Add a saved `sum_state` to one of `epoch_sums`."""
-    before = state["value"].to(result.value)
-    meta = result.meta
-    if meta.is_max_reduction or meta.is_min_reduction:
-        result.value = meta.reduce_fx(before, result.value)
-    else:
-        result.value = before + result.value
-    if meta.is_mean_reduction:
-        weight = state["weight"].to(result.cumulated_batch_size)
-        result.cumulated_batch_size = weight + result.cumulated_batch_size
-    result._computed = None
-
-
 def add_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
     """Add to `trainer.callback_metrics`; to read it may wait for a device."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def restore_loaders(trainer: Any) -> None:
-    """Resume the loaders at the checkpoint's place, if Lightning has not done so, and
-    tell streams what Lightning has read ahead.
-
-    If `configure_optimizers` uses `estimated_stepping_batches`, the loaders are set up
-    before Lightning knows their states. It then does not use the states, and the epoch
-    would begin at its first row. Call this in `on_train_start`, before random states
-    are restored: a new iterator may draw random numbers.
-    """
-    loop = trainer.fit_loop
-    if loop.restarting and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
-    tell_streams(trainer)
-
-
-def tell_streams(trainer: Any) -> None:
-    """Let each `ResumableStream` know which batches wait to be trained on.
-
-    Lightning reads one batch ahead if a loader has no length. The loaders may be others
-    in each epoch, and this is to be called before the first batch of each.
-    """
-    loop = trainer.fit_loop
-
-    def is_waiting(batch: Any) -> bool:
-        ahead = getattr(loop._data_fetcher, "batches", ())
-        leaves = tree_leaves(list(ahead), is_leaf=lambda each: each is batch)
-        return any(each is batch for each in leaves)
-
-    for loader in loop._combined_loader.flattened:
-        if isinstance(loader, ResumableStream):
-            loader.is_waiting = is_waiting
-
-
-def is_ending(trainer: Any) -> bool:
-    """Whether training ends after this batch.
-
-    It ends at `max_steps`, with the last epoch, or by `trainer.should_stop` once
-    `min_steps` and `min_epochs` are reached.
-    """
-    loop = trainer.fit_loop
-    if 0 <= trainer.max_steps <= trainer.global_step:
-        return True
-    if 0 <= (loop.max_epochs or -1) <= loop.epoch_progress.current.processed:
-        return True
-    return bool(trainer.should_stop and loop._can_stop_early)
-
-
 def end_validation(trainer: Any) -> None:
     """Set the modes of training again, as Lightning does after a validation."""
     trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
-
-
-def end_restart(trainer: Any) -> None:
-    """Let a resumed epoch not count as a restart, whose end skips some schedulers."""
-    trainer.fit_loop._restarting = False
-
-
-def leave_ended_epoch(trainer: Any) -> bool:
-    """Begin the next epoch if the checkpoint was written after an epoch had ended.
-
-    With `max_epochs=-1` Lightning would begin the next one with the batch index at
-    which the last one ended, and end it too late. Call this in `on_train_start`.
-
-    Returns:
-        Whether the epoch ended before its last batch.
-    """
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.total
-    has_ended = loop.restarting and epochs.ready == epochs.completed > 0
-    if has_ended and loop.batch_progress.is_last_batch:
-        loop.restarting = False
-    return has_ended and not loop.batch_progress.is_last_batch
 
 
 def steps_by_metric(trainer: Any) -> bool:

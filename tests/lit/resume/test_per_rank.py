@@ -45,7 +45,8 @@ def test_states_go_through_a_file_that_nobody_must_trust(tmp_path: Path) -> None
 def test_a_rank_that_was_not_there_is_spoken_of() -> None:
     """A checkpoint without states changes nothing."""
     each, module, before = RandomState(), SimpleNamespace(device=CPU), read_states(CPU)
-    loop = SimpleNamespace(restarting=False)
+    none = SimpleNamespace(flattened=[])
+    loop = SimpleNamespace(restarting=False, _combined_loader=none)
     fit: Any = {"state": SimpleNamespace(fn="fit"), "fit_loop": loop}
     trainer = SimpleNamespace(global_rank=1, **fit)
     for states in ([], [before]):
@@ -62,8 +63,10 @@ def test_a_rank_that_was_not_there_is_spoken_of() -> None:
 
 def test_sums_that_cannot_go_on_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     each, trainer = EpochSums(), SimpleNamespace()
-    monkeypatch.setattr("trainkit.lit._compat.add_callback_metrics", lambda *args: None)
-    monkeypatch.setattr("trainkit.lit._compat.epoch_sums", lambda trainer: {})
+    monkeypatch.setattr(
+        "trainkit.lit.resume.per_rank.add_callback_metrics", lambda *args: None
+    )
+    monkeypatch.setattr("trainkit.lit.resume._compat.epoch_sums", lambda trainer: {})
     one = {"value": torch.tensor(1.0)}
     each._before = {"training_step.accuracy": [None], "training_step.x": [one]}
     with pytest.warns(UserWarning, match="metric objects of training_step.accuracy"):

@@ -13,9 +13,9 @@ from trainkit.core.split.micro_batching import is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks
 from trainkit.lit.logs.exact_log import KEY, ExactMeans
+from trainkit.lit.resume._compat import batches_into_epoch
 from trainkit.lit.resume.between_steps import ends_epoch
 from trainkit.lit.resume.per_rank import gather, shares
 from trainkit.lit.windows import refusals

@@ -8,12 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
-from trainkit.lit._compat import (
+from trainkit.lit._compat import follows_validation, steps_by_metric
+from trainkit.lit.resume._compat import (
     end_restart,
-    follows_validation,
     leave_ended_epoch,
     restore_loaders,
-    steps_by_metric,
     tell_streams,
 )
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.checks import LateReading
-from trainkit.lit._compat import end_validation, is_ending
+from trainkit.lit._compat import end_validation
 from trainkit.lit.callback.base import Stopped, find_callback
+from trainkit.lit.resume._compat import is_ending
 from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 from trainkit.lit.resume.first_signal import FirstSignal
 from trainkit.lit.resume.mid_epoch import why_data_differ

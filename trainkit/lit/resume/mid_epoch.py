@@ -9,13 +9,14 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_leaves
 
 from trainkit.data.streams import ResumableStream
-from trainkit.lit._compat import (
+from trainkit.lit.callback.base import has_callback
+from trainkit.lit.resume._compat import (
     count_batches,
     end_restart,
     leave_ended_epoch,
     restore_loaders,
+    tell_streams,
 )
-from trainkit.lit.callback.base import has_callback
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
@@ -42,6 +43,11 @@ def resume(trainer: Any, pl_module: Any) -> None:
             warnings.warn(
                 f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
             )
+
+
+def begin_epoch(trainer: Any) -> None:
+    """To be called in `on_train_epoch_start`: an epoch may have new loaders."""
+    tell_streams(trainer)
 
 
 def begin_batch(trainer: Any, pl_module: Any) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.state import holders, load_partial, save_partial
-from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.resume._compat import batches_into_epoch
 
 KEY = "trainkit"
 

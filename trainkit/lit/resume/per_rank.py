@@ -9,7 +9,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from trainkit.core.generators import read_states, write_states
-from trainkit.lit import _compat
+from trainkit.lit._compat import add_callback_metrics
+from trainkit.lit.resume import _compat
 
 
 def gather(trainer: Any, value: Any) -> list[Any]:
@@ -121,7 +122,7 @@ class EpochSums(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not before: Lightning clears them on its way here.
-        _compat.add_callback_metrics(trainer, self._metrics)
+        add_callback_metrics(trainer, self._metrics)
         self._metrics = {}
         objects = sorted(key for key, sums in self._before.items() if None in sums)
         for key in objects:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import is_ending
+from trainkit.lit.resume._compat import is_ending
 from trainkit.lit.resume.between_steps import BetweenSteps, ends_epoch, put_in_order
 
 

@@ -21,7 +21,7 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import scaler_of, tell_streams, unscales_itself, unwrapped
+from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
@@ -32,7 +32,7 @@ from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
 from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
-from trainkit.lit.resume.mid_epoch import begin_batch, resume
+from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
 from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.pools import Pools, num_cuts
@@ -203,7 +203,7 @@ class WindowCallback(WindowOwner):
                 each.install()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        tell_streams(trainer)
+        begin_epoch(trainer)
         if not self.accumulators:
             return
         refusals.refuse_unequal_loaders(trainer, self.accumulators[0].ranks)
