@@ -41,6 +41,7 @@ class Streamed:
         self._skips_hooks = False
         self._patch = ExitStack()
         self._strategy = windows.strategy
+        self._documents = documents_option(windows.cut, *windows.strategies.values())
 
     def start(self) -> None:
         """Take Lightning's calls, until `stop`."""
@@ -84,9 +85,10 @@ class Streamed:
             windows.weight = None if strategy is None else strategy.weight(batch)
         if windows.must_count_samples:
             counts = type(strategy) is PerSample and strategy.mask is None
-            how = documents_option(windows.cut, *windows.strategies.values())
-            is_known = counts and is_automatic
-            samples = windows.weight if is_known else num_samples(batch, how)
+            if counts and is_automatic:
+                samples = windows.weight
+            else:
+                samples = num_samples(batch, self._documents)
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=samples or 0)
 
