@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.helpers import raise_rank_errors, run_ranks, start_gloo
+from tests.helpers import raise_rank_errors, run_ranks, start_gloo, trainer
 from trainkit import ResumableStream, TrainkitError
 
 
@@ -112,6 +113,22 @@ def test_lightning_can_end_the_workers() -> None:
     assert stream._iterator == "workers"
     stream._iterator = None
     assert loader._iterator is None  # type: ignore[attr-defined]
+
+
+def test_lightning_can_validate_with_it() -> None:
+    """It asks a loader that has a sampler for its batch sampler."""
+
+    class Sees(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def validation_step(self, batch: int, batch_idx: int) -> None:
+            self.seen.append(batch)
+
+    module = Sees()
+    trainer().validate(module, ResumableStream(Live()), verbose=False)
+    assert module.seen == [10, 20, 30, 40, 50]
 
 
 # ---- refusals ------------------------------------------------------------------------

@@ -383,6 +383,7 @@ def test_ranks_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"tokens": 2000}, r"must hold the longest row, received 2,000, and row \d+"),
         ({"window": 7}, "must have a row for each of 8 .* received 7. Raise"),
         ({"rank": 8}, "rank: must be below num_replicas=8, received 8"),
+        ({"rank": "0"}, "rank: must be below num_replicas=8, received '0'"),
         ({"num_replicas": 0}, "num_replicas: must be a whole number"),
         ({"cost": -1}, "cost: must be a number of at least 0"),
         ({"cost": math.nan}, "cost: must be"),

@@ -87,6 +87,12 @@ class ResumableStream:
         return self
 
     @property
+    def batch_sampler(self) -> Any:
+        """The loader's, if it has one: where Lightning finds a sampler, as to validate,
+        it looks for this as well."""
+        return self._part("batch_sampler")
+
+    @property
     def _iterator(self) -> Any:
         """The loader's iterator, which Lightning sets to None to end its workers."""
         return getattr(self.loader, "_iterator", None)

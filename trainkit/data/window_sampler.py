@@ -55,8 +55,8 @@ class WindowSampler(LengthSampler):
         flattened: whether micro-batches are flattened, as by `PackCollate`, so that
             there is no padding.
         cost: what a row costs beyond its length, times its length squared, for
-            attention. "measured": found from the times of an epoch's first windows,
-            used some windows later, and saved with the run.
+            attention. "measured": found by the `ResumableLoader` from the times of an
+            epoch's first windows, used some windows later, and saved with the run.
         shuffle: whether each epoch has its own order; if not, the data set's.
         seed: the seed of the orders.
         drop_last: leave out the last window if it lacks rows.
@@ -363,7 +363,7 @@ def _ranks(
         alone = in_group == 1
         num_replicas = int(os.environ.get("WORLD_SIZE", 1)) if alone else in_group
     check_whole_number("WindowSampler num_replicas", num_replicas)
-    if rank is not None and not 0 <= rank < num_replicas:
+    if rank is not None and rank not in range(num_replicas):
         raise TrainkitError(
             f"WindowSampler rank: must be below num_replicas={num_replicas}, received "
             f"{rank!r}."

@@ -25,6 +25,7 @@ from tests.helpers import (
 )
 from trainkit import (
     AccumulationCallback,
+    AccumulationSchedule,
     ExactResume,
     PackCollate,
     PerToken,
@@ -183,3 +184,17 @@ def test_trainer_with_other_windows_is_refused() -> None:
     text = f"on each rank, {k}, received {k + 1}.*accumulate_grad_batches={k}"
     with pytest.raises(TrainkitError, match=text):
         fitting.fit(Packed(), train)
+
+
+@pytest.mark.filterwarnings("ignore:.*an open window")
+@pytest.mark.parametrize("changes", [1, -1])
+def test_schedule_that_changes_the_windows_later_is_refused(changes: int) -> None:
+    """Before a step is taken with such a window."""
+    train = loader(1, False)
+    plan: Any = train.batch_sampler
+    k = plan.micro_batches
+    schedule = AccumulationSchedule({0: k, 1: k + changes})
+    fitting = trainer(1, callbacks=[AccumulationCallback(PerToken()), schedule])
+    with pytest.raises(TrainkitError, match=f"{k}, received {k + changes}"):
+        fitting.fit(Packed(), train)
+    assert fitting.global_step == 3

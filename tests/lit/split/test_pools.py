@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    OnExceptionCheckpoint,
+)
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.helpers import (
     NAIVE,
@@ -16,15 +22,18 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     run_ranks,
+    trainer,
     weights,
 )
 from tests.lit.split.common import START, Seen, Split, fit, logging_loss
 from tests.recording import Table
-from tests.zoo import Stream, hooked, pad_and_mask
+from tests.zoo import Plain, Stream, hooked, pad_and_mask
 from trainkit import (
+    AccumulationCallback,
     AccumulationSchedule,
     ExactResume,
     MicroBatching,
+    PerToken,
     ResumableLoader,
     TrainkitError,
     Uniform,
@@ -71,6 +80,51 @@ def test_a_pool_trains_as_one_big_batch(cut: MicroBatching, window: int) -> None
         with pytest.warns(UserWarning, match="Uniform"):
             fit(alike, data=stream(3))
         assert deviation(alike, expected, START) > NAIVE
+
+
+class Tuples(Split):
+    """Takes tuples; labels that are ignored have a number of their own."""
+
+    def loss_of(self, batch: Any) -> Any:
+        ids, mask, labels = batch
+        labels = torch.where(labels == 999, -100, labels)
+        return super().loss_of({"ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def as_tuple(rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch = pad_and_mask(rows)
+    labels = batch["labels"].masked_fill(batch["labels"] == -100, 999)
+    return batch["ids"], batch["attention_mask"], labels
+
+
+def test_columns_are_filled_with_what_the_strategy_ignores() -> None:
+    """Also where no loader batch of the pool shows what it pads with: a row each."""
+    cut = MicroBatching(tokens=48, lengths=1, pool=24)
+    module = Tuples(cut=cut, strategy=PerToken(2, ignore_index=999))
+    data = Stream([as_tuple([row]) for row in ROWS])
+    fitted = fit(module, data=data)
+    assert fitted.global_step == 6
+    assert deviation(module, whole(), START) <= 1e-12
+
+
+@pytest.mark.parametrize("is_mixin", [True, False])
+def test_configure_optimizers_counts_the_steps_of_pools(is_mixin: bool) -> None:
+    numbers = []
+
+    def configure_optimizers(self: Any) -> Any:
+        numbers.append(self.trainer.estimated_stepping_batches)
+        return kind.configure_optimizers(self)
+
+    kind: Any = Split if is_mixin else Plain
+    counts: Any = hooked(kind, configure_optimizers=configure_optimizers)
+    data: Any = DataLoader(ROWS, 3, collate_fn=pad_and_mask)  # type: ignore[arg-type]
+    if is_mixin:
+        fitted = fit(counts(cut=POOL), data=data)
+    else:
+        ours = AccumulationCallback(PerToken(), micro_batching=POOL)
+        fitted = fit(counts(), ours, data=data)
+    assert fitted.global_step == 6
+    assert {*numbers} == {6}
 
 
 def test_callbacks_see_each_loader_batch_once_in_the_order_of_lightning() -> None:
@@ -141,6 +195,48 @@ def test_a_checkpoint_holds_the_loader_batches_that_wait(
         assert deviation(run(start=bare), end, START) > NAIVE
 
 
+@pytest.mark.filterwarnings("ignore:.*ckpt_path")
+def test_a_checkpoint_after_an_error_holds_the_loader_batches_that_wait(
+    tmp_path: Path,
+) -> None:
+    """And a run without a pool says that it leaves them out."""
+
+    def fail(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (0, 6):
+            raise RuntimeError("failed")
+
+    def run(*callbacks: Any, pool: int | None = 4, start: Any = None) -> Tensor:
+        module = Split(cut=MicroBatching(tokens=48, pool=pool))
+        data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
+        options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
+        return weights(module)
+
+    saving = OnExceptionCheckpoint(tmp_path, "failed")
+    with pytest.raises(RuntimeError, match="failed"):
+        run(LambdaCallback(on_train_batch_end=fail), saving)
+    path = tmp_path / "failed.ckpt"
+    assert torch.equal(run(start=path), run())
+    with pytest.warns(UserWarning, match="3 loader batches that waited, and this run"):
+        run(pool=None, start=path)
+
+
+def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
+    found = pools.Pools()
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=1,
+        callbacks=[],
+        world_size=2,
+        global_rank=1,
+        interrupted=True,
+    )
+    found.begin(trainer, POOL)
+    checkpoint: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match="only the 2 loader batches that wait on rank"):
+        found.save(trainer, SimpleNamespace(waiting=["a", "b"]), checkpoint)
+    assert checkpoint[pools.KEY] == [None, ["a", "b"]]
+
+
 # ---- ranks ---------------------------------------------------------------------------
 
 
@@ -171,10 +267,20 @@ def _both(at: int) -> list[Any]:
 def test_another_size_of_windows_is_refused() -> None:
     with pytest.raises(TrainkitError, match="must be 1 or 8, received 4. Leave it out"):
         fit(Split(cut=POOL), data=stream(3), window=4)
-    with pytest.raises(
-        TrainkitError, match="AccumulationSchedule sets it|must be 1 or 8"
-    ):
-        fit(Split(cut=POOL), AccumulationSchedule({0: 2}), data=stream(3))
+    for schedule in (AccumulationSchedule, GradientAccumulationScheduler):
+        with pytest.raises(TrainkitError, match=r"received \d, and a schedule"):
+            fit(Split(cut=POOL), schedule({0: 8}), data=stream(3))
+
+
+def test_a_pool_that_comes_in_setup_is_refused() -> None:
+    """Steps may have been counted without it; the Trainer is as it was."""
+    late = hooked(
+        Split, setup=lambda self, stage: setattr(self, "micro_batching", POOL)
+    )
+    fitting = trainer()
+    with pytest.raises(TrainkitError, match="was None then and is 8 now. Assign"):
+        fitting.fit(late(cut=None), stream(3))
+    assert fitting.accumulate_grad_batches == 1
 
 
 def test_batches_that_wait_when_an_epoch_ends_early_are_announced() -> None:

@@ -61,7 +61,7 @@ class Cutter:
     Args:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
-        nothing: what a row must have in which nothing counts, if some only fill.
+        nothing: what a row or column must have in which nothing counts, if some fill.
 
     Attributes:
         longest_over_budget: the length of the longest row that exceeded the token
@@ -78,7 +78,8 @@ class Cutter:
     ) -> None:
         self._options, self._strategy = options, strategy
         has_shapes = options.shapes is not None
-        self._shapes = Shapes(options, nothing or {}) if has_shapes else None
+        self._nothing = nothing or {}
+        self._shapes = Shapes(options, self._nothing) if has_shapes else None
         self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
         self.shared: list[Field] = []
@@ -100,7 +101,7 @@ class Cutter:
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one."""
         how = documents_option(self._options, self._strategy)
-        return joined(batches, self._options, self._reader, how)
+        return joined(batches, self._options, self._reader, how, self._nothing)
 
     def cut(
         self,

@@ -15,15 +15,19 @@ from torch import Tensor
 
 from trainkit.core.document_fields import KNOWN, LONGEST, MASKS, NUMBERS, OFFSETS
 from trainkit.core.documents import Documents, find_flattened
-from trainkit.core.nested import Field, describe, is_list, take_apart
+from trainkit.core.nested import Field, describe, is_list, lookup, take_apart
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.shapes import padding_of, widened
+from trainkit.core.split.shapes import Nothing, padding_of, widened
 from trainkit.errors import TrainkitError
 
 
 def joined(
-    batches: Sequence[Any], options: MicroBatching, reader: LayoutReader, how: str
+    batches: Sequence[Any],
+    options: MicroBatching,
+    reader: LayoutReader,
+    how: str,
+    nothing: Nothing,
 ) -> Any:
     """Loader batches as one, in their order.
 
@@ -32,6 +36,7 @@ def joined(
         options: by which they are cut.
         reader: reads which fields have rows.
         how: what tells documents apart.
+        nothing: what a column must have in which nothing counts.
 
     Raises:
         TrainkitError: a field differs in a way in which no rows or columns do.
@@ -49,7 +54,7 @@ def joined(
     layouts = [reader.read(each).untrimmed() for each in batches]
     columns = _alike([layout.fields for layout in layouts], batches)
     values = [
-        _rows_together(column, place, layouts, batches)
+        _rows_together(column, place, layouts, batches, nothing)
         for place, column in enumerate(columns)
     ]
     return layouts[0].build(iter(values))
@@ -66,7 +71,11 @@ def _alike(fields: Sequence[Sequence[Field]], batches: Any) -> list[tuple[Field,
 
 
 def _rows_together(
-    column: Sequence[Field], place: int, layouts: Sequence[Layout], batches: Any
+    column: Sequence[Field],
+    place: int,
+    layouts: Sequence[Layout],
+    batches: Any,
+    nothing: Nothing,
 ) -> Any:
     path, values = column[0].path, [field.value for field in column]
     trims = [layout.trims[place] for layout in layouts]
@@ -74,12 +83,13 @@ def _rows_together(
         return _shared(path, values, batches)
     if any(each is None for each in trims):
         raise _unlike(path, batches, "has a row for each of the batch in some only")
-    for number, layout in enumerate(layouts):
+    for number in range(len(layouts)):
         if own := trims[number]:
             groups = [each.rows.groups for each in layouts]
             widths = [each[own[0][1]].padded_length for each in groups]
             if len(set(widths)) > 1:
-                pads = padding_of(column[number], layout, {})
+                known = {id(lookup(batches[0], at)): it for at, it in nothing.items()}
+                pads = padding_of(column, layouts, known)
                 of = column[number], values[number], own
                 values[number] = widened(*of, max(widths), pads)
     if is_list(values[0]):

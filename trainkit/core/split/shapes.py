@@ -139,7 +139,7 @@ class Shapes:
         values = []
         for field, trims, value in zip(layout.fields, layout.trims, taken, strict=True):
             if trims:
-                pads = padding_of(field, layout, nothing)
+                pads = padding_of([field], [layout], nothing)
                 value = widened(field, value, trims, columns, pads)
             if id(field.value) in nothing and trims is not None and missing:
                 value = value.clone()
@@ -148,17 +148,22 @@ class Shapes:
         return layout.build(iter(values))
 
 
-def padding_of(field: Field, layout: Layout, nothing: Mapping[int, float]) -> Any:
-    """What a field has where it pads, or else what counts as nothing in it."""
-    if id(field.value) in nothing:
-        return nothing[id(field.value)]
-    trims = layout.trims[[each.path for each in layout.fields].index(field.path)]
-    group = layout.rows.groups[trims[0][1] if trims else 0]
-    for row, (start, stop) in enumerate(group.spans):
-        if stop < group.padded_length or start > 0:
-            return field.value[row, stop if stop < group.padded_length else 0]
-    are_numbers = isinstance(field.value, Tensor) and field.value.is_floating_point()
-    return IGNORED if "label" in field.path.lower() and not are_numbers else 0
+def padding_of(
+    fields: Sequence[Field], layouts: Sequence[Layout], nothing: Mapping[int, float]
+) -> Any:
+    """What a field has where it pads, in one of these loader batches; what counts as
+    nothing in it, if that is known."""
+    first = fields[0]
+    if id(first.value) in nothing:
+        return nothing[id(first.value)]
+    for field, layout in zip(fields, layouts, strict=True):
+        trims = layout.trims[[each.path for each in layout.fields].index(field.path)]
+        group = layout.rows.groups[trims[0][1] if trims else 0]
+        for row, (start, stop) in enumerate(group.spans):
+            if stop < group.padded_length or start > 0:
+                return field.value[row, stop if stop < group.padded_length else 0]
+    are_numbers = isinstance(first.value, Tensor) and first.value.is_floating_point()
+    return IGNORED if "label" in first.path.lower() and not are_numbers else 0
 
 
 def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:

@@ -100,8 +100,8 @@ class MixinCallback(WindowCallback):
         if trainer.state.fn == "fit":
             self._choose(pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._pools.begin(trainer, pl_module.micro_batching)
+    def asked_of(self, pl_module: Any) -> Any:
+        return pl_module.micro_batching
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._choose(pl_module)

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import has_callback
 from trainkit.lit.resume.per_rank import gather, shares
 
 KEY = "trainkit_pool"
@@ -19,29 +20,42 @@ def num_cuts(trainer: Any, options: MicroBatching | None) -> int:
     return 1 if has_pool else trainer.accumulate_grad_batches
 
 
+SCHEDULES = ("AccumulationSchedule", "GradientAccumulationScheduler")
+
+
 class Pools:
     """The pools of a training: how many batches they have, and those that wait."""
 
     def __init__(self) -> None:
+        self._size: int | None = None
         self._said_size: int | None = None
         self._restored: list[Any] = []
 
     def begin(self, trainer: Any, options: Any) -> None:
         """Let Lightning step once for each pool, if there are pools.
 
-        To be called behind the module's `setup`, and before `configure_optimizers`
-        counts steps: in `on_fit_start`.
+        To be called in `setup`, before `configure_optimizers` counts steps.
 
         Raises:
             TrainkitError: the Trainer says something else.
         """
-        pool = options.pool if isinstance(options, MicroBatching) else None
+        self._size = pool = _size_of(options)
         if pool is None:
             return
         before = trainer.accumulate_grad_batches
-        if before not in (1, pool):
-            raise _other_size(pool, before)
+        is_scheduled = has_callback(trainer.callbacks, *SCHEDULES)
+        if before not in (1, pool) or is_scheduled:
+            raise _other_size(pool, before, is_scheduled=is_scheduled)
         trainer.accumulate_grad_batches, self._said_size = pool, before
+
+    def refuse_late(self, options: Any) -> None:
+        """Refuse a pool that came behind `begin`: steps may have been counted."""
+        if (pool := _size_of(options)) != self._size:
+            raise TrainkitError(
+                f"MicroBatching pool: must be known before the module's setup, since "
+                f"configure_optimizers may count optimizer steps, was {self._size} "
+                f"then and is {pool} now. Assign micro_batching in __init__."
+            )
 
     def end(self, trainer: Any) -> None:
         """Let the Trainer have what it had before."""
@@ -50,8 +64,17 @@ class Pools:
 
     def save(self, trainer: Any, split: Any, checkpoint: dict[str, Any]) -> None:
         """Save the batches that wait, of each rank; every rank must call this."""
-        if self._said_size is not None and split is not None:
-            checkpoint[KEY] = gather(trainer, split.waiting)
+        if self._size is None or split is None:
+            return
+        checkpoint[KEY] = gather(trainer, split.waiting)
+        if split.waiting and None in checkpoint[KEY]:
+            warnings.warn(
+                f"MicroBatching pool: a checkpoint after an error holds only the "
+                f"{len(split.waiting)} loader batches that wait on rank "
+                f"{trainer.global_rank}, since the other ranks cannot be asked for "
+                f"theirs. A resumed run leaves those out.",
+                stacklevel=3,
+            )
 
     def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Restore what `save` has saved."""
@@ -62,6 +85,14 @@ class Pools:
     def take(self) -> list[Any]:
         """The batches that waited at a checkpoint, once."""
         found, self._restored = self._restored, []
+        if found and self._size is None:
+            warnings.warn(
+                f"MicroBatching pool: the checkpoint holds {len(found)} loader batches "
+                f"that waited, and this run has no pool, so it leaves them out. Resume "
+                f"with the pool, or from a checkpoint behind a step.",
+                stacklevel=3,
+            )
+            return []
         return found
 
     def drop(self, split: Any, why: str) -> None:
@@ -75,15 +106,20 @@ class Pools:
             split.waiting = []
 
 
+def _size_of(options: Any) -> int | None:
+    return options.pool if isinstance(options, MicroBatching) else None
+
+
 def refuse_other_size(trainer: Any, pool: int) -> None:
     """Refuse windows that a schedule has made longer or shorter."""
     if trainer.accumulate_grad_batches != pool:
         raise _other_size(pool, trainer.accumulate_grad_batches)
 
 
-def _other_size(pool: int, asked: int) -> TrainkitError:
+def _other_size(pool: int, asked: int, *, is_scheduled: bool = False) -> TrainkitError:
     return TrainkitError(
         f"MicroBatching pool={pool}: it makes one step of {pool} loader batches, so "
-        f"accumulate_grad_batches must be 1 or {pool}, received {int(asked)}. Leave it "
-        f"out of the Trainer, and leave schedules of it out."
+        f"accumulate_grad_batches must be 1 or {pool}, received {int(asked)}"
+        f"{', and a schedule that changes it' if is_scheduled else ''}. Leave it out "
+        f"of the Trainer, and leave schedules of it out."
     )
