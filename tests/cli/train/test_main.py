@@ -106,6 +106,7 @@ def test_an_inner_cut_is_summed_up_by_name(
     [
         ({"size": 3}, "each loader batch was cut into some of at most 3 rows"),
         ({"tokens": 64}, "each loader batch was cut into some of at most 64 tokens"),
+        ({"size": 3, "pool": 4}, "4 loader batches were cut together into some of"),
         ({"size": 3, "tokens": 64}, "at most 3 rows and 64 tokens"),
         ({"found": 2}, "cut into some of at most 2, which was found"),
         (

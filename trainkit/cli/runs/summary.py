@@ -133,6 +133,8 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
         return None
     options, found = windows.micro_batching, windows.micro_batch_size
     limits = {"size": options.size, "tokens": options.tokens, "found": found}
+    if options.pool is not None:
+        return {**limits, "pool": options.pool}
     if windows.inside is None:
         return limits
     found = found if options.is_auto else None

@@ -69,7 +69,11 @@ def _brief(number: float | None, digits: int = 4) -> str:
 
 
 def _limits(
-    size: int | None, tokens: int | None, found: int | None, inside: str | None = None
+    size: int | None,
+    tokens: int | None,
+    found: int | None,
+    inside: str | None = None,
+    pool: int | None = None,
 ) -> str:
     said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
     if found is not None:
@@ -77,6 +81,9 @@ def _limits(
     if inside is not None:
         most = f"of at most {' and '.join(said)}" if said else "as large as fit"
         return f"none; inside training_step, {inside} ran in chunks {most}"
+    if pool is not None:
+        most = " and ".join(said)
+        return f"{pool} loader batches were cut together into some of at most {most}"
     return f"each loader batch was cut into some of at most {' and '.join(said)}"
 
 
