@@ -186,15 +186,12 @@ def test_trainer_with_other_windows_is_refused() -> None:
         fitting.fit(Packed(), train)
 
 
-@pytest.mark.filterwarnings("ignore:.*an open window")
-@pytest.mark.parametrize("changes", [1, -1])
-def test_schedule_that_changes_the_windows_later_is_refused(changes: int) -> None:
-    """Before a step is taken with such a window."""
+def test_schedule_of_the_window_is_refused() -> None:
+    """Which would otherwise cut the planned windows later in training."""
     train = loader(1, False)
     plan: Any = train.batch_sampler
     k = plan.micro_batches
-    schedule = AccumulationSchedule({0: k, 1: k + changes})
+    schedule = AccumulationSchedule({0: k, 1: k + 1})
     fitting = trainer(1, callbacks=[AccumulationCallback(PerToken()), schedule])
-    with pytest.raises(TrainkitError, match=f"{k}, received {k + changes}"):
+    with pytest.raises(TrainkitError, match="schedule of the window would cut them"):
         fitting.fit(Packed(), train)
-    assert fitting.global_step == 3

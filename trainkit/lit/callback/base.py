@@ -234,6 +234,10 @@ class WindowOwner(OrderedCallback):
     def refuse_changes(self, pl_module: Any) -> None:
         """Refuse what has been assigned to the module while `fit` runs."""
 
+    def asked_of(self, pl_module: Any) -> Any:
+        """How loader batches are to be cut, before `micro_batching` says it."""
+        return self.micro_batching
+
     @property
     def is_split(self) -> bool:
         """Whether it cuts loader batches, and so looks at the micro-batches itself."""
@@ -350,6 +354,12 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     return any(
         cls.__name__ in names for each in callbacks for cls in type(each).__mro__
     )
+
+
+def has_schedule(trainer: Any) -> bool:
+    """Whether a callback changes how many micro-batches a window has."""
+    names = "AccumulationSchedule", "GradientAccumulationScheduler"
+    return has_callback(trainer.callbacks, *names)
 
 
 def is_taken_out(callback: Any, trainer: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import has_schedule
 from trainkit.lit.resume.per_rank import gather, shares
 
 KEY = "trainkit_pool"
@@ -18,9 +18,6 @@ def num_cuts(trainer: Any, options: MicroBatching | None) -> int:
     """How often something is cut for one step: each loader batch, or a pool once."""
     has_pool = options is not None and options.pool is not None
     return 1 if has_pool else trainer.accumulate_grad_batches
-
-
-SCHEDULES = ("AccumulationSchedule", "GradientAccumulationScheduler")
 
 
 class Pools:
@@ -43,7 +40,7 @@ class Pools:
         if pool is None:
             return
         before = trainer.accumulate_grad_batches
-        is_scheduled = has_callback(trainer.callbacks, *SCHEDULES)
+        is_scheduled = has_schedule(trainer)
         if before not in (1, pool) or is_scheduled:
             raise _other_size(pool, before, is_scheduled=is_scheduled)
         trainer.accumulate_grad_batches, self._said_size = pool, before
@@ -82,8 +79,8 @@ class Pools:
             held = shares(trainer, checkpoint.get(KEY, []))
             self._restored = [batch for each in held for batch in each]
 
-    def take(self) -> list[Any]:
-        """The batches that waited at a checkpoint, once."""
+    def give(self, driver: Any) -> None:
+        """Give the driver the batches that waited at a checkpoint, once."""
         found, self._restored = self._restored, []
         if found and self._size is None:
             warnings.warn(
@@ -92,8 +89,8 @@ class Pools:
                 f"with the pool, or from a checkpoint behind a step.",
                 stacklevel=3,
             )
-            return []
-        return found
+        elif found:
+            driver.waiting = found
 
     def drop(self, split: Any, why: str) -> None:
         """Drop the batches that wait, and say so."""

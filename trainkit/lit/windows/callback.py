@@ -105,15 +105,9 @@ class WindowCallback(WindowOwner):
         self.move_to_front(trainer)
         self._pools.begin(trainer, self.asked_of(pl_module))
 
-    def asked_of(self, pl_module: Any) -> Any:
-        """How loader batches are to be cut, before `micro_batching` says it."""
-        return self.micro_batching
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._pools.refuse_late(self.asked_of(pl_module))
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refuse_wrong_type(self.micro_batching)
+        self._pools.refuse_late(self.micro_batching)
         moved = cut_inside(trainer, pl_module, trainer.callbacks, self.micro_batching)
         self.moved_inside = moved if moved is not self.micro_batching else None
         options = self.cut
@@ -143,13 +137,12 @@ class WindowCallback(WindowOwner):
         if self._restored is not None:
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
-        waiting = self._pools.take()
         if split is None:
             refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
         else:
             self.driver = Split(trainer, pl_module, split, self, self._found)
-            self.driver.waiting = waiting
+        self._pools.give(self.driver)
         self.driver.start()
         if self.scaler is not None:
             hold_schedulers(pl_module)
@@ -266,7 +259,6 @@ class WindowCallback(WindowOwner):
             return
         if not self.batch_is_unfinished and self.scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
-        refusals.refuse_other_windows(trainer, trainer.accumulate_grad_batches)
         if self._num_closed > 1:
             refusals.refuse_second_closure(optimizer, self._num_closed)
         self.close(trainer, index)

@@ -21,7 +21,7 @@ from trainkit.lit._compat import (
     num_batches_seen,
     unwrapped,
 )
-from trainkit.lit.callback.base import fetches_batches, has_callback
+from trainkit.lit.callback.base import fetches_batches, has_callback, has_schedule
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has run out of batches waits for the others to run out too."""
@@ -38,6 +38,12 @@ def refuse_other_windows(trainer: Any, num_expected: int) -> None:
                 f"{plan.micro_batches}, received {num_expected}. Give the Trainer "
                 f"accumulate_grad_batches={plan.micro_batches}, or WindowSampler "
                 f"micro_batches={num_expected}."
+            )
+        if isinstance(plan, WindowSampler) and has_schedule(trainer):
+            raise TrainkitError(
+                f"WindowSampler: it plans {plan.micro_batches} micro-batches a window "
+                f"on each rank; a schedule of the window would cut them otherwise. "
+                f"Leave the schedule out."
             )
 
 
