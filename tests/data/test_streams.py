@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo, trainer
@@ -211,8 +210,30 @@ def _on_two_ranks(rank: int, size: int) -> Any:
         iter(ResumableStream(rows))
     except TrainkitError as refused:
         error = str(refused)
-    dist.barrier()
     return rest, error
+
+
+def _after_an_error(rank: int, size: int) -> Any:
+    """One rank saves, and the others do not come."""
+    start_gloo()
+    stream = ResumableStream(Live())
+    stream.is_alone = lambda: True
+    next(iter(stream))
+    state = stream.state_dict() if rank == 0 else {"epoch": None, "places": [{}, None]}
+    error = ""
+    try:
+        ResumableStream(Live()).load_state_dict(state)
+    except TrainkitError as refused:
+        error = str(refused)
+    return state["places"], error
+
+
+def test_rank_that_saves_alone_waits_for_none_and_others_are_refused() -> None:
+    (places, none), (_, error) = raise_rank_errors(run_ranks(_after_an_error, 2))
+    assert places[0] is not None
+    assert places[1] is None
+    assert none == ""
+    assert "that of rank 1 is not in the checkpoint" in error
 
 
 def test_each_rank_resumes_at_its_own_place() -> None:

@@ -323,6 +323,8 @@ def test_state_of_an_ended_epoch_begins_the_next_with_any_plan() -> None:
     read(first, 0)
     for other in (loader(1), loader(2, window=100), loader(2, flattened=True)):
         other.load_state_dict(first.state_dict())
+        state = other.state_dict()
+        assert state["position"] >= state["end"]
         assert len(read(other, 1)) == len(other)
 
 
@@ -467,3 +469,11 @@ def test_measured_cost_plans_later_windows_and_is_saved(
     again = made()
     again.load_state_dict(state)
     assert read(again, 0) == seen[since + k :]
+
+
+def test_passes_that_take_turns_while_times_are_taken() -> None:
+    """Each place is timed once, and none is missed."""
+    train = loader(2, cost="measured")
+    first, second = iter(train), iter(train)
+    whole = list(itertools.chain(*zip(first, second, strict=True)))
+    assert whole[::2] == whole[1::2] == read(loader(2), 0)

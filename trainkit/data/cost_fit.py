@@ -73,10 +73,10 @@ class CostFit:
                 cost may be used.
             group: of the ranks that share the window.
         """
-        size = self._drawn.pop(position)
+        size = self._drawn.pop(position, None)  # None: another pass has timed it
         began = _now()
         yield
-        if counts and self._num_windows:
+        if counts and size is not None and self._num_windows:
             self._times.append((*size, _now() - began))
         if later is not None:
             self._num_windows += 1

@@ -40,8 +40,8 @@ class ResumableLoader(DataLoader[Any]):
         ResumableLoader(rows, 32, weigh_nothing=WeighNothing(labels=-100))
 
     A resume within an epoch is exact on any number of ranks if batch_size times ranks
-    does not change (32 on one rank, 16 on two), or with a `WindowSampler` between two
-    windows. With another `batch_sampler` the number of ranks must not change. At the
+    does not change (32 on one rank, 16 on two), and with a `WindowSampler` in any case.
+    With another `batch_sampler` the number of ranks must not change. At the
     end of an epoch you may change anything. Other changes are refused. If a loader
     beside a longer one in a `CombinedLoader` had ended in the epoch that resumes, it
     stays ended, or cycles if the combination cycles.
@@ -135,8 +135,8 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def batches_read(self) -> int | None:
-        """How many batches of the epoch are read, if it counts otherwise than Lightning
-        may have: with a `WindowSampler` on another number of ranks."""
+        """How many batches of the epoch this rank has read, with a `WindowSampler`:
+        on another number of ranks Lightning would not know it; else None."""
         counts = isinstance(self._order, WindowSampler)
         return self.state_dict()["position"] if counts else None
 

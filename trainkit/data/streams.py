@@ -63,6 +63,8 @@ class ResumableStream:
         self.loader = loader
         self.is_waiting: Callable[[Any], bool] | None = None
         """Whether a batch waits to be trained on; a callback sets it."""
+        self.is_alone: Callable[[], bool] = lambda: False
+        """Whether other ranks may not be saving, as after an error; so too."""
         self._epoch: int | None = None  # None: nobody counts epochs
         self._last: Any = _NOTHING
         self._before: Any = _NOTHING  # the place before the last batch,
@@ -146,7 +148,7 @@ class ResumableStream:
             is_ahead = self.is_waiting is not None and self.is_waiting(self._last)
             place = self._before if is_ahead else self._after
         self._warn_without_state()
-        return {"epoch": self._epoch, "places": _gather(place)}
+        return {"epoch": self._epoch, "places": self._of_all_ranks(place)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the batch that training was given."""
@@ -166,6 +168,13 @@ class ResumableStream:
                 f"{len(places)} when the checkpoint was written and is {size} now. Use "
                 f"as many ranks, or begin a new run.",
             )
+        if places[rank] is None:
+            _refuse(
+                "load_state_dict",
+                f"needs the place of each rank, and that of rank {rank} is not in the "
+                f"checkpoint, which another rank wrote alone, after an error. Resume "
+                f"from an earlier one.",
+            )
         if epoch is not None:
             self.set_epoch(epoch)
         self._last, self._pass = _NOTHING, None
@@ -176,6 +185,17 @@ class ResumableStream:
         """Note the loader's place; copied, since its state may be a live object."""
         self._last, self._before = batch, self._after
         self._after = copy.deepcopy(self.loader.state_dict())
+
+    def _of_all_ranks(self, place: Any) -> list[Any]:
+        """The places of all ranks, each of which must ask; those that are not there
+        have None."""
+        rank, size = _rank_and_size()
+        places: list[Any] = [None] * size
+        if size == 1 or self.is_alone():
+            places[rank] = place
+        else:
+            dist.all_gather_object(places, place)
+        return places
 
     def _part(self, name: str) -> Any:
         return getattr(self.loader, name, None)
@@ -230,13 +250,3 @@ def _lightning_asks() -> bool:
 def _rank_and_size() -> tuple[int, int]:
     is_alone = not (dist.is_available() and dist.is_initialized())
     return (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-
-
-def _gather(place: Any) -> list[Any]:
-    """The places of all ranks; every rank must ask, as each does that saves."""
-    size = _rank_and_size()[1]
-    if size == 1:
-        return [place]
-    places: list[Any] = [None] * size
-    dist.all_gather_object(places, place)
-    return places

@@ -133,9 +133,9 @@ def _ends(
     """
     ends, stop = list[int](), 0
     while stop < num_rows:
-        first, stop = stop, min(stop + most(stop), num_rows)
+        stop = min(stop + most(stop), num_rows)
         if number is not None and len(ends) < number:
-            stop = max(min(stop, num_rows - (number - len(ends) - 1)), first + 1)
+            stop = min(stop, num_rows - (number - len(ends) - 1))
         ends.append(stop)
     return ends
 

@@ -36,7 +36,7 @@ class WindowSampler(LengthSampler):
     one of an epoch has what is left. The plan decides only which of its rows share a
     micro-batch, and on which rank. So the steps do not depend on it. Every rank makes
     equally many micro-batches of nearly equal cost. Seed and epoch decide the order. A
-    run resumes within a window, and between two windows on another number of ranks.
+    run resumes within a window, also on another number of ranks.
 
     Micro-batches differ in what they weigh: trainkit's strategies make them exact, and
     plain accumulation would not.
@@ -151,7 +151,7 @@ class WindowSampler(LengthSampler):
         plan = {**self._options(), "begun": self._begun, "read": []}
         window, inside = divmod(position, self.micro_batches)
         if inside and position < self.end:
-            rounds = self._planned(self.permuted(len(self.lengths)), window)[:inside]
+            rounds = self._planned(self._order(), window)[:inside]
             _, before = self._begun_of(window)
             read = [row for each in rounds for batch in each for row in batch]
             plan["read"] = [*before, *read]
@@ -191,7 +191,8 @@ class WindowSampler(LengthSampler):
         Returns:
             how many of its micro-batches count as read: at least one.
         """
-        rounds, rows = self._rounds_of(window), set(self._rows_in(window)) - {*read}
+        rounds = self._rounds_of(window)
+        rows = set(self._rows_of(self._order(), window)) - {*read}
         most = min(rounds - 1, len(rows) // self.num_ranks)
         if most < 1:
             raise TrainkitError(
@@ -239,7 +240,7 @@ class WindowSampler(LengthSampler):
 
     def batches(self) -> list[Batch]:
         """The micro-batches of this epoch, over all ranks, in rounds."""
-        order = self.permuted(len(self.lengths))
+        order = self._order()
         rounds = (each for n in self._windows() for each in self._planned(order, n))
         return [batch for each in rounds for batch in each]
 
@@ -250,7 +251,7 @@ class WindowSampler(LengthSampler):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """This rank's micro-batches, from the position `start` on."""
         rank, _ = self.ranks
-        order, position = self.permuted(len(self.lengths)), self.start
+        order, position = self._order(), self.start
         first, inside = divmod(position, self.micro_batches)
         for window in self._windows()[first:]:
             for each in self._planned(order, window)[inside:]:
@@ -264,23 +265,22 @@ class WindowSampler(LengthSampler):
         full, left = divmod(len(self.lengths), self.window)
         return range(full + bool(left and not self.leaves_out_last))
 
-    def _rows_of(self, window: int) -> range:
-        """The places in the epoch's order that a window has."""
-        first = window * self.window
-        return range(first, min(first + self.window, len(self.lengths)))
+    def _order(self) -> list[int]:
+        return self.permuted(len(self.lengths))
+
+    def _rows_of(self, order: list[int], window: int) -> list[int]:
+        """The rows that a window has, in the epoch's order."""
+        return order[window * self.window : (window + 1) * self.window]
 
     def _rounds_of(self, window: int) -> int:
         """How many micro-batches of a window each rank has: the last window may have
         too few rows for as many as the others."""
-        most = len(self._rows_of(window)) // self.num_ranks
+        num_rows = min(self.window, len(self.lengths) - window * self.window)
+        most = num_rows // self.num_ranks
         return max(min(self.micro_batches, most), 1)
 
-    def _rows_in(self, window: int) -> list[int]:
-        order = self.permuted(len(self.lengths))
-        return [order[place] for place in self._rows_of(window)]
-
     def _planned(self, order: list[int], window: int) -> list[list[Batch]]:
-        rows = [order[place] for place in self._rows_of(window)]
+        rows = self._rows_of(order, window)
         lacking = self.num_ranks - len(rows)
         if lacking > 0:
             return [[*([row] for row in rows), *self._fillers(lacking)]]
@@ -342,10 +342,10 @@ class WindowSampler(LengthSampler):
         now, most, left = self.epoch, 1, ROWS_TRIED // self.window + 1
         for epoch in range(EPOCHS_TRIED if self.shuffle else 1):
             self.epoch = epoch
-            order = self.permuted(len(self.lengths)) if left else []
+            order = self._order() if left else []
             for window in self._windows()[:left]:
                 needed = rounds_needed(
-                    [self.lengths[order[place]] for place in self._rows_of(window)],
+                    [self.lengths[row] for row in self._rows_of(order, window)],
                     num_ranks=self.num_ranks,
                     tokens=self.tokens,
                     flattened=self.flattened,

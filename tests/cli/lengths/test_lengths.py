@@ -53,7 +53,7 @@ def test_file_has_the_length_of_each_row(
     out = capsys.readouterr().out
     found = np.load(tmp_path / "lengths.npy")
     assert f"50 rows, {found.sum():,} tokens, the longest row has {found.max()}" in out
-    words = ["--out=b.npy", "--rows=train_rows", "--field=input_ids", "--workers=1"]
+    words = ["--out=b.npy", "--dataset=train_rows", "--field=input_ids", "--workers=1"]
     assert main(["lengths", *words, "train", *PARAGRAPHS]) == 0
     assert np.load("b.npy").tolist() == found.tolist()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.npy", "lengths.npy"]
@@ -73,7 +73,7 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
     ]
     assert main(["lengths", "train", *data, *plan]) == 2
     assert "received 'lengths.npy'" in capsys.readouterr().err
-    words = ["--rows=rows", "--field=x"]
+    words = ["--dataset=rows", "--field=x"]
     assert main(["lengths", *words, "train", *data]) == 0
     assert np.load("lengths.npy").tolist() == [1 + n % 7 for n in range(60)]
     few = ["trainer.max_epochs=1", "accumulation=per_token"]
@@ -88,7 +88,7 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
         ([], "must be followed by train or fit"),
         (["--workers=-1", "train"], "--workers: must be a whole number from 0"),
         (["--out=no/file.npy", "train"], "--out: must be a file in a folder that"),
-        (["--rows=nothing", "train", *PARAGRAPHS], "Paragraphs.nothing is NoneType"),
+        (["--dataset=nothing", "train", *PARAGRAPHS], "Paragraphs.nothing is NoneType"),
         (["--field=row", "train", *PARAGRAPHS], "'row' of row 0 has none"),
         (["train", "--field=row", *PARAGRAPHS], "must stand before the word train"),
     ],

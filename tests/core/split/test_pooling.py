@@ -60,6 +60,19 @@ def test_numbers_of_documents_in_a_mask_go_on() -> None:
     assert joined["attention_mask"].tolist() == [[1, 1, 2, 0, 3, 4, 4, 0]]
 
 
+def test_flattened_batches_keep_what_each_document_has_and_what_all_share() -> None:
+    first = {**FLAT, "target": torch.tensor([1.0, 2.0]), "name": ["a", "b"]}
+    second = {**FLAT, "target": torch.tensor([3.0, 4.0]), "name": ["c", "d"]}
+    table, words = torch.arange(7.0), ["x", "y", "z"]
+    joined = join(
+        [{**each, "table": table, "words": words} for each in (first, second)]
+    )
+    assert joined["target"].tolist() == [1, 2, 3, 4]
+    assert joined["name"] == ["a", "b", "c", "d"]
+    assert torch.equal(joined["table"], table)
+    assert joined["words"] == words
+
+
 def test_lists_of_samples_become_one() -> None:
     assert join([[1, 2], [3]], collate=list) == [1, 2, 3]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.aside import built, door_of, words_behind
 from trainkit.cli.door import Door, in_words, spoken
 from trainkit.cli.loading import say_loading
+from trainkit.cli.training_words import built, door_of, words_behind
 from trainkit.cli.words import find_modules_here
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError

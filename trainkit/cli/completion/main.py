@@ -16,10 +16,10 @@ from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from trainkit.cli.arguments import Arguments, offer
-from trainkit.cli.aside import TRAININGS
 from trainkit.cli.completion import overrides
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
+from trainkit.cli.training_words import TRAININGS
 
 EPILOG = """\
 In the shell's start-up file:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.aside import built, door_of, words_behind
 from trainkit.cli.door import spoken
 from trainkit.cli.loading import say_loading
+from trainkit.cli.training_words import built, door_of, words_behind
 from trainkit.cli.words import find_modules_here
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
@@ -23,7 +23,7 @@ TokenBudgetSampler, LengthGroupedSampler or WindowSampler.
 _EXAMPLES = """\
 examples:
   trainkit lengths train experiment=completions
-  trainkit lengths --rows train_rows --out data/lengths.npy train data=my_data
+  trainkit lengths --dataset train_rows --out data/lengths.npy train data=my_data
 """
 MOST = 64
 """How many rows a worker reads at a time."""
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         )
     folders = tempfile.TemporaryDirectory(prefix="trainkit-lengths-")
     with spoken(door_of(words)), without_advice(), folders as folder:
-        rows = _rows(*built("trainkit lengths", words, folder), options.rows)
+        rows = _rows(*built("trainkit lengths", words, folder), options.dataset)
         found = list(_lengths(rows, options.field, options.workers))
     write_lengths(target, found)
     total = f"{sum(found):,} tokens, the longest row has {max(found):,}"
@@ -61,11 +61,11 @@ def _parse(argv: list[str]) -> tuple[Any, list[str]]:
     add("--out", default="lengths.npy", metavar="FILE", help=out)
     field = "the path of a row's field that has its length (default input_ids)"
     add("--field", metavar="PATH", help=field)
-    rows = (
+    dataset = (
         "the data module's attribute with the rows (default: those of "
         "train_dataloader(), which may need the file itself)"
     )
-    add("--rows", metavar="NAME", help=rows)
+    add("--dataset", metavar="NAME", help=dataset)
     workers = "how many processes read rows (default 0: this one)"
     add("--workers", type=int, default=0, metavar="N", help=workers)
     options, words = words_behind(parser, argv, example="train experiment=completions")
@@ -88,8 +88,8 @@ def _rows(trainer: Any, module: Any, data: Any, name: str | None) -> Any:
         raise TrainkitError(
             f"trainkit lengths: must find rows by index, and "
             f"{type(owner).__name__}.{where} is {type(rows).__name__}. Name the "
-            f"attribute that has them: --rows NAME. A stream has no lengths before it "
-            f"is read: MicroBatching(tokens=4096, pool=8) cuts it."
+            f"attribute that has them: --dataset NAME. A stream has no lengths before "
+            f"it is read: MicroBatching(tokens=4096, pool=8) cuts it."
         )
     return rows
 

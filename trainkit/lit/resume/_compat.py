@@ -92,6 +92,7 @@ def tell_streams(trainer: Any) -> None:
     for loader in loop._combined_loader.flattened:
         if isinstance(loader, ResumableStream):
             loader.is_waiting = is_waiting
+            loader.is_alone = lambda: trainer.interrupted
 
 
 def is_ending(trainer: Any) -> bool:

@@ -33,7 +33,9 @@ def resume(trainer: Any, pl_module: Any) -> None:
             "RunCheckpoint's last.ckpt.",
             stacklevel=2,
         )
-    number = getattr(trainer.train_dataloader, "batches_read", None)
+    loaders = tree_leaves(trainer.train_dataloader)
+    read = (getattr(each, "batches_read", None) for each in loaders)
+    number = next((each for each in read if each is not None), None)
     if trainer.fit_loop.restarted_mid_epoch and number is not None:
         count_batches(trainer, number)
     if trainer.fit_loop.restarted_mid_epoch and trainer.is_global_zero:

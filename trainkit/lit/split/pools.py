@@ -107,12 +107,6 @@ def _size_of(options: Any) -> int | None:
     return options.pool if isinstance(options, MicroBatching) else None
 
 
-def refuse_other_size(trainer: Any, pool: int) -> None:
-    """Refuse windows that a schedule has made longer or shorter."""
-    if trainer.accumulate_grad_batches != pool:
-        raise _other_size(pool, trainer.accumulate_grad_batches)
-
-
 def _other_size(pool: int, asked: int, *, is_scheduled: bool = False) -> TrainkitError:
     return TrainkitError(
         f"MicroBatching pool={pool}: it makes one step of {pool} loader batches, so "

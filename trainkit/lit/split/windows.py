@@ -32,7 +32,7 @@ from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
 from trainkit.lit.split.outputs import as_one
 from trainkit.lit.split.passes import NOTHING, Passes
-from trainkit.lit.split.pools import num_cuts, refuse_other_size
+from trainkit.lit.split.pools import num_cuts
 
 KEPT = ("num_loader_batches", "sizes", "trims", "waiting", "_options")
 
@@ -228,7 +228,6 @@ class Split:
         size = trainer.accumulate_grad_batches
         closes = window_ends(trainer, trainer.fit_loop.batch_idx, size)
         if self._options.pool is not None and not is_forward_only:
-            refuse_other_size(trainer, self._options.pool)
             if not closes:
                 self.waiting.append(batch)
                 # Lightning takes None for a mistake on several ranks.

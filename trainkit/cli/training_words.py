@@ -1,4 +1,4 @@
-"""Commands beside a training: `trainkit COMMAND ... train|fit ...`."""
+"""Commands that end with the words of a training: `trainkit check ... train ...`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def words_behind(
         argv: all words.
         example: the words of a training, for messages.
     """
-    words: Any = parser.add_argument("words", nargs="*", help="train or fit, and so on")
+    words: Any = parser.add_argument(
+        "words", nargs="*", help="train or fit, and its words"
+    )
     words.completer = lambda **_: TRAININGS
     place = next((n for n, word in enumerate(argv) if word in TRAININGS), len(argv))
     options = parser.parse_args(argv[:place])
