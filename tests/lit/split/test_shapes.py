@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, deviation, raise_rank_errors, run_ranks, weights
+from tests.helpers import (
+    NAIVE,
+    deviation,
+    raise_rank_errors,
+    run_ranks,
+    trainer,
+    weights,
+)
 from tests.lit.fronts import cut as parted
 from tests.lit.split.common import SEQUENCES, SIZES, START, Split, assert_as_whole, fit
 from tests.zoo import hooked, pad_and_mask
@@ -27,6 +34,7 @@ from trainkit import (
     TrainkitError,
     Uniform,
     Weighed,
+    check,
 )
 from trainkit.core.split.shapes import shapes_of
 from trainkit.lit.callback.base import is_rehearsal
@@ -223,6 +231,41 @@ def test_strategies_that_count_what_fills_are_refused(strategy: Any, text: str) 
     module.proof = "off"
     with pytest.raises(TrainkitError, match=text):
         fit(module)
+
+
+def test_strategy_is_refused_when_rows_first_fill_a_micro_batch() -> None:
+    """Loader batches that are full before are trained on as ever."""
+    full = [each for each in SEQUENCES if len(each[0]) > 16][:1] * 4
+    assert len(full) == 4
+    width = len(full[0][0])
+    cut = MicroBatching(tokens=2 * width, shapes=(width,))
+    module = Split(cut=cut, strategy=PerSample())
+    module.proof, data = "off", [pad_and_mask(full), pad_and_mask(full[:3])]
+    fitting = trainer(1, max_epochs=1)
+    with pytest.raises(TrainkitError, match="weigh nothing under PerSample"):
+        fitting.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    assert fitting.global_step == 1
+
+
+class Unweighted(Split):
+    """Its strategy weighs rows, and its loss does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch["ids"]) * batch["attention_mask"][..., None]
+        return hidden.sum((1, 2)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*proof")
+def test_proof_measures_with_rows_that_fill() -> None:
+    rows = [each for each in SEQUENCES if len(each[0]) > 9][:10]
+    batch = pad_and_mask(rows)
+    batch["weight"] = torch.ones(len(rows))
+    cut = MicroBatching(tokens=80, shapes=(20,))
+    module = Unweighted(cut=cut, strategy=PerSample(mask="weight"))
+    data = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+    assert not check(module, data).exact
+    module.micro_batching = MicroBatching(tokens=80)
+    assert check(module, data).exact
 
 
 class SeesPadding(Split):

@@ -158,8 +158,14 @@ class Subject:
             size = None if options.tokens else 1 if self.has_batches else half
             return replace(options, size=size, tokens=1 if options.tokens else None)
         shapes = None if self.are_alike else options.shapes
+        size, num_rows = max(map(len, self.parts)), len(self.all_rows)
+        if shapes:
+            # One micro-batch is to be filled, and has two rows of its own: what fills
+            # is its last row again, which does not change the mean of a single one.
+            sizes = [each for each in range(size, num_rows) if num_rows % each > 1]
+            size = next(iter(sizes), size)
         return replace(
-            options, size=max(map(len, self.parts)), overhead=None, start=None,
+            options, size=size, overhead=None, start=None,
             tokens=options.tokens if shapes else None, shapes=shapes,
             pool=len(self.loader_batches) if options.pool else None,
             trim=options.trim and not self.are_alike,

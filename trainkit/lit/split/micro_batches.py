@@ -160,6 +160,7 @@ class MicroBatches:
         of_lengths = (*tokens, leading(strategies))[0]
         self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
         self._strategies, self._is_verified = strategies, False
+        self._may_count_fillers = self._options.shapes is not None
         self._are_said = says_weights(strategies)
 
     def of(self, batch: Any, *, trim: bool) -> CutBatch:
@@ -191,16 +192,21 @@ class MicroBatches:
         )
         if self._weighs and not self._are_said:
             current.weigh(self._strategies, [each.batch for each in parts])
+        if self._may_count_fillers:
+            self._refuse_fillers_that_count(parts)
+            # Loader batches may fill their shapes for a while, but documents seldom.
+            has_some = any(each.num_fillers for each in parts)
+            are_joined = self.cutter.measure(batch).are_joined
+            self._may_count_fillers = not (has_some or are_joined)
         if not self._is_verified:
             self._is_verified = True
-            if self._options.shapes is not None:
-                self._refuse_fillers_that_count(parts)
             if self._weighs:
                 self._verify(batch, current.weights)
             self._say_shared()
         return current
 
     def _refuse_fillers_that_count(self, parts: Sequence[MicroBatch]) -> None:
+        """Refuse a strategy that counts what fills, before a step with such a row."""
         for strategy in self._strategies.values():
             for each in parts:
                 filled, bare = map(strategy.weight, (each.batch, each.bare))
