@@ -184,6 +184,29 @@ class Scaling(Images):
         return super().training_step([batch[0] * torch.rand(shape), *batch[1:]], 0)
 
 
+class Dropping(Tokens):
+    """Leaves out tokens at random, by a generator of its own.
+
+    Args:
+        by_row: whether it is seeded for each row, or goes on from batch to batch.
+    """
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.by_row, self.own = by_row, torch.Generator().manual_seed(0)
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        kept = []
+        for ids, mask in zip(batch["ids"], batch["attention_mask"], strict=True):
+            length = int(mask.sum())
+            if self.by_row:
+                self.own.manual_seed(int(ids.sum()))
+            # One of these shapes begins with the number of rows in a micro-batch.
+            draws = [torch.rand(n, length, generator=self.own)[0] for n in range(1, 7)]
+            kept.append(F.pad(sum(draws) / 6, (0, len(ids) - length)))
+        return super().features(batch) * torch.stack(kept)[..., None]
+
+
 class ByHand(AccumulationMixin, Images):
     accumulation = PerSample()
 

@@ -93,10 +93,14 @@ class Causes:
     def _draws_unseen(self) -> bool:
         """Find draws that rows cannot share, and fix them for what follows."""
         whole = self._subject.whole()
-        unlike = sorted(whole.draws.unlike)
-        if unlike:
+        draws = whole.draws
+        # One that goes on from row to row: no two passes draw alike.
+        own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
+        self.found += [cause("draws", place) for place in sorted(draws.unlike | own)]
+        if own:
+            return True
+        if draws.unlike:
             self._subject = self._subject.varied(fixes_draws=True)
-            self.found += [cause("draws", place) for place in unlike]
             return self._subject.off() <= self._most
         if self._subject.whole(seed=1).off_from(whole) > self._most:
             self.found.append(cause("unseen draws"))

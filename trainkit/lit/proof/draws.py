@@ -47,7 +47,8 @@ class Draws(TorchFunctionMode):
 
     A tensor of random numbers whose first dimension is that of the rows is drawn for
     all rows, and a micro-batch gets those of its rows. What else is drawn differs
-    between passes, as in training, and is noted with its file and line.
+    between passes, as in training, and is noted with its file and line. A generator of
+    the user's own gives what it gives: it may be seeded anew for each row.
 
     Args:
         rows_now: gives the rows of the micro-batch under way.
@@ -58,6 +59,7 @@ class Draws(TorchFunctionMode):
     Attributes:
         has_dropout: whether some dropout was turned off.
         unlike: the places of draws that are not by row.
+        seeds: for each place that draws from a generator of the user's own, its seeds.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.has_dropout = False
         self.unlike: set[str] = set()
+        self.seeds: dict[str, set[int]] = {}
         self._rows_now = rows_now
         self._widens, self._shared = dtype is torch.float64, shared
         self._micro_batch, self._num_calls, self._fixes = None, 0, fixes
@@ -118,16 +121,19 @@ class Draws(TorchFunctionMode):
             self._refuse_writing(func, args)
         if self._widens:
             func, args, kwargs = _widened(func, args, kwargs)
+        if func not in _BY_ROW and func not in _OTHERS:
+            return func(*args, **kwargs)
+        if (own := kwargs.get("generator")) is not None:
+            self.seeds.setdefault(_draw_of(func), set()).add(own.initial_seed())
+            return func(*args, **kwargs)
         if func in _BY_ROW:
             return self._drawn(func, args, kwargs)
-        if func in _OTHERS:
-            return self._of_all(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self._of_all(func, args, kwargs)
 
     def _of_all(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw that rows share."""
         if self._rows_now() is not None:
-            self.unlike.add(f"{func.__name__} at {_place()}")
+            self.unlike.add(_draw_of(func))
         if not self._fixes:
             return func(*args, **kwargs)
         if func is torch.randperm:
@@ -156,7 +162,6 @@ class Draws(TorchFunctionMode):
             return found
         if not found.ndim or found.shape[0] != len(rows):
             return self._of_all(func, args, kwargs)
-        kwargs = {name: each for name, each in kwargs.items() if name != "generator"}
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(found)):
             values = []
             for place, row in enumerate(rows):
@@ -223,11 +228,13 @@ def _devices(tensor: Tensor) -> list[torch.device]:
     return [tensor.device] if tensor.is_cuda else []
 
 
-def _place() -> str:
-    """The file and line of the user's that is under way."""
-    for frame in inspect.stack(context=0)[2:]:
-        package = (frame.frame.f_globals.get("__name__") or "").partition(".")[0]
+def _draw_of(func: Any) -> str:
+    """A function, and the file and line of the user's that has called it."""
+    frame = inspect.currentframe()  # inspect.stack() would look for all files of it
+    while frame is not None:
+        package = (frame.f_globals.get("__name__") or "").partition(".")[0]
         if package not in _NOT_THEIRS:
-            path = Path(frame.filename)
-            return f"{path.parent.name}/{path.name}:{frame.lineno}"
-    return "an unknown line"
+            path = Path(frame.f_code.co_filename)
+            return f"{func.__name__} at {path.parent.name}/{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{func.__name__} at an unknown line"
