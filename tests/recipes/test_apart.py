@@ -16,6 +16,7 @@ SMALL += ["trainer.accumulate_grad_batches=4"]
 
 
 @pytest.mark.filterwarnings("ignore:CompletionLM. its own strategy PerToken")
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_a_run_is_compared_with_the_first(
     run_train: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -16,12 +16,13 @@ from recipes.contrastive.contrastive import nt_xent
 from tests.helpers import NAIVE
 from tests.recipes.debugging import run_debug, small
 
-DEBUG = [*small("contrastive", epochs=2), "trainer.precision=64-true"]
+DEBUG = [*small("contrastive", epochs=1), "trainer.precision=64-true"]
 PLAIN = ["data.batch_size=8", "trainer.accumulate_grad_batches=4"]
 EXACT = 1e-10
 """Of the distance travelled, in float64."""
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_the_inner_cut_is_the_big_batch_and_accumulation_is_not(
     run_train: Callable[..., Path],
 ) -> None:

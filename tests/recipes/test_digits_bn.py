@@ -53,6 +53,7 @@ def test_a_mean_of_means_differs(window: list[Any]) -> None:
     assert both(DigitsNet(width=4).double().eval(), window, Uniform()) > NAIVE
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_exact_batch_norm_is_the_big_batch(run_train: Callable[..., Path]) -> None:
     small = ["data.num_train=22", "data.batch_size=16", "trainer.log_every_n_steps=1"]
     options = ["experiment=digits_bn_exact", *small, "trainer.precision=64-true"]
@@ -76,6 +77,7 @@ def test_training_and_validation_share_no_image() -> None:
     assert not train & val
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_debug_size_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     metrics = run_debug("digits_bn", tmp_path, "batchnorm=momentum")

@@ -20,6 +20,7 @@ EXACT = 1e-10
 """Of the distance travelled, in float64."""
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_the_inner_cut_is_the_big_batch_and_accumulation_is_not(
     run_train: Callable[..., Path],
 ) -> None:

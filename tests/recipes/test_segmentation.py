@@ -14,7 +14,7 @@ from recipes.segmentation.segmentation import CLASSES, areas, dice, draw_shapes
 from tests.helpers import NAIVE
 from tests.recipes.debugging import run_debug, small
 
-DEBUG = [*small("segmentation", epochs=2), "trainer.precision=64-true"]
+DEBUG = [*small("segmentation", epochs=1), "trainer.precision=64-true"]
 UNCUT = [
     "accumulation=per_sample",
     "micro_batching=none",
@@ -26,6 +26,7 @@ EXACT = 1e-10
 """Of the distance travelled, in float64."""
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_chunks_with_exact_batch_norm_are_the_big_batch(
     run_train: Callable[..., Path],
 ) -> None:
