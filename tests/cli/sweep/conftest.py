@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.startup import forked
+from tests.cli.sweep.helpers import private_env
 
 
 @pytest.fixture
@@ -16,12 +16,10 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     Trials that a sweep starts from here are forks, and it looks at them often: the
     client writes their rows at once."""
-    for name in list(os.environ):
-        if name.startswith("WANDB_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in os.environ.keys() - (env := private_env(tmp_path)).keys():
+        monkeypatch.delenv(name)
     soon = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05"}
-    for name, value in {**soon, **forked()}.items():
+    for name, value in {**env, **soon}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trainkit.cli.sweep.offline._TICK", 0.02)
     monkeypatch.setattr("trainkit.cli.sweep.offline._LOOK_EVERY", 0.1)

@@ -23,10 +23,8 @@ LR = {"values": [0.1, 0.01, 0.001]}
 
 def toy(folder: Path, parameters: Mapping[str, Any], **config: Any) -> Path:
     """Write a sweep of toy trials; constants may be given as they are."""
-    written = {
-        name: value if isinstance(value, Mapping) else {"value": value}
-        for name, value in parameters.items()
-    }
+    items = parameters.items()
+    written = {n: v if isinstance(v, Mapping) else {"value": v} for n, v in items}
     content = {
         "program": TOY,
         "method": "grid",
@@ -54,17 +52,10 @@ def command(*words: str) -> list[str]:
 
 
 def run(
-    words: list[str], env: Mapping[str, str], cwd: Path, *, timeout: float = 280
+    words: list[str], env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        env=dict(env),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    options: Any = {"capture_output": True, "text": True, "timeout": 280}
+    return subprocess.run(words, env=dict(env), cwd=cwd, check=False, **options)
 
 
 def private_env(home: Path) -> dict[str, str]:

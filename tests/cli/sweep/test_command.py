@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit.cli.sweep.command import command_line
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.whole_config import hydra_text
+
+pytest.importorskip("optuna")
+from trainkit.cli.sweep.offline import command_line
 
 ARGUMENTS = {"lr": 0.1, "flag": True, "off": False}
 SHORT = ["".join(w) for n in range(5) for w in itertools.product("\\'a,", repeat=n)]
@@ -55,31 +59,22 @@ def _plain(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("${args_json_file}", ["here.json"]),
+        ("${args_json_file}", ["{folder}/arguments.json"]),
         ("${env}", ["/usr/bin/env"]),
         ("${interpreter}", [sys.executable]),
         ("${program}", ["t.py"]),
         ("--gpu=${envvar:TRAINKIT_TEST_GPU}", ["--gpu=3"]),
+        ("${args_no_hyphens}", ["lr=0.1", "flag=True", "off=False", "more"]),
+        ("${args_no_boolean_flags}", ["--lr=0.1", "--flag"]),
     ],
 )
 def test_command_line_is_the_agents(
-    word: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+    word: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRAINKIT_TEST_GPU", "3")
-    assert command_line(sweep(word), ARGUMENTS, json_file="here.json") == words
-
-
-def test_the_agent_of_the_real_client_makes_the_same_arguments() -> None:
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
-
-    arguments = {**ARGUMENTS, "none": None, "d": {"x": 1}}
-    theirs = create_sweep_command_args(
-        {"args": {name: {"value": value} for name, value in arguments.items()}}
-    )
-    macros = [name for name in theirs if name != "args_dict"]
-    assert len(macros) == 7
-    for macro in macros:
-        assert command_line(sweep(f"${{{macro}}}"), arguments) == theirs[macro]
+    found = command_line(sweep(word), ARGUMENTS, tmp_path, more=["more"])
+    assert found == [each.replace("{folder}", str(tmp_path)) for each in words]
+    assert json.loads((tmp_path / "arguments.json").read_text()) == ARGUMENTS
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.sweep.helpers import (
-    LR,
-    command,
-    private_env,
-    read_trials,
-    run,
-    toy,
-    wait_until,
-)
+from tests.cli.sweep import helpers
+from tests.cli.sweep.helpers import LR, command, private_env, run, toy, wait_until
 from tests.wandb_server import WandbServer
 from trainkit.cli.sweep.sweep_file import SweepFile
 
@@ -48,14 +41,11 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "go").touch()  # whatever still waits ends
 
 
-def number_of_trial(folder: Path) -> int:
-    return read_trials(folder / "sweeps")[1]["pid"]
-
-
-def number_of_sweep(folder: Path) -> int:
-    """The process that has started the running trial."""
-    words = ["ps", "-o", "ppid=", "-p", str(number_of_trial(folder))]
-    return int(subprocess.run(words, capture_output=True, check=True).stdout)
+def numbers(folder: Path) -> tuple[int, int]:
+    """Those of the running trial's process, and of the one that has started it."""
+    number = helpers.read_trials(folder / "sweeps")[1]["pid"]
+    words = ["ps", "-o", "ppid=", "-p", str(number)]
+    return number, int(subprocess.run(words, capture_output=True, check=True).stdout)
 
 
 def started(folder: Path) -> list[str]:
@@ -64,7 +54,7 @@ def started(folder: Path) -> list[str]:
 
 
 def states(folder: Path) -> list[str]:
-    return [trial["state"] for trial in read_trials(folder / "sweeps")]
+    return [trial["state"] for trial in helpers.read_trials(folder / "sweeps")]
 
 
 def go_on(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -88,10 +78,11 @@ def uploaded(folder: Path, server: WandbServer) -> dict[str, list[float]]:
 def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     held: subprocess.Popen[str], tmp_path: Path, wandb_server: WandbServer
 ) -> None:
-    os.kill(number_of_sweep(tmp_path), signal.SIGKILL)
+    trial, sweep = numbers(tmp_path)
+    os.kill(sweep, signal.SIGKILL)
     assert held.wait(240) == -signal.SIGKILL
     assert states(tmp_path) == ["finished", "running"]
-    os.kill(number_of_trial(tmp_path), 0)  # the trial itself is still running
+    os.kill(trial, 0)  # the trial itself is still running
     (tmp_path / "go").touch()
 
     done = go_on(tmp_path)
@@ -117,7 +108,7 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
 def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    sweep = number_of_sweep(tmp_path)
+    _, sweep = numbers(tmp_path)
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "is in use by another process" in done.stderr
@@ -148,29 +139,27 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
 
 @pytest.mark.parametrize("method", ["random", "bayes", "grid"])
 def test_what_a_kill_left_half_done_changes_no_result(
-    no_account: Path, method: str
+    tmp_path: Path, method: str
 ) -> None:
     """A file that was being written, and a proposal that was not."""
     lr = LR if method == "grid" else {"min": 0.1, "max": 9.9}
     config = {"method": method, "metric": {"name": "x"}, "parameters": {"lr": lr}}
     sweep = SweepFile.model_validate({**config, "program": "t.py"})
-
-    def proposed(folder: Path, *, is_killed: bool) -> list[object]:
+    found = []
+    for kills in ((), (1, 6)):  # a bayes search learns from the sixth on
+        folder = tmp_path / str(kills) / "s1"
         folder.mkdir(parents=True)
         running = OfflineSweep(sweep, folder, seed="7")
-        for n in range(8):  # a bayes search learns from the sixth on
-            if n in (1, 6) and is_killed:
-                running.propose()
-                (folder / f".s1-00{n}.json.123").write_text('{"name": ')
-                running = OfflineSweep(sweep, folder)
+        for n in range(8):
             trial = running.propose()
-            if trial is None:
-                break
-            trial.state, trial.metric = "finished", [trial.arguments["lr"]]
-            running.save(trial)
-        return [trial.arguments for trial in OfflineSweep(sweep, folder).trials]
-
-    undisturbed = proposed(no_account / "a" / "s1", is_killed=False)
-    assert proposed(no_account / "b" / "s1", is_killed=True) == undisturbed
-    distinct = {str(each) for each in undisturbed}
+            if n in kills and trial is not None:
+                (folder / f".{trial.name}.json.123").write_text('{"name": ')
+                running = OfflineSweep(sweep, folder)
+                trial = running.propose()
+            if trial is not None:
+                trial.state, trial.metric = "finished", [trial.arguments["lr"]]
+                running.save(trial)
+        found.append([trial.arguments for trial in OfflineSweep(sweep, folder).trials])
+    assert found[0] == found[1]
+    distinct = {str(each) for each in found[0]}
     assert len(distinct) == (3 if method == "grid" else 8)  # the control

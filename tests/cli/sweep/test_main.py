@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from tests.cli.sweep.helpers import LR, toy
 from trainkit.cli.composition import Composition
-from trainkit.cli.sweep.command import check_keys
-from trainkit.cli.sweep.main import main
+from trainkit.cli.sweep.main import check_keys, main
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.whole_config import hydra_text
 from trainkit.errors import TrainkitError
@@ -31,30 +30,28 @@ def train(folder: Path, parameters: dict[str, object], *words: str) -> SweepFile
 
 
 @pytest.mark.parametrize(
-    ("program", "says"),
-    [("import sys; sys.exit(1)", "no more start"), ("pass", "metric.name: ")],
+    ("program", "status", "says"),
+    [
+        ("import sys; sys.exit(1)", 1, "no more start"),
+        ("pass", 1, "metric.name: "),
+        (None, 0, "finished: lr=0.1 rows=2, val/loss"),
+    ],
 )
-def test_no_trial_that_finished_or_logged_the_metric_is_exit_status_1(
-    no_account: Path, capsys: pytest.CaptureFixture[str], program: str, says: str
+def test_exit_status_1_needs_a_metric_and_json_is_all_that_standard_output_gets(
+    no_account: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: str | None,
+    status: int,
+    says: str,
 ) -> None:
     pytest.importorskip("optuna")
-    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", program])
-
-    assert main([str(path), "--offline"]) == 1
-    assert says in capsys.readouterr().err
-
-
-def test_json_is_all_that_standard_output_gets(
-    no_account: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("optuna")
-    path = toy(no_account, {"lr": LR, "rows": 2})
-
-    assert main([str(path), "--offline", "--json", "--count", "1"]) == 0
-
+    own = {"command": ["${interpreter}", "-c", program]} if program else {}
+    path = toy(no_account, {"lr": LR, "rows": 2}, **own)
+    count = [] if program else ["--count", "1"]
+    assert main([str(path), "--offline", "--json", *count]) == status
     output, news = capsys.readouterr()
-    assert yaml.safe_load(output)["trials"][0]["rows"] == 2
-    assert "finished: lr=0.1 rows=2, val/loss" in news
+    assert says in news
+    assert yaml.safe_load(output)["trials"][0]["rows"] == (0 if program else 2)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +143,10 @@ def test_a_parameter_is_one_that_trainkit_train_would_take(
         check_keys(sweep)
 
 
-def test_a_template_projects_folder_is_told_as_trainkit_train_tells_it(
+def test_keys_of_another_program_are_its_own_and_its_folder_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_keys(SweepFile.read(toy(tmp_path, {"whatever": LR})))
     sweep = train(tmp_path, {"optimizer.lr": LR})
     check_keys(sweep)
     (tmp_path / "configs").mkdir()
@@ -157,10 +155,6 @@ def test_a_template_projects_folder_is_told_as_trainkit_train_tells_it(
 
     with pytest.raises(TrainkitError, match="belongs to another program"):
         check_keys(sweep)
-
-
-def test_keys_of_another_program_are_its_own(tmp_path: Path) -> None:
-    check_keys(SweepFile.read(toy(tmp_path, {"whatever": LR})))
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.stem)

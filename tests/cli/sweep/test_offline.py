@@ -44,7 +44,7 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
     trials = by_lr(trials_of(sweep))
     losses = {lr: trial.number for lr, trial in trials.items()}
     assert losses == {0.1: loss(-1, 4), 0.01: loss(-2, 4), 0.001: loss(-3, 4)}
-    assert [trial.num_rows for trial in trials.values()] == [4, 4, 4]
+    assert [trial.rows for trial in trials.values()] == [4, 4, 4]
     assert {trial.state for trial in trials.values()} == {"finished"}
     assert offline(path).run() == 0
     assert len(Path("started.txt").read_text().splitlines()) == 3  # nothing twice
@@ -121,7 +121,7 @@ def test_trials_that_crash_or_lack_the_metric(
     if "rows" in parameters:
         assert sorted(found[0].logged) == ["step", "val/loss"]
     if "crash_at" in parameters:
-        assert (found[0].exit_code, found[0].num_rows) == (3, 2)
+        assert (found[0].exit_code, found[0].rows) == (3, 2)
 
 
 def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
@@ -141,40 +141,6 @@ def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
     assert [trials[lr].state for lr in (0.1, 0.03, 0.01)] == ["finished"] * 3
 
 
-ENDS_BY_ITSELF = """
-import os, pathlib, signal, time
-import wandb
-
-stopped = []
-signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-run = wandb.init(settings=wandb.Settings(console="off"))
-for step in range(3):
-    run.log({"val/loss": 9.0 - run.config["lr"]})
-while run.config["lr"] < 0.2 and not stopped:
-    time.sleep(0.02)
-run.finish()
-path = pathlib.Path(os.environ["WANDB_DIR"], "summary.json")
-status = "interrupted" if run.config["lr"] == 0.05 else "finished"
-path.write_text('{"status": "%s"}' % status)
-"""
-
-
-def test_a_trial_that_is_stopped_while_it_ends_has_finished(no_account: Path) -> None:
-    """Its own summary knows. It reads its arguments from W&B's client."""
-    program = no_account / "ends.py"
-    program.write_text(ENDS_BY_ITSELF)
-    lr = {"values": [0.2, 0.1, 0.05]}
-    own = {"program": str(program), "command": None, "early_terminate": HYPERBAND}
-    sweep = offline(toy(no_account, {"lr": lr}, **own))
-    sweep.run()
-    trials = {lr: (t.state, t.number) for lr, t in by_lr(trials_of(sweep)).items()}
-    assert trials == {
-        0.2: ("finished", 8.8),
-        0.1: ("finished", 8.9),
-        0.05: ("stopped", 8.95),
-    }
-
-
 def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:
     path = toy(
         no_account,
@@ -186,11 +152,11 @@ def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:
     trial = Trial(name="t0", arguments={"optimizer.lr": 0.1}, folder=str(folder))
 
     (folder / "wandb").mkdir(parents=True)  # of an attempt that was killed
-    words = sweep._command(trial)
+    words = sweep._command(trial, trial.arguments)
     assert not (folder / "wandb").exists()
     assert words[2:] == ["optimizer.lr=0.1", f"hydra.run.dir='{folder}'"]
 
     checkpoint = folder / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir()
     checkpoint.touch()
-    assert sweep._command(trial)[-1] == f"ckpt_path='{checkpoint}'"
+    assert sweep._command(trial, trial.arguments)[-1] == f"ckpt_path='{checkpoint}'"

@@ -18,8 +18,9 @@ from tests.wandb_server import Run, WandbServer
 TWO = {"values": [0.1, 0.01]}
 
 
-def env_of(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
-    return server.env(home, **forked(), **more)
+@pytest.fixture
+def env(wandb_server: WandbServer, tmp_path: Path) -> dict[str, str]:
+    return wandb_server.env(tmp_path, **forked())
 
 
 def by_lr(server: WandbServer) -> dict[float, Run]:
@@ -32,20 +33,17 @@ def steps(received: Run) -> list[int]:
 
 @pytest.mark.slow
 def test_two_agents_run_a_sweep_over_a_crash(
-    wandb_server: WandbServer, tmp_path: Path
+    wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     toy(tmp_path, {"lr": LR, "rows": 4, "crash_at": 0.1})
-    env = env_of(wandb_server, tmp_path)
 
     done = run(command("toy.yaml", "--agents", "2", "--json"), env, tmp_path)
 
     assert done.returncode == 0, done.stderr
     runs = by_lr(wandb_server)
-    assert {lr: (r.state, steps(r)) for lr, r in runs.items()} == {
-        0.1: ("failed", [1, 2]),
-        0.01: ("finished", [1, 2, 3, 4]),
-        0.001: ("finished", [1, 2, 3, 4]),
-    }
+    whole = ("finished", [1, 2, 3, 4])
+    found = {lr: (r.state, steps(r)) for lr, r in runs.items()}
+    assert found == {0.1: ("failed", [1, 2]), 0.01: whole, 0.001: whole}
     assert len(wandb_server.agents) == 2
     assert all(agent.runs for agent in wandb_server.agents.values())
     assert not wandb_server.unknown
@@ -54,22 +52,19 @@ def test_two_agents_run_a_sweep_over_a_crash(
     values = [trial["value"] for trial in table["trials"]]
     assert values == pytest.approx([0.25, 1.25, 1.5])
     assert table["trials"][0]["arguments"] == {"lr": 0.01}
-    assert {t["name"]: t["state"] for t in table["trials"]} == {
-        runs[0.1].name: "crashed",
-        runs[0.01].name: "finished",
-        runs[0.001].name: "finished",
-    }
+    states = {t["name"]: t["state"] for t in table["trials"]}
+    ended = [states[runs[lr].name] for lr in LR["values"]]
+    assert ended == ["crashed", "finished", "finished"]
     assert Path(table["picture"]).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_the_clients_own_commands_run_the_file_and_hyperband_ends_a_trial_gracefully(
-    wandb_server: WandbServer, tmp_path: Path
+    wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     rule = {"type": "hyperband", "min_iter": 2}
     hold = {"hold": "never", "hold_at": 0.1}
     path = toy(tmp_path, {"lr": TWO, "rows": 4, **hold}, early_terminate=rule)
-    env = env_of(wandb_server, tmp_path)
     wandb_server.should_stop = lambda r: (
         r.config.get("lr") == 0.1 and len(r.history) >= 2
     )
@@ -80,22 +75,20 @@ def test_the_clients_own_commands_run_the_file_and_hyperband_ends_a_trial_gracef
 
     assert agent.returncode == 0, agent.stderr
     runs = by_lr(wandb_server)
-    assert {lr: (r.exit_code, steps(r)) for lr, r in runs.items()} == {
-        0.1: (0, [1, 2]),
-        0.01: (0, [1, 2, 3, 4]),
-    }
+    found = {lr: (r.exit_code, steps(r)) for lr, r in runs.items()}
+    assert found == {0.1: (0, [1, 2]), 0.01: (0, [1, 2, 3, 4])}
     assert wandb_server.sweeps["sw0"].config["early_terminate"] == rule
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_agents_and_their_trials_save(
-    wandb_server: WandbServer, tmp_path: Path
+    wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     toy(tmp_path, {"lr": TWO, "rows": 4, "hold": "never"})
     process = subprocess.Popen(
         command("toy.yaml"),
         cwd=tmp_path,
-        env=env_of(wandb_server, tmp_path),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,11 +109,7 @@ def test_ctrl_c_stops_the_agents_and_their_trials_save(
     assert (received.exit_code, steps(received)) == (0, [1, 2])
 
     (tmp_path / "never").touch()
-    done = run(
-        command("toy.yaml", "--resume", "sw0"),
-        env_of(wandb_server, tmp_path),
-        tmp_path,
-    )
+    done = run(command("toy.yaml", "--resume", "sw0"), env, tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(wandb_server.sweeps) == 1
     assert len(wandb_server.runs) == 2
@@ -128,7 +117,7 @@ def test_ctrl_c_stops_the_agents_and_their_trials_save(
 
 @pytest.mark.slow
 def test_a_resumed_trial_gets_arguments_that_hydra_takes(
-    wandb_server: WandbServer, tmp_path: Path
+    wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     # https://github.com/wandb/wandb/issues/9143: the agent is given all that was logged
     logged: dict[str, Any] = {
@@ -145,16 +134,10 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
         "from trainkit.cli.sweep.whole_config import for_train\n"
         "json.dump([sys.argv[1:], for_train(sys.argv[1:])], open('words', 'w'))\n"
     )
-    words = ["${env}", "${interpreter}", "${program}", "logger=csv"]
-    path = toy(
-        tmp_path,
-        {"optimizer.lr": LR},
-        program=str(program),
-        command=[*words, "${args_no_hyphens}"],
-    )
-    env = env_of(wandb_server, tmp_path)
+    words = ["${interpreter}", "${program}", "logger=csv", "${args_no_hyphens}"]
+    toy(tmp_path, {"optimizer.lr": LR}, program=str(program), command=words)
 
-    done = run(command(path.name), env, tmp_path)
+    done = run(command("toy.yaml"), env, tmp_path)
 
     assert done.returncode == 1  # it logged no run
     given, kept = json.loads((tmp_path / "words").read_text())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +12,8 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trainkit.cli.sweep import picture
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial
+from trainkit.cli.sweep.trial import Trial, picture_of
 
 PARAMETERS: dict[str, Any] = {
     "lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
@@ -26,10 +25,13 @@ PARAMETERS: dict[str, Any] = {
 
 
 def sweep(goal: str = "minimize", *, of: Collection[str] = PARAMETERS) -> SweepFile:
-    metric = {"name": "val/loss", "goal": goal}
-    parameters = {name: PARAMETERS[name] for name in of}
-    config = {"method": "random", "metric": metric, "parameters": parameters}
-    return SweepFile.model_validate({**config, "program": "t.py"})
+    config = {
+        "program": "t.py",
+        "method": "random",
+        "metric": {"name": "val/loss", "goal": goal},
+        "parameters": {name: PARAMETERS[name] for name in of},
+    }
+    return SweepFile.model_validate(config)
 
 
 def trial(n: int, **about: Any) -> Trial:
@@ -47,30 +49,14 @@ def trial(n: int, **about: Any) -> Trial:
 CRASHED = trial(6, state="crashed", metric=[])
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
-        figures.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return figures
-
-
 @pytest.mark.parametrize(("goal", "best"), [("minimize", 5), ("maximize", 0)])
 def test_each_swept_parameter_has_a_panel_and_its_own_scale(
-    tmp_path: Path, drawn: list[Figure], goal: str, best: int
+    goal: str, best: int
 ) -> None:
     trials = [*(trial(n) for n in range(6)), CRASHED, trial(7, state="stopped")]
-
-    path = picture.draw(sweep(goal), trials, tmp_path / "s.png")
-
-    assert path.read_bytes().startswith(b"\x89PNG")
-    panels: dict[str, Any] = {panel.get_xlabel(): panel for panel in drawn[0].axes}
+    figure = picture_of(sweep(goal), trials)
+    FigureCanvasAgg(figure).draw()
+    panels: dict[str, Any] = {panel.get_xlabel(): panel for panel in figure.axes}
     assert list(panels) == ["trial", "lr", "batch", "decay", "kind"]
     scales = {name: panel.get_xscale() for name, panel in panels.items()}
     assert [name for name, scale in scales.items() if scale == "log"] == ["lr"]
@@ -96,17 +82,16 @@ def overlap(axis: Axis, figure: Figure) -> bool:
 
 @pytest.mark.parametrize("span", [1.3, 9, 90, 400, 1e20], ids=lambda span: f"x{span:g}")
 def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
-    tmp_path: Path, drawn: list[Figure], span: float
+    span: float,
 ) -> None:
     places = [0.013 * span ** (n / 3) for n in range(4)]
     trials = [trial(n, arguments={"lr": x}, metric=[x]) for n, x in enumerate(places)]
-
-    picture.draw(sweep(of=["lr"]), trials, tmp_path / "s.png")
-
-    panel = next(p for p in drawn[0].axes if p.get_xlabel() == "lr")
+    figure = picture_of(sweep(of=["lr"]), trials)
+    figure.savefig(io.BytesIO())
+    panel = next(p for p in figure.axes if p.get_xlabel() == "lr")
     assert panel.get_xscale() == "log"
-    assert not overlap(panel.xaxis, drawn[0])
-    assert not overlap(panel.yaxis, drawn[0])
+    assert not overlap(panel.xaxis, figure)
+    assert not overlap(panel.yaxis, figure)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +106,6 @@ def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
         ([trial(0, arguments={})], PARAMETERS),
     ],
 )
-def test_odd_results_are_drawn(
-    tmp_path: Path, trials: list[Trial], of: Collection[str]
-) -> None:
-    path = picture.draw(sweep(of=of), trials, tmp_path / "s.png")
-
-    assert path.stat().st_size > 1000
+def test_odd_results_are_drawn(trials: list[Trial], of: Collection[str]) -> None:
+    picture_of(sweep(of=of), trials).savefig(file := io.BytesIO())
+    assert file.getvalue().startswith(b"\x89PNG")

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.sweep.helpers import (
-    REPOSITORY,
-    command,
-    private_env,
-    read_trials,
-    run,
-)
+from tests.cli.sweep.helpers import REPOSITORY, command, private_env, read_trials, run
 from tests.startup import forked
 from tests.wandb_server import WandbServer
 
@@ -51,7 +45,7 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
     name = "lr_batch.yaml"
     shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[8])
     words = command(name, "--offline", "--agents", "2", "--json")
-    done = run(words, private_env(tmp_path), tmp_path, timeout=280)
+    done = run(words, private_env(tmp_path), tmp_path)
 
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)["trials"]
@@ -65,7 +59,7 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
     env = wandb_server.env(tmp_path, **forked())
     wandb = [sys.executable, "-m", "wandb"]
     assert run([*wandb, "sweep", name], env, tmp_path).returncode == 0
-    run([*wandb, "agent", "local/p/sw0"], env, tmp_path, timeout=280)
+    run([*wandb, "agent", "local/p/sw0"], env, tmp_path)
 
     (received,) = wandb_server.runs.values()
     assert received.state == "finished"

@@ -34,17 +34,18 @@ def sweep(**config: Any) -> SweepFile:
     return SweepFile.model_validate({**common, "parameters": parameters, **config})
 
 
-@pytest.mark.parametrize(("maximizes", "best"), [(False, "t4"), (True, "t0")])
+@pytest.mark.parametrize(("goal", "best"), [("minimize", "t4"), ("maximize", "t0")])
 def test_the_best_has_ended_well_and_what_has_no_number_comes_last(
-    maximizes: bool, best: str
+    goal: str, best: str
 ) -> None:
-    found = best_of(TRIALS, maximizes=maximizes)
+    metric = {"name": "val/loss", "goal": goal}
+    found = best_of(sweep(metric=metric), TRIALS)
     assert found is not None
     assert found.name == best
-    order = [trial.name for trial in ranked(TRIALS, maximizes=maximizes)]
+    order = [trial.name for trial in ranked(sweep(metric=metric), TRIALS)]
     assert set(order[3:]) == {"t2", "t3"}
     for none in ([], TRIALS[2:4]):
-        assert best_of(none, maximizes=maximizes) is None
+        assert best_of(sweep(metric=metric), none) is None
 
 
 def test_lines_show_the_swept_values_and_mark_the_best() -> None:

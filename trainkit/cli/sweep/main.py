@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.words import to_paste
+from trainkit.cli.words import options_first, refuse_another_app, to_paste
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -43,14 +43,13 @@ def main(argv: list[str]) -> int:
             f"{sweep.path}: method {sweep.method} never ends by itself. Give "
             f"--count N, or write run_cap: N into the file."
         )
-    from trainkit.cli.sweep import picture
-    from trainkit.cli.sweep.command import check_keys
-    from trainkit.cli.sweep.trial import as_json, lacking, table
-
     check_keys(sweep)
     run = _run_offline if options.offline else _run_online
     status, folder, trials = run(sweep, options)
-    drawn = str(picture.draw(sweep, trials, folder / "sweep.png"))
+    from trainkit.cli.sweep.trial import as_json, lacking, picture_of, table
+
+    drawn = str(folder / "sweep.png")
+    picture_of(sweep, trials).savefig(drawn)
     if options.json:
         about = {"id": folder.name, "folder": str(folder), "picture": drawn}
         print(as_json(sweep, trials, **about))
@@ -88,6 +87,40 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def check_keys(sweep: SweepFile) -> None:
+    """Refuse parameters that `trainkit train` would refuse in a trial.
+
+    The configuration is composed with each parameter's first value, and with each text,
+    since that may be an option of a group. Only other programs know their keys.
+    """
+    if not sweep.runs_trainkit:
+        return
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command
+
+    from trainkit.cli.composition import Composition
+    from trainkit.cli.errors import is_mistake, readable
+    from trainkit.cli.sweep.whole_config import hydra_text
+
+    words = create_sweep_command(sweep.words[sweep.words.index("train") + 1 :])
+    fixed = options_first([word for word in words if not word.startswith("${")])
+    refuse_another_app(fixed)
+    values = {name: each.listed for name, each in sweep.leaves.items()}
+    first = {name: every[0] for name, every in values.items()}
+    texts = [{n: v} for n, every in values.items() for v in every if isinstance(v, str)]
+    for changed in [{}, *texts]:
+        trial = {**first, **changed}
+        words = [f"{name}={hydra_text(value)}" for name, value in trial.items()]
+        try:
+            _ = Composition([*fixed, *words]).config
+        except Exception as error:
+            if not is_mistake(error):
+                raise
+            raise TrainkitError(
+                f"{sweep.path} parameters: `trainkit train` would refuse a trial with "
+                f"{' '.join(words)}: {readable(error)}"
+            ) from error
+
+
 def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, Path, list[Trial]]:
@@ -120,21 +153,14 @@ def _run_offline(
 def _run_online(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, Path, list[Trial]]:
-    from trainkit.cli.sweep.online import Server
+    from trainkit.cli.sweep.online import OnlineSweep
 
-    server = Server(sweep)
-    sweep_id = server.open(options.resume)
-    folder = Path(options.dir).absolute() / sweep_id
+    running = OnlineSweep(sweep, options.resume)
+    folder = Path(options.dir).absolute() / running.id
     folder.mkdir(parents=True, exist_ok=True)
-    _say(f"sweep {server.path(sweep_id)}; its agents write to {folder}")
-    status = server.run_agents(
-        sweep_id, folder, number=options.agents, count=options.count
-    )
-    try:
-        return status, folder, server.trials(sweep_id)
-    except TrainkitError as error:
-        later = f"--resume {sweep_id} shows the trials once the server answers."
-        raise TrainkitError(f"{error} {later}") from error
+    _say(f"sweep {running.path}; its agents write to {folder}")
+    status = running.run(folder, agents=options.agents, count=options.count)
+    return status, folder, running.trials()
 
 
 def _say(text: str) -> None:

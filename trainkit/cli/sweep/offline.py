@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.sweep.command import command_line
 from trainkit.cli.sweep.process import (
     TrialProcess,
     end_orphan,
@@ -24,7 +22,7 @@ from trainkit.cli.sweep.process import (
     noted_signals,
 )
 from trainkit.cli.sweep.search import is_poor, propose
-from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.sweep_file import SweepFile, nested
 from trainkit.cli.sweep.trial import State, Trial, lacking
 from trainkit.cli.sweep.whole_config import PARAMETERS, write_parameters
 from trainkit.cli.words import quoted
@@ -34,7 +32,8 @@ from trainkit.pages.atomic_file import write_atomically
 BEGUN = "sweep.json"
 """The file that is there once a sweep has begun: its seed and its configuration."""
 _FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
-_MAY_CRASH = "WANDB_AGENT_MAX_INITIAL_FAILURES"
+_MOST_CRASHES = 3
+"""So many first trials may crash, as with W&B's agent, before no more are started."""
 _TICK = 0.1
 _LOOK_EVERY = 5.0
 """Seconds between two looks at the rows of running trials, since each is a process."""
@@ -80,7 +79,7 @@ class OfflineSweep:
         self._sweep, self._folder, self._seed = sweep, folder, begun["seed"]
         self._say = say
         self._running: list[TrialProcess] = []
-        self._may_crash = int(os.environ.get(_MAY_CRASH, 3))
+        self._num_crashed = 0
         self._look_at = 0.0
 
     def run(self, *, agents: int = 1, count: int | None = None) -> int:
@@ -139,7 +138,8 @@ class OfflineSweep:
 
     def _next(self) -> Trial | None:
         """The trial to start now, if there is one."""
-        if self._may_crash < 1 or lacking(self._sweep, self.trials):
+        is_over = self._num_crashed >= _MOST_CRASHES
+        if is_over or lacking(self._sweep, self.trials):
             return None
         waiting = (trial for trial in self.trials if trial.state == "waiting")
         return next(waiting, None) or self.propose()
@@ -147,15 +147,17 @@ class OfflineSweep:
     def _start(self, trial: Trial) -> None:
         trial.state, trial.pid, trial.note = "running", None, ""
         self.save(trial)
-        command = self._command(trial)
+        arguments = nested(self._sweep.parameters, trial.arguments)
+        command = self._command(trial, arguments)
+        env = self._env(trial, arguments)
         self._say(str(trial))
         try:
-            self._running.append(TrialProcess(trial, command, self._env(trial)))
+            self._running.append(TrialProcess(trial, command, env))
             self.save(trial)
         except OSError as error:
             self._end(trial, "crashed", f"{command[0]}: {error.strerror}")
 
-    def _command(self, trial: Trial) -> list[str]:
+    def _command(self, trial: Trial, arguments: dict[str, Any]) -> list[str]:
         """The words of a trial, whose folder is empty, or has its checkpoint."""
         folder, more, checkpoint = Path(trial.folder), [], None
         if self._sweep.runs_trainkit:
@@ -167,13 +169,9 @@ class OfflineSweep:
             # The rows of an earlier attempt must not be uploaded as well.
             shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "arguments.json"
-        file.write_text(json.dumps(trial.arguments) + "\n", encoding="utf-8")
-        return command_line(
-            self._sweep, trial.arguments, more=more, json_file=str(file)
-        )
+        return command_line(self._sweep, arguments, folder, more=more)
 
-    def _env(self, trial: Trial) -> dict[str, str]:
+    def _env(self, trial: Trial, arguments: dict[str, Any]) -> dict[str, str]:
         """The environment of a trial that logs to W&B on this disk.
 
         `WANDB_SWEEP_ID` is not set, since the server will know no such sweep when the
@@ -190,22 +188,21 @@ class OfflineSweep:
             "WANDB_RUN_ID": trial.name,
             "WANDB_RUN_GROUP": self._folder.name,
             "WANDB_DIR": trial.folder,
-            PARAMETERS: str(write_parameters(trial.arguments, Path(trial.folder))),
+            PARAMETERS: str(write_parameters(arguments, Path(trial.folder))),
         }
 
     def _take(self, process: TrialProcess) -> None:
         """Note how a trial has ended."""
         self._running.remove(process)
-        trial, code = process.trial, process.poll()
+        trial = process.trial
         trial.read(read_rows(trial), self._sweep.metric_name)
-        trial.exit_code = code
-        summary = RunFolder(trial.folder).read_summary() or {}
-        # A trial may have finished before it was asked to stop.
-        if process.becomes is not None and summary.get("status") != "finished":
+        trial.exit_code = process.poll()
+        if process.becomes is not None:
             note = f"stopped after {len(trial.metric)} values"
             self._end(trial, process.becomes, note)
-        elif code:
-            self._end(trial, "crashed", f"exit {code}: {last_words(trial)}")
+        elif trial.exit_code:
+            note = f"exit {trial.exit_code}: {last_words(trial)}"
+            self._end(trial, "crashed", note)
         else:
             self._end(trial, "finished")
 
@@ -216,8 +213,8 @@ class OfflineSweep:
         self._say(", ".join(filter(None, [str(trial), *value, note])))
         has_good = any(each.state in ("finished", "stopped") for each in self.trials)
         if state == "crashed" and not has_good:
-            self._may_crash -= 1
-            if self._may_crash < 1:
+            self._num_crashed += 1
+            if self._num_crashed == _MOST_CRASHES:
                 self._say(f"the first trials crashed, so no more start: {trial.folder}")
 
     def _stop_the_poor(self) -> None:
@@ -229,6 +226,29 @@ class OfflineSweep:
             if is_poor(self._sweep, process.trial, self.trials):
                 process.stop("stopped")
         self._look_at = time.monotonic() + _LOOK_EVERY
+
+
+def command_line(
+    sweep: SweepFile,
+    arguments: Mapping[str, Any],
+    folder: Path,
+    *,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """The words of one trial, made by W&B's client; `more` follows the arguments."""
+    from wandb.sdk.launch.sweeps import utils
+
+    given = {name: {"value": value} for name, value in arguments.items()}
+    macros = utils.create_sweep_command_args({"args": given})
+    file = folder / "arguments.json"
+    file.write_text(*macros["args_json"], encoding="utf-8")
+    macros |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable]}
+    macros["args_json_file"] = [str(file)]
+    for name in ("args_no_hyphens", "args_override_hydra"):
+        macros[name] = [*macros[name], *more]
+    by_word = {f"${{{name}}}": words for name, words in macros.items()}
+    words = utils.create_sweep_command(sweep.words)
+    return [each for word in words for each in by_word.get(word, [word])]
 
 
 def read_rows(trial: Trial) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ from trainkit.errors import TrainkitError
 
 _SECONDS = 20
 _TICK = 0.1
-_PROJECT = "trainkit"
 _FINISH_TIMEOUT = "600"
 _STATES: dict[str, State] = {
     "pending": "waiting",
@@ -37,58 +36,58 @@ _STATES: dict[str, State] = {
 """The state of a trial by its run's on the server; any other means that it crashed."""
 
 
-class Server:
-    """The server that the client is logged in to, for one sweep file.
+class OnlineSweep:
+    """A sweep on the server that the client is logged in to.
+
+    Args:
+        sweep: the file.
+        sweep_id: of a sweep that is resumed; None creates one.
+
+    Attributes:
+        id: the sweep's.
+        path: the sweep's on the server.
 
     Raises:
         TrainkitError: there is no server, or nobody is logged in.
     """
 
-    def __init__(self, sweep: SweepFile) -> None:
+    def __init__(self, sweep: SweepFile, sweep_id: str | None) -> None:
         import wandb
 
         self._sweep = sweep
-        with _as_our_error():
+        # The client prints; standard output is for the table.
+        with _as_our_error(), contextlib.redirect_stdout(sys.stderr):
             self._api = wandb.Api(timeout=_SECONDS)
             entity = os.environ.get("WANDB_ENTITY") or sweep.entity
             self._entity = str(entity or self._api.default_entity)
-        project = os.environ.get("WANDB_PROJECT") or sweep.project
-        self._project = str(project or _PROJECT)
+            project = os.environ.get("WANDB_PROJECT") or sweep.project
+            self._project = str(project or "trainkit")
+            where = f"{self._entity}/{self._project}"
+            if sweep_id is None:
+                self.id = wandb.sweep(sweep.config, self._entity, self._project)
+            else:
+                self.id = self._api.sweep(f"{where}/{sweep_id}").id
+            self.path = f"{where}/{self.id}"
 
-    def open(self, sweep_id: str | None) -> str:
-        """Create the sweep, or find the one that is resumed; returns its id."""
-        import wandb
-
-        # The client prints; standard output is for the table.
-        with _as_our_error(), contextlib.redirect_stdout(sys.stderr):
-            if sweep_id is not None:
-                return self._api.sweep(self.path(sweep_id)).id
-            return wandb.sweep(self._sweep.config, self._entity, self._project)
-
-    def path(self, name: str) -> str:
-        """The path of a sweep or run of the project."""
-        return f"{self._entity}/{self._project}/{name}"
-
-    def trials(self, sweep_id: str) -> list[Trial]:
+    def trials(self) -> list[Trial]:
         """The sweep's runs, in the state that the server knows now."""
-        with _as_our_error():
-            return [
-                self._trial(run) for run in self._api.sweep(self.path(sweep_id)).runs
-            ]
+        with _as_our_error(f"--resume {self.id} shows the trials once it answers."):
+            return [self._trial(run) for run in self._api.sweep(self.path).runs]
 
     def _trial(self, run: Any) -> Trial:
-        summary = {name: _value(entry) for name, entry in dict(run.summary).items()}
+        summary = dict(run.summary)
+        for name, entry in summary.items():
+            if hasattr(entry, "items"):  # by `define_metric(summary=...)`
+                summary[name] = next(iter(dict(entry).values()), None)
         config = {**flatten(run.config), **run.config}  # nested or not, by dotted name
         arguments = {k: config[k] for k in self._sweep.varied if k in config}
         state = _STATES.get(run.state, "crashed")
         trial = Trial(name=run.id, arguments=arguments, state=state)
         trial.read([summary], self._sweep.metric_name)
-        trial.num_rows = int(summary.get("_step", -1)) + 1
+        trial.rows = int(summary.get("_step", -1)) + 1
         return trial
 
-    def run_agents(
-        self, sweep_id: str, folder: Path, *, number: int, count: int | None
-    ) -> int:
+    def run(self, folder: Path, *, agents: int, count: int | None) -> int:
         """Run agents until they leave; their output goes to our errors.
 
         SIGINT and SIGTERM reach each agent as SIGTERM, which it passes on to its trial.
@@ -106,36 +105,35 @@ class Server:
         env.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT)
         agent = [sys.executable, "-m", "wandb", "agent", "--forward-signals"]
         agent += ["--term-timeout", str(round(kill_delay()))]
+        shares = [[]] * agents
+        if count is not None:  # as even as it goes
+            sizes = [len(range(each, count, agents)) for each in range(agents)]
+            shares = [["--count", str(size)] for size in sizes if size]
         with noted_signals() as came:
-            agents = [
+            running = [
                 subprocess.Popen(
-                    [*agent, *share, self.path(sweep_id)],
+                    [*agent, *share, self.path],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr,
                     start_new_session=True,  # the terminal's Ctrl-C is for the sweep
                 )
-                for share in _shares(count, number)
+                for share in shares
             ]
             passed_on = 0
-            while any(each.poll() is None for each in agents):
+            while any(each.poll() is None for each in running):
                 if len(came) > passed_on:
                     passed_on = len(came)
-                    for each in agents:
+                    for each in running:
                         each.terminate()
                 time.sleep(_TICK)
         return exit_status(came)
 
 
-def _value(entry: Any) -> Any:
-    """The value in a summary's entry, which `define_metric(summary=...)` nests."""
-    if hasattr(entry, "items"):
-        return next((each for _, each in entry.items()), None)
-    return entry
-
-
 @contextlib.contextmanager
-def _as_our_error() -> Iterator[None]:
+def _as_our_error(
+    remedy: str = "Or run this file without a server: --offline.",
+) -> Iterator[None]:
     import wandb
 
     try:
@@ -143,17 +141,5 @@ def _as_our_error() -> Iterator[None]:
     except (wandb.Error, ValueError, OSError) as error:
         raise TrainkitError(
             f"trainkit sweep: W&B reports: {error} Check `wandb login` and the "
-            f"network, or run this file without a server: --offline."
+            f"network. {remedy}"
         ) from error
-
-
-def _shares(count: int | None, number: int) -> list[list[str]]:
-    """The option of each agent that says how many trials it may start.
-
-    >>> _shares(5, 2), _shares(1, 3), _shares(None, 2)
-    ([['--count', '3'], ['--count', '2']], [['--count', '1']], [[], []])
-    """
-    if count is None:
-        return [[]] * number
-    shares = [len(range(first, count, number)) for first in range(number)]
-    return [["--count", str(share)] for share in shares if share]

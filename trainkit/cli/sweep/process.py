@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+
+from filelock import FileLock, Timeout
 
 from trainkit.cli.sweep.trial import State, Trial
 from trainkit.errors import TrainkitError
@@ -21,15 +22,13 @@ KILL_DELAY = "WANDB_AGENT_KILL_DELAY"
 
 _OF_ANOTHER_RUN = ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RESUME")
 _LOCK = "running.lock"
-_POLL = 0.05
 
 
 def environment() -> dict[str, str]:
     """This process's environment, with this Python's `python` and `trainkit` first."""
     env = {k: v for k, v in os.environ.items() if k not in _OF_ANOTHER_RUN}
     here = str(Path(sys.executable).parent)
-    env["PATH"] = os.pathsep.join([here, env.get("PATH", os.defpath)])
-    return env
+    return env | {"PATH": os.pathsep.join([here, env.get("PATH", os.defpath)])}
 
 
 def kill_delay() -> float:
@@ -74,15 +73,16 @@ class TrialProcess:
         self.becomes: State | None = None
         self._deadline = float("inf")
         folder = Path(trial.folder)
-        lock = _take_lock(folder)
-        if lock is None:
-            raise _is_still_running(trial)
-        with lock, (folder / "output.log").open("ab") as output:
+        with (
+            (folder / _LOCK).open("a") as lock,
+            (folder / "output.log").open("ab") as log,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._process = subprocess.Popen(
                 command,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal's Ctrl-C is for the sweep
                 pass_fds=[lock.fileno()],
@@ -93,7 +93,7 @@ class TrialProcess:
         """The exit code once it has ended; kills it after the time to end is over."""
         code = self._process.poll()
         if code is None and time.monotonic() > self._deadline:
-            _kill_all(self._process.pid)
+            _send(os.killpg, self._process.pid, signal.SIGKILL)
             return self._process.wait()
         return code
 
@@ -116,49 +116,28 @@ def end_orphan(trial: Trial) -> bool:
     Raises:
         TrainkitError: it is running and cannot be stopped.
     """
-    folder = Path(trial.folder)
-    if not folder.is_dir() or _becomes_free(folder, 0):
+    if not Path(trial.folder).is_dir() or _becomes_free(trial, 0):
         return False
-    if trial.pid is None:  # the sweep was killed before it had saved the number
-        raise _is_still_running(trial)
-    with suppress(ProcessLookupError):
-        os.kill(trial.pid, signal.SIGTERM)
-    if not _becomes_free(folder, kill_delay()):
-        _kill_all(trial.pid)
-        if not _becomes_free(folder, kill_delay()):
-            raise _is_still_running(trial)
-    return True
-
-
-def _kill_all(pid: int) -> None:
-    """Kill a process and those that it has started."""
-    with suppress(ProcessLookupError, PermissionError):  # it has ended
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _is_still_running(trial: Trial) -> TrainkitError:
-    return TrainkitError(
+    if trial.pid is not None:  # the sweep was not killed before it had saved it
+        for send, number in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
+            _send(send, trial.pid, number)
+            if _becomes_free(trial, kill_delay()):
+                return True
+    raise TrainkitError(
         f"trial {trial.name}: a process still runs it in {trial.folder}, and the sweep "
         f"cannot end it. End that process, then resume the sweep."
     )
 
 
-def _becomes_free(folder: Path, seconds: float) -> bool:
-    """Whether nobody has the lock of a folder, at the latest after some time."""
-    deadline = time.monotonic() + seconds
-    while (lock := _take_lock(folder)) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL)
-    lock.close()
-    return True
+def _send(how: Callable[[int, int], None], pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
+        how(pid, number)
 
 
-def _take_lock(folder: Path) -> IO[Any] | None:
-    file = (folder / _LOCK).open("a")
+def _becomes_free(trial: Trial, seconds: float) -> bool:
+    """Whether the lock of a trial's folder is free within some time."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+        with FileLock(Path(trial.folder, _LOCK)).acquire(timeout=seconds):
+            return True
+    except Timeout:
+        return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -14,7 +15,6 @@ from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
     FloatDistribution,
-    IntDistribution,
 )
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
@@ -51,7 +51,7 @@ def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | Non
         return None
     drawn: dict[str, Any] = {}
     if sweep.method == "grid":
-        every = itertools.product(*map(_listed, leaves.values()))
+        every = itertools.product(*map(_all_values, leaves.values()))
         point = next(itertools.islice(every, count, None), None)
         if point is None:
             return None
@@ -59,16 +59,22 @@ def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | Non
     else:
         drawn = _drawn(sweep, trials, random.Random(f"{seed}/{count}").getrandbits(32))
         values = {name: _value(each, drawn.get(name)) for name, each in leaves.items()}
-    return Trial(name="", arguments=_nested(sweep.parameters, values), drawn=drawn)
+    return Trial(name="", arguments=values, drawn=drawn)
 
 
 def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, Any]:
     """What Optuna draws; a trial that was stopped counts with its last value.
 
-    Each proposal has a study of its own, made of all results.
+    Each proposal has a study of its own, made of all results. Optuna draws the place in
+    a list, and of any other distribution a share from 0 to 1.
     """
-    spaces = {
-        name: space for name, each in sweep.leaves.items() if (space := _space(each))
+    share = FloatDistribution(_EDGE, 1 - _EDGE)
+    spaces: dict[str, BaseDistribution] = {
+        name: CategoricalDistribution(range(len(each.values)))
+        if each.kind == "categorical"
+        else share
+        for name, each in sweep.leaves.items()
+        if each.kind != "constant"
     }
     sampler: BaseSampler = RandomSampler(seed=seed)
     if sweep.method == "bayes":
@@ -82,62 +88,40 @@ def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, An
     return study.ask(spaces).params
 
 
-def _listed(parameter: Parameter) -> Sequence[Any]:
+def _all_values(parameter: Parameter) -> Sequence[Any]:
     """The values of a list, a constant or a range in a grid.
 
-    >>> _listed(Parameter(distribution="q_uniform", min=0, max=1, q=0.5))
+    >>> _all_values(Parameter(distribution="q_uniform", min=0, max=1, q=0.5))
     [0.0, 0.5, 1.0]
     """
-    if "min" not in parameter.takes:
-        return parameter.values or [parameter.value]
-    step = 1 if parameter.kind == "int_uniform" else parameter.q
-    num_steps = math.floor((parameter.max - parameter.min) / step + _EDGE)
-    return [parameter.min + step * n for n in range(num_steps + 1)]
-
-
-def _space(parameter: Parameter) -> BaseDistribution | None:
-    """What Optuna draws for a parameter: a share where it has no such distribution."""
-    kind, low, high = parameter.kind.removeprefix("q_"), parameter.min, parameter.max
-    if kind == "constant":
-        return None
-    if kind == "categorical":
-        return CategoricalDistribution(range(len(parameter.values)))
-    if kind == "int_uniform":
-        return IntDistribution(int(low), int(high))
-    if kind.endswith(("uniform", "uniform_values")):
-        return FloatDistribution(low, high, log=kind.endswith("values"))
-    return FloatDistribution(_EDGE, 1 - _EDGE)
+    if not parameter.kind.endswith("uniform"):
+        return parameter.listed
+    num_steps = math.floor((parameter.max - parameter.min) / parameter.q + _EDGE)
+    return [parameter.min + parameter.q * n for n in range(num_steps + 1)]
 
 
 def _value(parameter: Parameter, drawn: Any) -> Any:
     """The value of a parameter for what was drawn."""
-    kind, values = parameter.kind.removeprefix("q_"), parameter.values
+    kind, least, most = parameter.kind, parameter.min, parameter.max
     if kind == "constant":
         return parameter.value
     if kind == "categorical":
-        return values[drawn]
-    if values:
-        limits = itertools.accumulate(parameter.probabilities)
-        pairs = zip(limits, values, strict=True)
-        return next((value for at, value in pairs if drawn < at), values[-1])
+        return parameter.values[drawn]
+    if kind == "categorical_w_probabilities":
+        *limits, _ = itertools.accumulate(parameter.probabilities)
+        return parameter.values[bisect(limits, drawn)]
+    if kind == "int_uniform":
+        return least + int(drawn * (most - least + 1))
     if kind.endswith("normal"):
-        drawn = NormalDist(parameter.mu, parameter.sigma).inv_cdf(drawn)
-    if kind in ("log_uniform", "log_normal", "inv_log_uniform"):
-        drawn = math.exp(-drawn if kind.startswith("inv") else drawn)
-    is_rounded = parameter.kind.startswith("q_")
-    return round(drawn / parameter.q) * parameter.q if is_rounded else drawn
-
-
-def _nested(
-    parameters: Mapping[str, Parameter], values: Mapping[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """Values by dotted name as arguments that are nested as in the file."""
-    return {
-        name: _nested(parameter.parameters, values, f"{prefix}{name}.")
-        if parameter.parameters
-        else values[f"{prefix}{name}"]
-        for name, parameter in parameters.items()
-    }
+        value = NormalDist(parameter.mu, parameter.sigma).inv_cdf(drawn)
+    elif kind.endswith("uniform_values"):
+        value = least * (most / least) ** drawn
+    else:
+        value = least + drawn * (most - least)
+    if kind.endswith(("log_uniform", "log_normal")):  # of exponents of e
+        value = math.exp(-value if kind.startswith("inv") else value)
+    is_rounded = kind.startswith("q_")
+    return round(value / parameter.q) * parameter.q if is_rounded else value
 
 
 def is_poor(sweep: SweepFile, trial: Trial, trials: Sequence[Trial]) -> bool:
@@ -150,13 +134,14 @@ def is_poor(sweep: SweepFile, trial: Trial, trials: Sequence[Trial]) -> bool:
     rule, sign = sweep.early_terminate, -1 if sweep.maximizes else 1
     if rule is None:
         return False
+    next_band, end = float(rule.min_iter or 0), math.inf
+    if rule.max_iter and rule.s and not next_band:
+        next_band, end = max(1, rule.max_iter / rule.eta**rule.s), rule.max_iter
     losses = {
         each.name: [sign * value for value in each.metric if math.isfinite(value)]
         for each in trials
     }
-    band, next_band, end = 0, float(rule.min_iter or 0), math.inf
-    if rule.max_iter and rule.s and not next_band:
-        next_band, end = max(1, rule.max_iter / rule.eta**rule.s), rule.max_iter
+    band = 0
     while next_band < end and int(next_band) <= len(losses[trial.name]):
         band, next_band = int(next_band), next_band * rule.eta
     there = {

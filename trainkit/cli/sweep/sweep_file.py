@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,42 +111,44 @@ class Parameter(_Section):
         for name in ("categorical_w_probabilities", "categorical", "constant"):
             if self.model_fields_set >= _KEYS[name]:
                 return name
-        return "int_uniform" if self._is_whole else "uniform"
+        are_whole = isinstance(self.min, int) and isinstance(self.max, int)
+        return "int_uniform" if are_whole else "uniform"
 
     @property
-    def _is_whole(self) -> bool:
-        return isinstance(self.min, int) and isinstance(self.max, int)
-
-    @property
-    def takes(self) -> set[str]:
-        """The keys that its distribution takes."""
-        return _KEYS[self.kind]
+    def listed(self) -> list[Any]:
+        """Its values if it has a list or a constant; the lower end of a range."""
+        if self.values:
+            return self.values
+        return [self.min if "min" in _KEYS[self.kind] else self.value]
 
     @model_validator(mode="after")
     def _check(self) -> Parameter:
         if self.parameters:
             return self
-        kind, known = self.kind, [*_KEYS]
+        kind, known, shares = self.kind, [*_KEYS], self.probabilities
         rule = f"distribution must be one of {', '.join(known)}"
         _refuse_if(kind not in known, rule, did_you_mean(kind, known))
-        keys, given = self.takes, self.model_fields_set - {"distribution"}
+        keys, given = _KEYS[kind], self.model_fields_set - {"distribution"}
         _refuse_if(
             not keys - _HAVE_DEFAULTS <= given <= keys,
             f"distribution {kind} takes {' and '.join(sorted(keys))}",
             "Give it value, values, min and max, or parameters." * (not given),
         )
-        is_log, shares = "log_uniform" in kind, self.probabilities
-        needs_positive = is_log and kind.endswith("values")
         _refuse_if("min" in keys and not self.min < self.max, "min must be below max")
-        is_float = kind == "int_uniform" and not self._is_whole
-        _refuse_if(is_float, "int_uniform takes whole numbers")
+        _refuse_if(
+            kind == "int_uniform" and isinstance(self.min + self.max, float),
+            "int_uniform takes whole numbers",
+        )
         # https://docs.wandb.ai/guides/sweeps: log_uniform's bounds are exponents of e.
         _refuse_if(
-            is_log and not needs_positive and 0 < self.min < self.max <= 1,
+            kind.endswith("log_uniform") and 0 < self.min < self.max <= 1,
             f"{kind} takes exponents of e",
             f"Write distribution: {kind}_values for bounds of the value.",
         )
-        _refuse_if(needs_positive and self.min <= 0, f"{kind} needs min above 0")
+        _refuse_if(
+            kind.endswith("uniform_values") and self.min <= 0,
+            f"{kind} needs min above 0",
+        )
         are_shares = len(shares) == len(self.values) and min(shares, default=0) >= 0
         _refuse_if(
             "probabilities" in keys
@@ -248,7 +250,7 @@ class SweepFile(_Section):
     @property
     def leaves(self) -> dict[str, Parameter]:
         """The parameters that have values, nested or not, by dotted name."""
-        return dict(_leaves(self.parameters))
+        return _leaves(self.parameters)
 
     @property
     def varied(self) -> dict[str, Parameter]:
@@ -270,9 +272,8 @@ class SweepFile(_Section):
                 f"parameters.{name}: a grid needs values, received {each.kind}",
                 "List them as values: [...], or choose method: random or bayes.",
             )
-        needs_program = "${program}" in (self.command or ["${program}"])
         _refuse_if(
-            needs_program and not self.program,
+            "${program}" in (self.command or ["${program}"]) and not self.program,
             "program: must name the program of a trial, and is missing",
             f"Write program: train.py, or {_EXAMPLES['command']}.",
         )
@@ -288,21 +289,32 @@ class SweepFile(_Section):
         return self
 
 
-def _leaves(
-    parameters: Mapping[str, Parameter], prefix: str = ""
-) -> Iterator[tuple[str, Parameter]]:
-    for name, parameter in parameters.items():
-        if parameter.parameters:
-            yield from _leaves(parameter.parameters, f"{prefix}{name}.")
-        else:
-            yield prefix + name, parameter
+def _leaves(parameters: Mapping[str, Parameter], at: str = "") -> dict[str, Parameter]:
+    found: dict[str, Parameter] = {}
+    for name, each in parameters.items():
+        inner = _leaves(each.parameters, f"{at}{name}.")
+        found |= inner or {f"{at}{name}": each}
+    return found
+
+
+def nested(
+    parameters: Mapping[str, Parameter], values: Mapping[str, Any], at: str = ""
+) -> dict[str, Any]:
+    """Values by dotted name, as arguments that are nested as in the file."""
+    return {
+        name: nested(each.parameters, values, f"{at}{name}.")
+        if each.parameters
+        else values[f"{at}{name}"]
+        for name, each in parameters.items()
+    }
 
 
 def _message(error: ValidationError) -> str:
     """The first error in a line: the place, the rule, the value, and what to do."""
     detail: Any = error.errors(include_url=False)[0]
-    place = [part for part in detail["loc"] if part not in ("list", "dict", "[key]")]
-    at = ".".join(part for part in place if isinstance(part, str))
+    value, place = detail["input"], detail["loc"]
+    parts = [each for each in place if isinstance(each, str)]
+    at = ".".join(each for each in parts if each not in ("list", "dict", "[key]"))
     rule = re.sub(" or instance of .*", "", detail["msg"])
     rule = rule.replace("Input should be", "must be")
     example = _EXAMPLES.get(str(place[0]) if place else "")
@@ -313,8 +325,7 @@ def _message(error: ValidationError) -> str:
         rule = "W&B knows no such key"
         models = (Parameter, Metric, Hyperband, SweepFile)
         known = [key for model in models for key in model.model_fields]
-        remedy = did_you_mean(place[-1], known) or remedy
-    received = f", received {detail['input']!r}"
-    if not at and isinstance(detail["input"], dict):
-        received = ""  # the rule about the whole file says what it is about
+        remedy = did_you_mean(parts[-1], known) or remedy
+    # The rule about the whole file says what it is about.
+    received = "" if not at and isinstance(value, dict) else f", received {value!r}"
     return f"{at}{': ' * bool(at)}{rule}{received}. {remedy.strip()}".rstrip()

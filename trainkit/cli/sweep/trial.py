@@ -1,4 +1,4 @@
-"""The trials of a sweep: their arguments, how each went, and the table of them."""
+"""The trials of a sweep: how each went, and the table and the picture of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.cli.aligned import aligned
 from trainkit.cli.sweep.sweep_file import SweepFile, is_number
-from trainkit.cli.sweep.whole_config import flatten
+from trainkit.pages.look import LIGHT, is_wide, label_decades, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
 """States of a trial. "stopped" means by early_terminate, which is not a failure."""
+_STYLES = {"finished": (LIGHT["train"], "o"), "stopped": ("#e69f00", "s")}
+_MOST_PANELS = 12
+_MOST_TICKS = 8
 
 
 @dataclass(kw_only=True)
@@ -23,10 +30,10 @@ class Trial:
 
     Attributes:
         name: the id of its W&B run.
-        arguments: the proposed values, nested as in the file.
+        arguments: the proposed values, by dotted name.
         metric: the metric's values, in the order in which they were logged.
         logged: the names that it logged with numbers.
-        num_rows: how many rows it logged.
+        rows: how many rows it logged.
         exit_code: the exit status of its process.
         pid: the number of its process, while it runs.
         note: a remark, for example why it crashed.
@@ -39,7 +46,7 @@ class Trial:
     state: State = "waiting"
     metric: list[float] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
-    num_rows: int = 0
+    rows: int = 0
     exit_code: int | None = None
     pid: int | None = None
     note: str = ""
@@ -49,10 +56,10 @@ class Trial:
     def __str__(self) -> str:
         """The trial's name, state and arguments in one line.
 
-        >>> print(Trial(name="t", arguments={"lr": 1, "net": {"width": 8}}))
+        >>> print(Trial(name="t", arguments={"lr": 1, "net.width": 8}))
         t waiting: lr=1 net.width=8
         """
-        words = (f"{name}={value}" for name, value in self.flat.items())
+        words = (f"{name}={value}" for name, value in self.arguments.items())
         return f"{self.name} {self.state}: {' '.join(words)}"
 
     @property
@@ -61,56 +68,47 @@ class Trial:
         is_finite = self.metric and math.isfinite(self.metric[-1])
         return self.metric[-1] if is_finite else None
 
-    @property
-    def flat(self) -> dict[str, Any]:
-        """The arguments by their dotted names."""
-        return flatten(self.arguments)
-
     def read(self, rows: Sequence[Mapping[str, Any]], metric: str | None) -> None:
         """Note what the trial has logged, without W&B's own columns.
 
         >>> trial = Trial(name="t", arguments={})
         >>> trial.read([{"loss": 2, "_step": 0}, {"loss": "NaN", "a": "b"}], "loss")
-        >>> trial.metric, trial.logged, trial.num_rows
+        >>> trial.metric, trial.logged, trial.rows
         ([2.0, nan], ['loss'], 2)
         """
+        signless = ("NaN", "Infinity", "-Infinity")  # JSON has no sign for them
         numbers = [
-            {name: float(value) for name, value in row.items() if _is_logged(value)}
+            (name, float(value))
             for row in rows
+            for name, value in row.items()
+            if is_number(value) or value in signless
         ]
-        names = dict.fromkeys(name for row in numbers for name in row)
-        self.metric = [row[metric] for row in numbers if metric in row]
+        self.metric = [value for name, value in numbers if name == metric]
+        names = dict.fromkeys(name for name, _ in numbers)
         self.logged = [name for name in names if not name.startswith("_")]
-        self.num_rows = len(rows)
+        self.rows = len(rows)
 
 
-def _is_logged(value: Any) -> bool:
-    """Whether a value is a number, also one that JSON has no sign for."""
-    return is_number(value) or value in ("NaN", "Infinity", "-Infinity")
-
-
-def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:
+def ranked(sweep: SweepFile, trials: Sequence[Trial]) -> list[Trial]:
     """Trials with the best first, and those whose metric is not a number last."""
-    sign = -1 if maximizes else 1
-    return sorted(
-        trials, key=lambda each: (each.number is None, sign * (each.number or 0.0))
-    )
+    sign = -1 if sweep.maximizes else 1
+    return sorted(trials, key=lambda t: (t.number is None, sign * (t.number or 0.0)))
 
 
-def best_of(trials: Sequence[Trial], *, maximizes: bool) -> Trial | None:
+def best_of(sweep: SweepFile, trials: Sequence[Trial]) -> Trial | None:
     """The best of the finished trials; a stopped trial has trained only in part."""
     ended = [t for t in trials if t.state == "finished" and t.number is not None]
-    return next(iter(ranked(ended, maximizes=maximizes)), None)
+    return next(iter(ranked(sweep, ended)), None)
 
 
 def table(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
     """The lines of the table, with aligned columns."""
-    best = best_of(trials, maximizes=sweep.maximizes)
+    best = best_of(sweep, trials)
     rows = [
         ["", "trial", "state", sweep.metric_name or "metric", *sweep.varied, "note"]
     ]
-    for trial in ranked(trials, maximizes=sweep.maximizes):
-        values = [trial.flat.get(name, "") for name in sweep.varied]
+    for trial in ranked(sweep, trials):
+        values = [trial.arguments.get(name, "") for name in sweep.varied]
         cells = map(brief, [trial.metric[-1] if trial.metric else "", *values])
         note = trial.note if trial.state != "finished" or not trial.metric else ""
         mark = "*" if trial is best else ""
@@ -120,26 +118,17 @@ def table(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
 
 def as_json(sweep: SweepFile, trials: Sequence[Trial], **about: Any) -> str:
     """The table as JSON; a metric that is not a finite number is null."""
-    best = best_of(trials, maximizes=sweep.maximizes)
-    content = {
+    best = best_of(sweep, trials)
+    content: dict[str, Any] = {
         **about,
         "metric": sweep.metric_name,
         "goal": "maximize" if sweep.maximizes else "minimize",
         "best": best.name if best else None,
-        "trials": [
-            {
-                "name": trial.name,
-                "state": trial.state,
-                "value": trial.number,
-                "arguments": trial.flat,
-                "rows": trial.num_rows,
-                "exit_code": trial.exit_code,
-                "note": trial.note,
-                "folder": trial.folder,
-            }
-            for trial in ranked(trials, maximizes=sweep.maximizes)
-        ],
+        "trials": [{**asdict(t), "value": t.number} for t in ranked(sweep, trials)],
     }
+    for trial in content["trials"]:
+        for name in ("metric", "logged", "pid", "drawn"):
+            del trial[name]
     return json.dumps(content, indent=2, allow_nan=False)
 
 
@@ -170,3 +159,57 @@ def lacking(sweep: SweepFile, trials: Sequence[Trial]) -> str:
         f"{start}, nor did another trial. It logged {', '.join(close)}. Write one of "
         f"these into metric.name, and start a new sweep."
     )
+
+
+def picture_of(sweep: SweepFile, trials: Sequence[Trial]) -> Figure:
+    """A picture of the trials that have a number.
+
+    A trial that was stopped early is a square, and the best trial has a ring. A
+    parameter with a list of values has them at equal distances.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [t for t in trials if t.number is not None and t.state in _STYLES]
+    numbers = [trial.number or 0.0 for trial in shown]
+    best = best_of(sweep, trials)
+    names = ["trial", *sweep.varied][:_MOST_PANELS]
+    columns = 2 if len(names) == 4 else min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    size = (4.4 * columns, 3.4 * rows)
+    figure = Figure(size, dpi=150, layout="constrained")  # it needs no window
+    for at, name in enumerate(names, 1):
+        panel = figure.add_subplot(rows, columns, at, xlabel=name)
+        panel.set_ylabel(sweep.metric_name or "metric")
+        places = _places(panel, sweep, shown) if at > 1 else map(trials.index, shown)
+        for trial, place, number in zip(shown, places, numbers, strict=True):
+            colour, marker = _STYLES[trial.state]
+            panel.scatter(place, number, s=30, color=colour, marker=marker)
+            if trial is best:
+                ring = {"facecolors": "none", "edgecolors": "black", "linewidths": 1.3}
+                panel.scatter(place, number, s=110, **ring)
+        if is_wide(min(numbers, default=0), max(numbers, default=0)):
+            panel.set_yscale("log")
+            label_decades(panel.yaxis)
+        tidy(panel)
+    states = [trial.state for trial in trials]
+    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    title = f"{sweep.name or sweep.path.stem}: {sweep.method}, {', '.join(counts)}"
+    figure.suptitle(f"{title}\nsquares: stopped early; in a ring: the best", size=10)
+    return figure
+
+
+def _places(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> Sequence[Any]:
+    """Make the axis of a parameter; returns the places of the trials on it."""
+    parameter = sweep.varied[name := panel.get_xlabel()]
+    values: list[Any] = [trial.arguments.get(name) for trial in trials]
+    if not parameter.values and all(map(is_number, values)):
+        if "log" in parameter.kind and min(values, default=0) > 0:
+            panel.set_xscale("log")
+            panel.set_xlim(min(values) / 1.3, max(values) * 1.3)
+            label_decades(panel.xaxis)
+        return values
+    texts = list(dict.fromkeys(map(brief, [*parameter.values, *values])))
+    step = math.ceil(len(texts) / _MOST_TICKS)
+    panel.set_xticks(range(0, len(texts), step), texts[::step])
+    panel.set_xlim(-0.5, len(texts) - 0.5)
+    return [texts.index(brief(value)) for value in values]

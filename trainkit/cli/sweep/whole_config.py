@@ -1,16 +1,10 @@
 """The arguments that a sweep has set, separated from what runs have logged.
 
-1. `wandb agent` starts a trial with the swept arguments. When it resumes a trial, after
-   a preemption, it passes the run's whole configuration instead: each top-level entry
-   that was ever logged, with dictionaries in Python's notation
-   (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
-   https://github.com/wandb/wandb/issues/4237). `for_train` keeps the words that
-   `trainkit train` can take.
-2. W&B locks the entries that a sweep sets, and warns "locked by 'sweep'" if one is
-   logged again. `without_swept` keeps the other entries.
-
-An agent writes the arguments to a file, with their types; so does a sweep without a
-server.
+An agent, and a sweep without a server, write a trial's arguments to a file, with their
+types. When an agent resumes a trial, after a preemption, it hands over the run's whole
+configuration instead: each top-level entry that was ever logged, with dictionaries in
+Python's notation (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
+https://github.com/wandb/wandb/issues/4237).
 """
 
 from __future__ import annotations
@@ -56,11 +50,11 @@ def for_train(argv: list[str]) -> list[str]:
     groups = {key: options(key) for key in texts if options(key)}
     chosen = [f"{key}={given[key]}" for key in groups if given[key] in groups[key]]
     config = Composition([*fixed, *chosen]).config
-    sections = OmegaConf.to_container(config, resolve=False)
+    known = {*_keys(OmegaConf.to_container(config, resolve=False)), *groups}
     is_swept = "WANDB_SWEEP_ID" not in os.environ  # nothing logged, without a server
     kept: list[str] = []
     for word in argv:
-        if not _is_given(word, given):
+        if word in fixed:
             kept.append(word)
             continue
         name = word.partition("=")[0]
@@ -72,7 +66,7 @@ def for_train(argv: list[str]) -> list[str]:
         kept += [
             f"{name.removesuffix(key)}{dotted}={hydra_text(each)}"
             for dotted, each in flatten({key: value}).items()
-            if is_swept or dotted in groups or _has(sections, dotted)
+            if is_swept or dotted in known
         ]
     return kept
 
@@ -93,7 +87,10 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without_swept(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the top-level entries that the sweep has set."""
+    """A configuration without the top-level entries that the sweep has set.
+
+    W&B locks these, and warns "locked by 'sweep'" if one is logged again.
+    """
     given = _given()
     return {key: value for key, value in config.items() if key not in given}
 
@@ -128,12 +125,13 @@ def _is_given(word: str, given: Mapping[str, Any]) -> bool:
     return key in given and (is_dictionary or str(given[key]) == text)
 
 
-def _has(sections: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(sections, Mapping) or part not in sections:
-            return False
-        sections = sections[part]
-    return True
+def _keys(section: Any, prefix: str = "") -> list[str]:
+    """The dotted names of all values and sections of a configuration."""
+    found = []
+    for name, value in section.items():
+        inner = _keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
+        found += [f"{prefix}{name}", *inner]
+    return found
 
 
 def hydra_text(value: Any) -> str:
