@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from tests.cli.report.runs import page_of, run_folder
 from trainkit.cli.report.charts import Chart
-from trainkit.cli.report.drawing import _add_head, figure_of
+from trainkit.cli.report.drawing import _save, figure_of
 from trainkit.cli.report.lines import LARGEST, Line
 from trainkit.pages.look import LIGHT
 
@@ -68,21 +68,15 @@ def labels(axis: Axis) -> list[str]:
     return [text.get_text() for text in shown]
 
 
-def test_what_holds_until_the_next_is_drawn_as_stairs() -> None:
-    for as_stairs, style in ((True, "steps-post"), (False, "default")):
-        (line,) = panel_of(4.0, 8.0, as_stairs=as_stairs).lines
-        assert line.get_drawstyle() == style
-
-
-LOG, SHARE, ZERO = {"may_be_log": True}, {"is_share": True}, {"from_zero": True}
+SHARE, ZERO = {"is_share": True}, {"from_zero": True}
 
 
 @pytest.mark.parametrize(
     ("values", "options", "scale", "said"),
     [
-        ([0.5, 20.0], LOG, "log", "0.5 1 2 5 10 20"),
-        ([1e-4, 10], LOG, "log", "0.0001 0.001 0.01 0.1 1 10"),
-        ([-1.0, 50.0], LOG, "linear", "0 10 20 30 40 50"),
+        ([0.5, 20.0], {}, "log", "0.5 1 2 5 10 20"),
+        ([1e-4, 10], {}, "log", "0.0001 0.001 0.01 0.1 1 10"),
+        ([-1.0, 50.0], {}, "linear", "0 10 20 30 40 50"),
         ([0.0, 0.2], SHARE, "linear", "0% 5% 10% 15% 20%"),
         ([0.0, 7.0], ZERO, "linear", "0 2 4 6"),
         ([1.0, 1.0], {}, "linear", "0.9 0.95 1 1.05 1.1"),
@@ -95,6 +89,9 @@ def test_numbers_along_the_axis_are_round(
     values: list[float], options: dict[str, Any], scale: str, said: str
 ) -> None:
     panel = panel_of(*values, **options)
+    stairs = panel_of(*values, as_stairs=True, **options)  # hold until the next
+    styles = [each.lines[0].get_drawstyle() for each in (panel, stairs)]
+    assert styles == ["default", "steps-post"]
     assert panel.get_yscale() == scale
     assert labels(panel.yaxis) == said.replace("2e6", "2,000,000").split()
 
@@ -112,14 +109,13 @@ def test_steps_are_whole_numbers_along_the_axis(last: float, said: str) -> None:
     assert labels(panel_of(1.0, 2.0, steps=[0, last]).xaxis) == said.split()
 
 
-def test_any_name_stands_in_the_picture_as_it_is() -> None:
+def test_any_name_stands_in_the_picture_as_it_is(tmp_path: Path) -> None:
     series = Line("loss", (0.0, 1.0), (1.0, 2.0))
     names = ["_hidden", "$x^$", "<b>&"]
     lines = [replace(series, name=name) for name in names]
     named = Chart("loss", "$x^$ and <b>", "", lines=lines)
     figure = figure_of(named)
-    _add_head(figure, named)
-    FigureCanvasAgg(figure).draw()
+    _save(figure, named, tmp_path / "pictures" / "loss.png")
     said = [text.get_text() for text in reversed(figure.texts)]
     assert said == [named.title, *(f"{name}  2 at step 1" for name in names)]
 
@@ -128,13 +124,11 @@ VALUES = st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=9)
 
 
 @settings(max_examples=10)
-@given(VALUES, st.booleans(), st.booleans())
-def test_whatever_was_logged_is_drawn(
-    values: list[float], from_zero: bool, may_be_log: bool
-) -> None:
+@given(VALUES, st.booleans())
+def test_whatever_was_logged_is_drawn(values: list[float], from_zero: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as `draw` does
-        panel = panel_of(*values, from_zero=from_zero, may_be_log=may_be_log)
+        panel = panel_of(*values, from_zero=from_zero)
         FigureCanvasAgg(panel.figure).draw()
     low, high = panel.get_ylim()
     assert low <= min(values) <= max(values) <= high

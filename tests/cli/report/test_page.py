@@ -119,24 +119,27 @@ def test_two_charts_share_no_identifier(page: str) -> None:
     assert set(used) <= set(known)
 
 
-def test_what_is_not_finite_leaves_a_gap_and_is_counted(tmp_path: Path) -> None:
-    for losses, pieces in (
-        ([3.0, 2.0, "nan", "inf", 2.0, 1.0], [4, 4]),
-        ([3.0, 2.0, 2.5], [6]),  # the control
-    ):
-        rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
-        page = page_of(run_folder(tmp_path, rows))
-        (line,) = drawn(page, "Loss")
-        assert [len(piece) for piece in line] == pieces
-        gaps = str(len(losses) - sum(pieces) // 2)
-        assert cells(page, "numbers")["val/loss"][1] == gaps
-
-
-def test_the_lines_are_there_in_numbers(tmp_path: Path) -> None:
-    rows = [{"step": n, "val/loss": 4.5 - n} for n in range(3)]
-    assert cells(page_of(run_folder(tmp_path, rows)), "numbers") == {
+@pytest.mark.parametrize(
+    ("losses", "pieces", "numbers"),
+    [
+        (
+            [3.0, 2.0, "nan", "inf", 2.0, 1.0],
+            [4, 4],
+            ["4", "2", "3", "1", "1", "3", "0 to 5"],
+        ),
+        ([3.0, 2.0, 2.5], [6], ["3", "0", "3", "2.5", "2", "3", "0 to 2"]),
+    ],
+)
+def test_what_is_not_finite_leaves_a_gap_and_the_lines_are_there_in_numbers(
+    losses: list[Any], pieces: list[int], numbers: list[str], tmp_path: Path
+) -> None:
+    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
+    page = page_of(run_folder(tmp_path, rows))
+    (line,) = drawn(page, "Loss")
+    assert [len(piece) for piece in line] == pieces
+    assert cells(page, "numbers") == {
         "": ["values", "not finite", "first", "last", "least", "largest", "steps"],
-        "val/loss": ["3", "0", "4.5", "2.5", "2.5", "4.5", "0 to 2"],
+        "val/loss": numbers,
     }
 
 

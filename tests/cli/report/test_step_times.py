@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.helpers import loader as loader_of
 from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
@@ -80,18 +81,9 @@ class Slow:
             yield batch
 
 
-class Saving(Callback):
-    def __init__(self, path: Any) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-class Failing(Callback):
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 3:
-            raise KeyError("an error")
+def failing(trainer: Any, *_: Any) -> None:
+    if trainer.global_step == 3:
+        raise KeyError("an error")
 
 
 def fitted(clock: Clock, path: Path, *callbacks: Any, **options: Any) -> Any:
@@ -102,7 +94,7 @@ def fitted(clock: Clock, path: Path, *callbacks: Any, **options: Any) -> Any:
     each: Any
     with quiet_lightning():
         each = trainer(2, callbacks=[measured, *callbacks], **how)
-        each.fit(Net(clock), data, Slow(clock, [BATCHES[0]]))
+        each.fit(Net(clock), data, Slow(clock, BATCHES[:1]))
     assert not {"start", "stop"} & vars(each.profiler).keys()  # given back
     for copied in (copy.deepcopy(measured), pickle.loads(pickle.dumps(measured))):
         assert copied._step == -1 < measured._step  # a copy begins anew
@@ -131,9 +123,13 @@ def test_each_step_has_its_time_without_what_lies_between(
     tmp_path: Path,
 ) -> None:
     """The control: with validations and checkpoints there were 33,000 seconds."""
+
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+
     callbacks: list[Any] = [AccumulationCallback(each) for each in strategies]
     callbacks += [WindowMonitor(every_n_steps=1000)] * (tokens is not None)
-    saving = Saving(tmp_path / "one.ckpt")
+    saving = LambdaCallback(on_train_batch_end=save)
     times = fitted(clock, tmp_path, *callbacks, saving, val_check_interval=3)
     assert clock.now > 16 * CHECKPOINT + FIRST
     assert times["step"].tolist() == [*range(2, NUM_MEASURED + 2)]
@@ -163,7 +159,7 @@ def test_a_training_that_fails_has_what_it_had_and_another_process_writes_on(
 ) -> None:
     windows = AccumulationCallback(PerSample())
     with pytest.raises(KeyError):
-        fitted(clock, tmp_path, windows, Failing())
+        fitted(clock, tmp_path, windows, LambdaCallback(on_train_batch_start=failing))
     times = read_step_times(tmp_path / "step_times.csv")
     assert times["seconds"].tolist() == [SECONDS] * 2
     times = fitted(clock, tmp_path, AccumulationCallback(PerSample()))

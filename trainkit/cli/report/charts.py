@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle
 
 from trainkit.cli.report.lines import SCALE, WINDOW_SIZE, Line
 from trainkit.pages.look import number
 
 METRIC = "metric_"
 """The beginning of the keys of charts of metrics that are not ours."""
-_COLOURS = ("train", "other1", "other2", "other3", "other4")
+_OTHERS = ("other1", "other2", "other3", "other4")
 _PHASE = re.compile(r"^(train|val|valid|validation|test)/")
 _NO_CHARTS = re.compile(
     r"window/(\d+/)?(seen|samples_seen|noise_scale_low|noise_scale_high)"
@@ -30,8 +30,8 @@ class Chart:
         caption: a sentence that says what it shows.
         columns: a pattern of the names of its lines. Default: those of `WindowMonitor`
             that are called as its key, of one or several optimizers.
-        from_zero: whether 0 is on the axis.
-        may_be_log: whether the axis becomes logarithmic if values are far apart.
+        from_zero: whether 0 is on the axis; else it becomes logarithmic if values are
+            far apart.
         as_stairs: whether a value holds until the next one.
         is_share: whether values are shown as a percentage.
         note: a remark below it.
@@ -43,7 +43,6 @@ class Chart:
     caption: str
     columns: str = ""
     from_zero: bool = False
-    may_be_log: bool = False
     as_stairs: bool = False
     is_share: bool = False
     note: str = ""
@@ -68,7 +67,6 @@ _CHARTS = (
         "Loss",
         "The mean loss of all ranks, in each window and in each validation.",
         r"window/(\d+/)?loss|train[/_]loss(_step)?|val\w*[/_](.*[/_])?loss(_epoch)?",
-        may_be_log=True,
     ),
     Chart(
         "weight",
@@ -109,7 +107,6 @@ _CHARTS = (
         "grad_norm",
         "Gradient norm",
         "The 2-norm of the window's gradient, before clipping.",
-        may_be_log=True,
     ),
     Chart(
         "padding",
@@ -143,7 +140,6 @@ _CHARTS = (
         "The window in samples whose noise is as large as its gradient, with its 90 % "
         "interval, and the size of the window.",
         f"{SCALE}|{WINDOW_SIZE}",
-        may_be_log=True,
         note="Where the interval has no upper end, the band ends at the top. This is a "
         "model's estimate, good to about a factor of 2.",
     ),
@@ -168,37 +164,28 @@ def choose(
         lines = _coloured(left.pop(name) for name in own)
         if lines:
             charts.append(replace(chart, title=title, lines=lines))
+    # Training and validation share the chart of a metric that is not ours.
     others: dict[str, list[Line]] = {}
     for name, line in left.items():
         others.setdefault(_PHASE.sub("", name), []).append(line)
-    groups = list(others.values())
-    rest = [line.name for lines in groups[_MOST_OTHERS:] for line in lines]
-    left_out = [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
-    return [*charts, *map(_other, groups[:_MOST_OTHERS])], left_out
-
-
-def _other(lines: Sequence[Line]) -> Chart:
-    """The chart of a metric that is not ours; training and validation share one."""
-    names = [line.name for line in lines]
-    return Chart(
-        METRIC + re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:100],
-        " and ".join(names),
-        "As it was logged.",
-        may_be_log=True,
-        as_stairs=names[0].startswith("lr_scaling/"),
-        lines=_coloured(lines),
-    )
+    groups = [[line.name for line in lines] for lines in others.values()]
+    for names in groups[:_MOST_OTHERS]:
+        key = METRIC + re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:100]
+        lines = _coloured(left[name] for name in names)
+        holds = names[0].startswith("lr_scaling/")
+        chart = Chart(key, " and ".join(names), "As it was logged.", as_stairs=holds)
+        charts.append(replace(chart, lines=lines))
+    rest = [name for names in groups[_MOST_OTHERS:] for name in names]
+    return charts, [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
 
 
 def _coloured(lines: Iterable[Line]) -> list[Line]:
     """The lines in their colours, all after the first one dashed."""
-    looks = cycle((colour, "dashed") for colour in _COLOURS[1:])
-    own: tuple[str, str] = (_COLOURS[0], "solid")
+    looks = chain([("train", "solid")], cycle((each, "dashed") for each in _OTHERS))
+    validation = ("validation", "solid")
     found = []
     for line in lines:
-        if line.name.startswith("val"):
-            colour, dash = "validation", "solid"
-        else:
-            (colour, dash), own = own, next(looks)
+        is_validation = line.name.startswith("val")
+        colour, dash = validation if is_validation else next(looks)
         found.append(replace(line, colour=colour, dash=dash))
     return found

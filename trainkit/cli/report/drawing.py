@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cli.report.charts import Chart
-from trainkit.cli.report.lines import Line
 from trainkit.pages.look import LIGHT, is_wide, label_decades, number, tidy
 
 if TYPE_CHECKING:
@@ -41,45 +40,24 @@ def draw_all(charts: Sequence[Chart], pictures: Path | None = None) -> list[str]
 
     The first chart is drawn over the full width, too.
     """
-    if pictures is not None:
-        pictures.mkdir(exist_ok=True)
     names = [chart.key.casefold() for chart in charts]
     found = []
-    for place, chart in enumerate(charts):
-        again = names[:place].count(names[place])  # by another case, or a sign
-        name = chart.key + f"_{again + 1}" * bool(again)
-        png = None if pictures is None else pictures / f"{name}.png"
-        found.append(draw(chart, name, png=png))
-    wide = draw(charts[0], f"{charts[0].key}, wide", width=_FULL_WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of overflowing spans, missing glyphs
+        for place, chart in enumerate(charts):
+            again = names[:place].count(names[place])  # by another case, or a sign
+            name = chart.key + f"_{again + 1}" * bool(again)
+            figure = figure_of(chart)
+            found.append(_svg(figure, chart, name))
+            if pictures is not None:
+                _save(figure, chart, pictures / f"{name}.png")
+        wide = _svg(figure_of(charts[0], _FULL_WIDTH), charts[0], "wide")
     found[0] = f'<div class="wide">{wide}</div><div class="narrow">{found[0]}</div>'
     return found
 
 
-def draw(
-    chart: Chart, name: str, *, width: float = _WIDTH, png: Path | None = None
-) -> str:
-    """Draw a chart as an SVG element, which takes its colours from the page.
-
-    Args:
-        chart: what is drawn.
-        name: tells it apart from the other drawings of the page.
-        width: in inches.
-        png: the file of the same figure as a PNG, with the texts that stand beside it.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of overflowing spans, missing glyphs
-        figure = figure_of(chart, width)
-        svg = _svg(figure, chart, name)
-        if png is not None:
-            _add_head(figure, chart)
-            # A training waits for its pictures: compress them quickly.
-            quick = {"compress_level": 3}
-            figure.savefig(png, dpi=180, bbox_inches="tight", pil_kwargs=quick)
-    return svg
-
-
 def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
-    """A chart as a figure without title and legend."""
+    """A chart as a figure without title and legend; its width is in inches."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -88,12 +66,24 @@ def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
     place = (_LEFT / width, _BOTTOM / _HEIGHT, across / width, up / _HEIGHT)
     panel = figure.add_axes(place)
     panel.patch.set_visible(False)  # the page has a colour of its own
-    for line in chart.lines:
-        _draw_line(panel, chart, line.thinned())
-    steps = MaxNLocator(
-        round(1.4 * width), steps=[1, 2, 5, 10], integer=True, min_n_ticks=1
-    )
-    panel.xaxis.set_major_locator(steps)
+    for line in (each.thinned() for each in chart.lines):
+        colour = LIGHT[line.colour]
+        if line.low:
+            see_through = 0.5 / (1 + len(chart.lines))  # bands lie on each other
+            band = {"color": colour, "alpha": see_through, "linewidth": 0}
+            panel.fill_between(line.steps, line.low, line.high, **band)
+        panel.plot(
+            line.steps,
+            line.values,
+            color=colour,
+            linewidth=1.2,
+            linestyle=line.dash,
+            drawstyle="steps-post" if chart.as_stairs else "default",
+            marker="o" if len(line.steps) <= _FEW else None,
+            markersize=3,
+        )
+    steps = {"steps": [1, 2, 5, 10], "integer": True, "min_n_ticks": 1}
+    panel.xaxis.set_major_locator(MaxNLocator(round(1.4 * width), **steps))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
     _set_values(panel, chart)
@@ -105,29 +95,6 @@ def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
     return figure
 
 
-def _draw_line(panel: Axes, chart: Chart, line: Line) -> None:
-    colour = LIGHT[line.colour]
-    if line.low:
-        panel.fill_between(
-            line.steps,
-            line.low,
-            line.high,
-            color=colour,
-            alpha=0.5 / (1 + len(chart.lines)),  # bands lie on each other
-            linewidth=0,
-        )
-    panel.plot(
-        line.steps,
-        line.values,
-        color=colour,
-        linewidth=1.2,
-        linestyle=line.dash,
-        drawstyle="steps-post" if chart.as_stairs else "default",
-        marker="o" if len(line.steps) <= _FEW else None,
-        markersize=3,
-    )
-
-
 def _set_values(panel: Axes, chart: Chart) -> None:
     """Set the limits of the axis of values, and its labels."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -135,7 +102,7 @@ def _set_values(panel: Axes, chart: Chart) -> None:
     edges = [each for x in chart.lines for each in (x.values, x.low, x.high)]
     values = [value for each in edges for value in each if math.isfinite(value)]
     least, most = min(values), max(values)
-    if chart.may_be_log and is_wide(least, most):
+    if not chart.from_zero and is_wide(least, most):
         panel.set_yscale("log")
         panel.margins(y=_MARGIN)
         label_decades(panel.yaxis)
@@ -148,7 +115,10 @@ def _set_values(panel: Axes, chart: Chart) -> None:
 
 
 def _svg(figure: Figure, chart: Chart, name: str) -> str:
-    """The figure as SVG, in the colours of `LIGHT` by name and the font of the page."""
+    """The figure as SVG, in the colours of `LIGHT` by name and the font of the page.
+
+    Its name tells it apart from the other drawings of the page.
+    """
     import matplotlib
 
     file = io.StringIO()
@@ -163,8 +133,8 @@ def _svg(figure: Figure, chart: Chart, name: str) -> str:
     return _HEAD.sub(lambda found: f"<svg {found[1]} {head}>", text)
 
 
-def _add_head(figure: Figure, chart: Chart) -> None:
-    """Add the title, and the names of the lines in their colours, above the chart."""
+def _save(figure: Figure, chart: Chart, png: Path) -> None:
+    """Write the figure with its title, and its lines' names in their colours."""
     up = 1.0
     for line in reversed(chart.lines):
         said = f"{line.name}  {chart.last(line)}"
@@ -172,3 +142,7 @@ def _add_head(figure: Figure, chart: Chart) -> None:
         figure.text(_LEFT / _WIDTH, up, said, parse_math=False, **style)
         up += 0.07
     figure.text(_LEFT / _WIDTH, up, chart.title, fontsize=10, parse_math=False)
+    png.parent.mkdir(exist_ok=True)
+    # A training waits for its pictures: compress them quickly.
+    quick = {"compress_level": 3}
+    figure.savefig(png, dpi=180, bbox_inches="tight", pil_kwargs=quick)

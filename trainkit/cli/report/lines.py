@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -19,8 +20,6 @@ LARGEST = 1e250
 """A larger value is drawn as a gap, as infinity is: no axis can hold it."""
 SCALE, SEEN = "window/noise_scale", "window/samples_seen"
 WINDOW_SIZE = "size of the window"
-_LOW, _HIGH = f"{SCALE}_low", f"{SCALE}_high"
-_STRETCHES = MOST // 4
 _ROOM = 4
 """How many times as far as the values the band of the noise scale is drawn at most."""
 
@@ -61,19 +60,19 @@ class Line:
         """
         if len(self.steps) <= MOST:
             return self
-        stretches = np.array_split(np.arange(len(self.steps)), _STRETCHES)
 
-        def each(numbers: Sequence[float], of: Callable[[Any], Any]) -> list[float]:
-            return [float(of(np.asarray(numbers)[stretch])) for stretch in stretches]
+        def each(of: Callable[[Any], Any], numbers: Sequence[float]) -> list[float]:
+            stretches = np.array_split(np.asarray(numbers), MOST // 4)
+            return [float(of(stretch)) for stretch in stretches]
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a stretch may be one gap
             return replace(
                 self,
-                steps=each(self.steps, np.max),
-                values=each(self.values, np.nanmean),
-                low=each(self.low or self.values, np.nanmin),
-                high=each(self.high or self.values, np.nanmax),
+                steps=each(np.max, self.steps),
+                values=each(np.nanmean, self.values),
+                low=each(np.nanmin, self.low or self.values),
+                high=each(np.nanmax, self.high or self.values),
             )
 
 
@@ -114,12 +113,12 @@ def window_sizes(columns: Mapping[str, Line]) -> dict[float, float]:
     >>> window_sizes({SEEN: Line(SEEN, (1.0, 2.0, 12.0), (8.0, 16.0, 176.0))})
     {1.0: 8.0, 2.0: 8.0, 12.0: 16.0}
     """
-    sizes, before, then = {}, 0.0, 0.0
-    for step, samples in columns[SEEN].shown if SEEN in columns else ():
-        if samples > before:
-            sizes[step] = (samples - before) / (step - then)
-        before, then = samples, step
-    return sizes
+    seen = [(0.0, 0.0), *(columns[SEEN].shown if SEEN in columns else ())]
+    return {
+        step: (samples - before) / (step - then)
+        for (then, before), (step, samples) in pairwise(seen)
+        if samples > before
+    }
 
 
 def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
@@ -128,9 +127,9 @@ def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
     An end of the interval that is not known, or far out, is the end of the axis. A
     noise scale of 0 is a gap, for a logarithmic axis cannot hold it.
     """
-    if SCALE not in columns or max(value for _, value in columns[SCALE].shown) <= 0:
+    scale, sizes = columns.get(SCALE), window_sizes(columns)
+    if scale is None or max(value for _, value in scale.shown) <= 0:
         return {}
-    scale, sizes = columns[SCALE], window_sizes(columns)
     values = [value if value > 0 else math.nan for value in scale.values]
     scale = replace(scale, values=values)
     known = [*(value for _, value in scale.shown), *sizes.values()]
@@ -140,7 +139,8 @@ def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
         ends = dict(columns[name].shown) if name in columns else {}
         return [min(max(ends.get(x, unknown), least), most) for x in scale.steps]
 
-    lines = {SCALE: replace(scale, low=edge(_LOW, least), high=edge(_HIGH, most))}
+    low, high = edge(f"{SCALE}_low", least), edge(f"{SCALE}_high", most)
+    lines = {SCALE: replace(scale, low=low, high=high)}
     if sizes:
         lines[WINDOW_SIZE] = Line(WINDOW_SIZE, [*sizes], [*sizes.values()])
     return lines

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.report.compare import comparison
-from trainkit.cli.report.page import write_report
-from trainkit.cli.report.run import Run, read_run
+from trainkit.cli.report.page import comparison, write_report
+from trainkit.cli.report.run import read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
@@ -26,26 +25,27 @@ _PAGE = "runs.html"
 
 def main(argv: list[str]) -> int:
     """Run `trainkit report`, and return the exit status."""
-    parser = Arguments(
-        prog="trainkit report",
-        description="Draw the report of a run, or several runs in one page.",
-        epilog=EPILOG,
-    )
-    parser.add_argument(
-        "run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"
-    )
-    parser.add_argument("--no-pictures", action="store_true", help="leave the PNGs out")
-    parser.add_argument(
-        "--to", type=Path, metavar="PAGE.html", help=f"several runs: default {_PAGE}"
-    )
+    about = "Draw the report of a run, or several runs in one page."
+    parser = Arguments(prog="trainkit report", description=about, epilog=EPILOG)
+    add = parser.add_argument
+    where = "the folder of a run"
+    add("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help=where)
+    add("--no-pictures", action="store_true", help="leave the PNGs out")
+    several = f"several runs: default {_PAGE}"
+    add("--to", type=Path, metavar="PAGE.html", help=several)
     args = parser.parse_args(argv)
-    paths = dict.fromkeys(run for each in args.run_dir for run in _runs_in(each))
-    begun = [path for path in paths if (path / RunFolder.METRICS).is_file()]
-    runs = [_read(path) for path in begun]
-    left_out = [
-        f"{path} (no {RunFolder.METRICS})" for path in paths if path not in begun
-    ]
-    to = (args.to or Path(_PAGE)).absolute()
+    runs, left_out = [], []
+    for path in dict.fromkeys(run for each in args.run_dir for run in _runs_in(each)):
+        if not (path / RunFolder.METRICS).is_file():
+            left_out.append(f"{path} (no {RunFolder.METRICS})")
+            continue
+        runs.append(read_run(RunFolder(path)))
+        if not runs[-1].charts:
+            raise TrainkitError(
+                f"RUN_DIR: must have rows of numbers in {RunFolder.METRICS}, and "
+                f"{path} has none yet. Wait until the run logs its first one, or leave "
+                f"it out."
+            )
     if len(runs) == 1 and args.to is not None:
         raise TrainkitError(
             f"--to: is for the page of several runs, and there is one run, "
@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
             write_report(runs[0], pictures=not args.no_pictures)
             said = str(runs[0].folder.path / RunFolder.REPORT)
         else:
+            to = (args.to or Path(_PAGE)).absolute()
             write_atomically(to, comparison(runs, left_out=left_out))
             said = f"{len(runs)} runs in {to}"
     except OSError as error:
@@ -89,13 +90,3 @@ def _runs_in(path: Path) -> list[Path]:
 def _by_number(path: Path) -> tuple[Path, int, str]:
     number = int(path.name) if path.name.isdecimal() else -1
     return path.parent, number, path.name
-
-
-def _read(path: Path) -> Run:
-    run = read_run(RunFolder(path))
-    if not run.charts:
-        raise TrainkitError(
-            f"RUN_DIR: must have rows of numbers in {RunFolder.METRICS}, and {path} "
-            f"has none yet. Wait until the run logs its first one, or leave it out."
-        )
-    return run

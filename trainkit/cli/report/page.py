@@ -1,19 +1,30 @@
-"""`report.html` and its pictures; the page needs no script, file or network."""
+"""`report.html` of a run, and the page of several; neither needs script or network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from trainkit.cli.report.charts import Chart
+import yaml
+
+from trainkit.cli.report.charts import METRIC, Chart
 from trainkit.cli.report.drawing import draw_all
 from trainkit.cli.report.lines import MOST, Line
-from trainkit.cli.report.run import Run, read_run
+from trainkit.cli.report.run import Run, read, read_run
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.sweep.whole_config import flatten
 from trainkit.pages.frame import framed, table
 from trainkit.pages.look import number
 
+_COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
+_DASHES = ("solid", "dashed", "dotted")
+_LONGEST = 40
+"""The longest text of values in a legend."""
+_NONE = "–"
 _LONG = (
     f"Of a line with more than {MOST:,} values, each stretch of steps is drawn as its "
     f"mean, in a band from its least to its largest."
@@ -23,15 +34,10 @@ _LONG = (
 def write_report(run: Run, *, pictures: bool = True) -> None:
     """Write `report.html` of a run that has charts and, beside it, `pictures/`."""
     folder = run.folder
-    text = page(
-        run.charts,
-        title=run.name,
-        where=str(folder.path),
-        top=table(run.rows),
-        left_out=run.left_out,
-        pictures=folder.path / folder.PICTURES if pictures else None,
-    )
-    folder.write(folder.REPORT, text)
+    place = folder.path / folder.PICTURES if pictures else None
+    parts = _parts(run.charts, table(run.rows), run.left_out, place)
+    where = str(folder.path)
+    folder.write(folder.REPORT, framed(parts, title=run.name, where=where))
 
 
 def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
@@ -48,36 +54,92 @@ def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
         print(f"trainkit | report: {said}", flush=True)
 
 
-def page(
+def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
+    """The page of several runs: a line for each, and a table of what differs."""
+    where = os.path.commonpath([run.folder.path for run in runs])
+    names = [os.path.relpath(run.folder.path, where) for run in runs]
+    configs = [_config(run.folder) for run in runs]
+    ends = [dict(run.rows) for run in runs]
+    differing = _differing(configs)
+    rows = [["", *names]]
+    for texts, keys in (configs, differing), (ends, ["training", *_differing(ends)]):
+        for key in dict.fromkeys(keys):
+            rows.append([key, *(of.get(key, _NONE) for of in texts)])
+    said = f"Values of their configurations that differ: {len(differing)}"
+    top = f"<details open><summary>{said}</summary>{table(rows, 'runs')}</details>"
+    labels = [_label(*of, differing) for of in zip(names, configs, strict=True)]
+    parts = _parts(_together(runs, labels), top, left_out)
+    return framed(parts, title=f"{len(runs)} runs", where=where)
+
+
+def _label(name: str, config: Mapping[str, str], differing: Sequence[str]) -> str:
+    """A run's name, with what differs if that is short."""
+    parts = [f"{key.rpartition('.')[2]}={config.get(key, _NONE)}" for key in differing]
+    said = ", ".join(parts)
+    return f"{name}: {said}" if 0 < len(said) <= _LONGEST else name
+
+
+def _together(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
+    """A chart for each column, with a line for each run; a title has its unit."""
+    found: dict[tuple[str, str], tuple[Chart, list[Line]]] = {}
+    for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        turn, colour = divmod(place, len(_COLOURS))
+        look = {"colour": _COLOURS[colour], "dash": _DASHES[turn % len(_DASHES)]}
+        for chart in run.charts:
+            for line in chart.lines:
+                is_other = chart.key.startswith(METRIC)
+                key = (line.name if is_other else chart.title, line.name)
+                _, lines = found.setdefault(key, (chart, []))
+                lines.append(replace(line, name=label, **look))
+    titles = [title for title, _ in found]
+    return [
+        replace(
+            chart,
+            title=title if titles.count(title) == 1 else f"{title}: {name}",
+            lines=lines,
+            note="",
+        )
+        for (title, name), (chart, lines) in found.items()
+    ]
+
+
+def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys under which not all have the same text."""
+    keys = dict.fromkeys(key for each in found for key in each)
+    return [key for key in keys if len({each.get(key) for each in found}) > 1]
+
+
+def _config(folder: RunFolder) -> dict[str, str]:
+    """The configuration by dotted keys, with RUN_DIR for the run's own folder."""
+
+    def texts(path: Path) -> dict[str, str]:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        config = dict(yaml.safe_load(text) or {})
+        own = str((config.pop("paths", None) or {}).get("run_dir") or folder.path)
+        said = {
+            key: each if isinstance(each, str) else json.dumps(each, default=str)
+            for key, each in flatten(config).items()
+        }
+        return {key: each.replace(own, "RUN_DIR") for key, each in said.items()}
+
+    return read(folder, folder.CONFIG, texts)
+
+
+def _parts(
     charts: Sequence[Chart],
-    *,
-    title: str,
-    where: str,
     top: str,
-    left_out: Sequence[str] = (),
+    left_out: Sequence[str],
     pictures: Path | None = None,
 ) -> str:
-    """The text of a page, whose charts are drawn.
-
-    Args:
-        charts: what it shows.
-        title: its heading.
-        where: the folder of the run or of the runs.
-        top: the table on top, as HTML.
-        left_out: what it does not show.
-        pictures: a folder for the same charts as PNGs.
-    """
-    drawings = draw_all(charts, pictures)
-    parts = [top, "<main>", *map(_figure, charts, drawings), "</main>"]
-    if left_out:
-        said = escape("; ".join(left_out))
-        parts.append(f'<p class="left-out">Left out: {said}.</p>')
-    parts.append(f'<p class="left-out">{_LONG}</p>')
+    """What stands below the heading: the table on top, the charts, and the numbers."""
+    figures = map(_figure, charts, draw_all(charts, pictures))
+    said = [f"Left out: {escape('; '.join(left_out))}."] if left_out else []
+    notes = [f'<p class="left-out">{each}</p>' for each in (*said, _LONG)]
     heads = ["", "values", "not finite", "first", "last", "least", "largest", "steps"]
     rows = [heads, *(_row(chart, line) for chart in charts for line in chart.lines)]
     numbers = table(rows, "numbers")
-    parts.append(f"<details><summary>The lines in numbers</summary>{numbers}</details>")
-    return framed("\n".join(parts), title=title, where=where)
+    last = f"<details><summary>The lines in numbers</summary>{numbers}</details>"
+    return "\n".join([top, "<main>", *figures, "</main>", *notes, last])
 
 
 def _figure(chart: Chart, drawing: str) -> str:

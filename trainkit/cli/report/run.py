@@ -58,9 +58,9 @@ def read_run(folder: RunFolder) -> Run:
         TrainkitError: a file of it is damaged.
     """
     columns = read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
-    last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
     times = read(folder, STEP_TIMES, read_step_times)
     facts = read(folder, folder.SUMMARY, _read_json)
+    last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
     columns |= noise_lines(columns) | rates(times)
     charts, left_out = choose(columns, unit=facts.get("unit", ""))
     speed = throughput(times)
@@ -140,15 +140,13 @@ def throughput(times: StepTimes) -> dict[str, Any] | None:
 def rates(times: StepTimes) -> dict[str, Line]:
     """Each known rate as a column: that of every step."""
     whole = throughput(times) or {}
-    return {
-        f"{counted} per second": Line(
-            f"{counted} per second",
-            times["step"].tolist(),
-            (times[counted] / times["seconds"]).tolist(),
-        )
-        for counted in ("tokens", "samples")
-        if whole.get(f"{counted}_per_second") is not None
-    }
+    found = {}
+    for counted in ("tokens", "samples"):
+        if whole.get(f"{counted}_per_second") is not None:
+            each = (times[counted] / times["seconds"]).tolist()
+            name = f"{counted} per second"
+            found[name] = Line(name, times["step"].tolist(), each)
+    return found
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections import deque
 from contextlib import ExitStack
@@ -121,25 +122,24 @@ class StepTimes(Callback):
     def _write(self, *, is_end: bool = False) -> None:
         """Write the steps whose sums have arrived; the end waits for all."""
         self._written = perf_counter()
-        lines = ""
+        rows = []
         try:
             while self._late and (is_end or self._late[0][2].arrived):
-                times, is_counted, reading = self._late.popleft()
+                (step, *times), is_counted, reading = self._late.popleft()
                 sums = reading.values()
                 if is_end and not self._late:
-                    times[1] += perf_counter() - self._written
+                    times[0] += perf_counter() - self._written
                 new = [now - then for now, then in zip(sums, self._before, strict=True)]
                 self._before = sums
                 samples = new[SAMPLES] if is_counted else math.nan
                 counts = samples, new[TOKENS] - new[PADDING], new[PADDING]
-                cells = [f"{times[0]:.0f}", *(f"{each:.6g}" for each in times[1:])]
-                cells += [f"{each:.10g}" for each in counts]
-                lines += ",".join(cells) + "\n"
-            if lines:
+                seconds = (f"{each:.6g}" for each in times)
+                rows.append([f"{step:.0f}", *seconds, *map("{:.10g}".format, counts)])
+            if rows:
                 file = self._folder.path / STEP_TIMES
-                head = "" if file.exists() else f"{','.join(COLUMNS)}\n"
-                with file.open("a", encoding="utf-8") as opened:
-                    opened.write(head + lines)
+                heads = [] if file.exists() else [COLUMNS]
+                with file.open("a", encoding="utf-8", newline="") as opened:
+                    csv.writer(opened, lineterminator="\n").writerows([*heads, *rows])
         except (OSError, RuntimeError) as error:  # a full disk, or a broken device:
             # a training must not fail because of its report
             print(f"trainkit | report: no throughput: {error}", flush=True)
