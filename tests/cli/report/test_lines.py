@@ -40,14 +40,6 @@ def test_what_is_drawn_keeps_the_extremes_and_the_last_step(
         assert math.isnan(mean) or least - room <= mean <= largest + room
 
 
-def test_each_n_th_value_would_lose_a_peak() -> None:
-    """The control: what thinning must not be."""
-    numbers = [1.0] * 8 * MOST
-    numbers[501] = 9.0
-    assert max(line(numbers).thinned().high) == 9.0
-    assert max(numbers[::32]) == 1.0
-
-
 def test_a_long_line_keeps_its_own_band_and_a_long_gap() -> None:
     values = [*[3.0] * MOST, *[NAN] * 500]
     low, high = [1.0] * len(values), [9.0] * len(values)

@@ -19,6 +19,7 @@ from tests.cli.report.runs import (
     run_folder,
     titles,
 )
+from trainkit.cli.report.lines import Line
 from trainkit.cli.report.page import report_of_training
 from trainkit.pages.look import LIGHT
 
@@ -60,6 +61,8 @@ def test_a_thousand_values_are_all_drawn_and_more_are_a_mean_in_a_band(
     assert num_points > 800 if count == 1000 else 100 < num_points <= 250
     assert page.count("fill-opacity: 0.25") == (2 if count > 1000 else 0)
     assert cells(page, "numbers")["metric"][5] == "9.5"  # the peak is in the numbers
+    assert max(Line("", [*range(count)], values).thinned().high or values) == 9.5
+    assert max(values[::4]) < 9.5  # the control: what thinning must not be
     assert len(page.encode()) < 100_000
 
 

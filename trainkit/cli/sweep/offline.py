@@ -18,7 +18,6 @@ from trainkit.cli.sweep.process import (
     TrialProcess,
     end_orphan,
     environment,
-    exit_status,
     noted_signals,
 )
 from trainkit.cli.sweep.search import is_poor, propose
@@ -109,7 +108,7 @@ class OfflineSweep:
                     left -= 1
                     self._start(trial)
                 if not self._running:
-                    return exit_status(came)
+                    return 128 + came[0] if came else 0
                 self._stop_the_poor()
                 time.sleep(_TICK)
 

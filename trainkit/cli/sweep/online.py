@@ -11,12 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.sweep.process import (
-    environment,
-    exit_status,
-    kill_delay,
-    noted_signals,
-)
+from trainkit.cli.sweep.process import environment, kill_delay, noted_signals
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import State, Trial
 from trainkit.cli.sweep.whole_config import flatten
@@ -127,7 +122,7 @@ class OnlineSweep:
                     for each in running:
                         each.terminate()
                 time.sleep(_TICK)
-        return exit_status(came)
+        return 128 + came[0] if came else 0
 
 
 @contextlib.contextmanager

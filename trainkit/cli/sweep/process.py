@@ -50,11 +50,6 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def exit_status(came: list[int]) -> int:
-    """130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
-    return 128 + came[0] if came else 0
-
-
 class TrialProcess:
     """Runs a trial's command; its output goes to `<folder>/output.log`.
 
