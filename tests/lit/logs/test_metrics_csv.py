@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metric_rows import _cut
-from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, row_of
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, _cut, row_of
 
 
 def logged(folder: Path, *rows: tuple[int, dict[str, Any]]) -> MetricsCSVLogger:

@@ -18,7 +18,7 @@ from trainkit import (
     PlainComparison,
     Uniform,
 )
-from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
+from trainkit.lit.logs.summary import WindowSummary, facts_of_windows
 
 RAGGED = [1, 9, 2, 4, 7, 1, 1, 3, 5, 2]  # windows of four; the last one is short
 

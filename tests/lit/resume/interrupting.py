@@ -21,8 +21,7 @@ from trainkit import (
 )
 from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
-from trainkit.lit.logs.metric_rows import MetricRows
-from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
+from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, Row
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.per_rank import EpochSums, RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint

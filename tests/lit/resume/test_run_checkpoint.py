@@ -21,7 +21,7 @@ from tests.helpers import trainer as quiet_trainer
 from tests.lit.resume.interrupting import KillAt, Killed, differing, state_of, train
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.logs.metrics_csv import MetricRows
 from trainkit.lit.resume.between_steps import put_in_order
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint, _put_in_place

@@ -34,7 +34,7 @@ from tests.recording import Table
 from tests.zoo import hooked, pad_and_mask
 from trainkit import BatchNormGuard, LRScaling, MicroBatching, PerSample, WindowMonitor
 from trainkit.lit.batch_size.effective import read_effective_batch
-from trainkit.lit.logs.plain_comparison import PlainComparison
+from trainkit.lit.logs.summary import PlainComparison
 from trainkit.lit.resume.per_rank import EpochSums
 
 

@@ -25,8 +25,7 @@ from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.batch_size.effective import find_effective_batch
 from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.callback.table import show as show_rows
-from trainkit.lit.logs.plain_comparison import PlainComparison
-from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
+from trainkit.lit.logs.summary import PlainComparison, WindowSummary, facts_of_windows
 from trainkit.lit.noise.callback import NoiseScale
 from trainkit.lit.windows.callback import WindowCallback
 

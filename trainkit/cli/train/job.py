@@ -42,7 +42,7 @@ from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
-from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.logs.summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import GracefulStop
 

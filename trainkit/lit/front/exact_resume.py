@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback, has_callback, windows_of
-from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.logs.metrics_csv import MetricRows
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.mid_epoch import (
     begin_batch,

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
 
 from trainkit.core.checks import LateReading
 from trainkit.lit._compat import add_callback_metrics, logged_step
+from trainkit.lit.callback.base import find_callback
 
 Numbers = Callable[[Any], Mapping[str, float]]
 """Makes the numbers of a row, by name, of what a reading holds. NaN is left out."""
@@ -34,22 +36,28 @@ class OneStep(Callback):
     It is for all loggers of the Trainer, and holds during `fit`.
     """
 
+    ahead = 0
+    """1 while rows are logged of the step that an optimizer is about to make."""
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for logger in trainer.loggers:
             if "log_metrics" not in vars(logger):
-                logger.log_metrics = partial(_log, logger, trainer)
+                logger.log_metrics = partial(self._log, logger, trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for logger in trainer.loggers:
             vars(logger).pop("log_metrics", None)
 
-
-def _log(
-    logger: Any, trainer: Any, metrics: Mapping[str, Any], step: int | None = None
-) -> None:
-    if trainer.state.fn == "fit" and not isinstance(step, StepsDone):
-        step = trainer.global_step
-    type(logger).log_metrics(logger, metrics, None if step is None else int(step))
+    def _log(
+        self,
+        logger: Any,
+        trainer: Any,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+    ) -> None:
+        if trainer.state.fn == "fit" and not isinstance(step, StepsDone):
+            step = trainer.global_step + self.ahead
+        type(logger).log_metrics(logger, metrics, None if step is None else int(step))
 
 
 def row_step(trainer: Any, lightnings: int | None = None, *, ahead: int = 0) -> int:
@@ -61,9 +69,30 @@ def row_step(trainer: Any, lightnings: int | None = None, *, ahead: int = 0) -> 
             one.
         ahead: 1 if an optimizer is about to make the step.
     """
-    if any(isinstance(each, OneStep) for each in trainer.callbacks):
+    if find_callback(trainer, OneStep) is not None:
         return StepsDone(trainer.global_step + ahead)
     return logged_step(trainer) if lightnings is None else lightnings
+
+
+class LearningRates(LearningRateMonitor):
+    """Lightning's `LearningRateMonitor`, for windows of several micro-batches.
+
+    Lightning's logs before each micro-batch; this one once, before the optimizer step,
+    with the rates that the step uses. So they are in one row with the step's window.
+    """
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log nothing: the window may not be over."""
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        numbering = find_callback(trainer, OneStep) or OneStep()
+        numbering.ahead = 1
+        try:
+            super().on_train_batch_start(trainer)
+        finally:
+            numbering.ahead = 0
 
 
 class LateNumbers:
