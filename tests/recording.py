@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,6 +75,20 @@ class Ending(pl.Callback):
         if self.error is not None:
             raise self.error
         trainer.should_stop = True
+
+
+class Saving(pl.Callback):
+    """Saves once, in a hook of one's choice, at a batch counted over all epochs."""
+
+    def __init__(self, path: Path, at: int, hook: str = "on_train_batch_end") -> None:
+        self.path, self.at, self.has_saved = path, at, False
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx
+        if batches == self.at and not self.has_saved:
+            self.has_saved = True
+            trainer.save_checkpoint(self.path)
 
 
 class Table(Logger):

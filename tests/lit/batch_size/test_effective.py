@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     SequentialSampler,
 )
 
@@ -27,7 +25,7 @@ from tests.lit.schedule.scheduling import (
     rows_of,
     token_counts,
 )
-from tests.zoo import Sharded
+from tests.zoo import Sharded, Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -62,16 +60,6 @@ class Asks(pl.Callback):
             self.errors.append(str(error))
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Of unknown length."""
-
-    def __init__(self, samples: Any = SEQUENCES) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.samples)
-
-
 class Subclass(BatchSampler):
     """May yield anything."""
 
@@ -96,7 +84,7 @@ def known_loaders() -> dict[str, Any]:
         "a batch sampler of torch": DataLoader(
             samples, batch_sampler=BatchSampler(sampler, 4, False), collate_fn=pad
         ),
-        "a stream": DataLoader(Stream(), batch_size=4, collate_fn=pad),
+        "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
     }
 
 
@@ -107,45 +95,31 @@ def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
     assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_known_batch_in_configure_optimizers(front: str) -> None:
-    """Where a learning rate may be made from it."""
+@pytest.mark.parametrize(
+    ("front", "schedule"), [*((front, False) for front in FRONTS), ("manual", True)]
+)
+def test_known_batch_in_configure_optimizers(front: str, schedule: bool) -> None:
+    """Where a learning rate may be made from it. Lightning refuses the Trainer's number
+    in manual optimization, so the mixin holds it while Lightning looks; whoever asks
+    afterwards reads what the user gave."""
     module, ours = make(front)
-    found = []
+    found: list[Any] = []
 
     def configure_optimizers() -> Any:
+        found.append(module.trainer.estimated_stepping_batches)
         found.append(read_effective_batch(module.trainer).size)
         if front != "callback":
             found.append(module.effective_batch.size)
         return torch.optim.SGD(module.parameters(), lr=0.1)
 
     module.configure_optimizers = configure_optimizers
-    options = {"callbacks": ours, "max_epochs": 1}
-    if front == "manual":  # Lightning refuses the Trainer's number there
-        options["callbacks"] = [AccumulationSchedule({0: 3})]
-        trainer(**options).fit(module, batches(4))
-    else:
-        trainer(3, **options).fit(module, batches(4))
-    assert set(found) == {12}
-
-
-def test_manual_number_of_the_trainer_is_known_everywhere() -> None:
-    """Lightning refuses the number in manual optimization, so the mixin holds it while
-    Lightning looks; whoever asks afterwards reads what the user gave."""
-    module, _ = make("manual")
-    found: list[Any] = []
-
-    def configure_optimizers() -> Any:
-        found.append(module.trainer.estimated_stepping_batches)
-        found.append(module.effective_batch.size)
-        return torch.optim.SGD(module.parameters(), lr=0.1)
-
-    module.configure_optimizers = configure_optimizers
-    fit = trainer(3, max_epochs=2)
+    if schedule:
+        ours = [AccumulationSchedule({0: 3})]
+    fit = trainer(1 if schedule else 3, callbacks=ours)
     fit.fit(module, batches(4))
-    assert found == [8, 12]
-    assert fit.global_step == 8
-    assert fit.accumulate_grad_batches == 3
+    assert found[0] == fit.global_step == 8
+    assert set(found[1:]) == {12}
+    assert fit.accumulate_grad_batches == (1 if schedule else 3)
 
 
 @pytest.mark.filterwarnings("ignore:accumulate_grad_batches=\\d+. the epoch has only")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -46,14 +47,16 @@ class Branches(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Gradients(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+def gradients() -> tuple[list[Tensor], Callback]:
+    """Those of each step, and the callback that keeps them."""
+    seen: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any):
+    def keep(trainer: Any, pl_module: Any, optimizer: Any) -> None:
         pairs = [(p, p.grad) for p in pl_module.parameters()]
         grads = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in pairs]
-        self.seen.append(torch.cat([grad.flatten() for grad in grads]))
+        seen.append(torch.cat([grad.flatten() for grad in grads]))
+
+    return seen, LambdaCallback(on_before_optimizer_step=keep)
 
 
 def batches(sizes: list[int], first: int = 0) -> Any:
@@ -84,16 +87,16 @@ def by_sample(**options: Any) -> AccumulationCallback:
 def test_it_measures_the_distance_of_plain_lightnings_gradients() -> None:
     """And the exact gradients stay as they are without it."""
     comparison = PlainComparison()
-    exact, plain, alone = (Gradients() for _ in range(3))
-    fit(by_sample(), comparison, exact)
-    fit(plain)
-    fit(by_sample(), alone)
-    pairs = zip(plain.seen, exact.seen, strict=True)
+    exact, plain, alone = (gradients() for _ in range(3))
+    fit(by_sample(), comparison, exact[1])
+    fit(plain[1])
+    fit(by_sample(), alone[1])
+    pairs = zip(plain[0], exact[0], strict=True)
     off = [float((p - e).norm() / e.norm()) for p, e in pairs]
     assert len(off) == 3
     assert min(off) > 0.05
     assert comparison.deviation == pytest.approx((sum(off) / 3, max(off)), rel=1e-9)
-    assert all(map(torch.equal, exact.seen, alone.seen))
+    assert all(map(torch.equal, exact[0], alone[0]))
     where_it_is_exact = PlainComparison()
     fit(by_sample(), where_it_is_exact, sizes=[4] * 8)
     assert where_it_is_exact.deviation == pytest.approx((0, 0), abs=1e-12)

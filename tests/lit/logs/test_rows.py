@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
 from tests.lit.logs.test_monitor import NeverThere
+from tests.recording import Table
 from tests.zoo import Gan, Manual, hooked
 from trainkit import (
     AccumulationCallback,
@@ -73,6 +75,19 @@ def test_a_row_has_all_of_its_step(
     assert rows(tmp_path / "c", OneStep(), val_check_interval=4) == found
 
 
+@pytest.mark.parametrize(
+    ("kind", "logged"),
+    [(LearningRates, [0, 1, 2]), (LearningRateMonitor, [0] * 4 + [1] * 4 + [2] * 2)],
+)
+def test_rates_are_logged_once_a_step(kind: Any, logged: list[int]) -> None:
+    """The control is Lightning's own, which logs them before each micro-batch."""
+    table, ours = Table(), AccumulationCallback(PerToken())
+    how: dict[str, Any] = {"logger": table, "log_every_n_steps": 1, "max_epochs": 1}
+    fit = trainer(4, callbacks=[kind(logging_interval="step"), ours], **how)
+    fit.fit(TokenModule(), loader(DATA, 4))
+    assert [row["step"] for row in table.rows if "lr-SGD" in row] == logged
+
+
 def test_each_nth_window_is_logged_once_with_what_the_module_logs(
     tmp_path: Path,
 ) -> None:
@@ -86,16 +101,14 @@ def test_each_nth_window_is_logged_once_with_what_the_module_logs(
     assert steps(found, "window/loss") == [1, 3, 6, 9]
 
 
-class LogsByHand(Callback):
-    """As users do, with whatever step."""
+def test_what_is_logged_by_hand_has_the_step_too(tmp_path: Path) -> None:
+    """As users do, with whatever step. After the training the logger is as before."""
 
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def log(trainer: Any, *args: Any) -> None:
         trainer.logger.log_metrics({"mine": 1.0}, step=1000)
 
-
-def test_what_is_logged_by_hand_has_the_step_too(tmp_path: Path) -> None:
-    """After the training the logger is as before."""
-    found = rows(tmp_path, OneStep(), LogsByHand(), max_epochs=1)
+    by_hand = LambdaCallback(on_train_batch_end=log)
+    found = rows(tmp_path, OneStep(), by_hand, max_epochs=1)
     assert steps(found, "mine") == steps(found) == [0, 1, 2, 3]  # 0: before a step
     logger = MetricsCSVLogger(tmp_path)
     how: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1}
@@ -105,16 +118,15 @@ def test_what_is_logged_by_hand_has_the_step_too(tmp_path: Path) -> None:
     assert steps(logger.rows(), "a") == [77]
 
 
-class TwoOptimizers(Gan):
-    """Windows of two and of three micro-batches; both end with the epoch."""
+def test_steps_of_all_optimizers_count(tmp_path: Path) -> None:
+    """Windows of two and of three micro-batches; both end with the epoch. Without
+    `OneStep` they are Lightning's, which counts batches here."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        Gan.training_step(self, batch, batch_idx)
         self.log("mine", float(batch_idx))
 
-
-def test_steps_of_all_optimizers_count(tmp_path: Path) -> None:
-    """Without `OneStep` they are Lightning's, which counts batches here."""
+    TwoOptimizers = hooked(Gan, training_step=training_step)
     how: dict[str, Any] = {"max_epochs": 1, "accumulate": 1}
     found = rows(tmp_path / "a", OneStep(), module=TwoOptimizers(), **how)
     assert steps(found, "window/0/loss") == [1, 3, 4, 6, 8]
@@ -145,17 +157,13 @@ def test_callbacks_see_the_last_window_that_has_closed(tmp_path: Path) -> None:
     """Also one that is not logged; of the others the last that was."""
     seen: list[dict[str, float]] = []
 
-    def reads(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def read(trainer: Any, *args: Any) -> None:
         found = trainer.callback_metrics.items()
         seen.append({k: float(v) for k, v in found if "window" in k})
 
     all_rows = [r for r in rows(tmp_path / "a", OneStep()) if "window/loss" in r]
-    rows(
-        tmp_path / "b",
-        OneStep(),
-        hooked(Callback, on_train_batch_end=reads)(),
-        every=50,
-    )
+    reader = LambdaCallback(on_train_batch_end=read)
+    rows(tmp_path / "b", OneStep(), reader, every=50)
     for row, batch in zip(all_rows, (3, 7, 9, 13, 17, 19), strict=True):
         for name in ("window/loss", "window/weight"):
             assert seen[batch][name] == float(row[name])

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.helpers import loader, quiet_lightning, trainer
+from tests.recording import Ending
 from tests.zoo import hooked
 from trainkit import (
     AccumulationCallback,
@@ -92,6 +93,7 @@ class Validated(Counting):
         self.log("val/loss", float(self.global_step), prog_bar=True)
 
 
+SAVES: dict[str, Any] = {"enable_checkpointing": True}
 TWICE: dict[str, Any] = {"val_check_interval": 4}  # after steps 2 and 4
 CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
     # Its loss stands in the line above.
@@ -123,33 +125,38 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
     ),
     "no window, no number, no line": (Quiet(), 50, {"plain": True}, []),
     "no window": (Net(), 50, {"plain": True}, ["4: val/loss 0.125"]),
+    "what stops it early": (
+        Logging(),
+        50,
+        {"more": lambda: [EarlyStopping("val/loss")]},
+        ["4: loss 3, val/loss 0.125"],
+    ),
+    "by what it is saved": (
+        Logging(),
+        50,
+        {"more": lambda: [ModelCheckpoint(monitor="val/loss")], **SAVES},
+        ["4: loss 3, val/loss 0.125"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_lines_without_a_terminal(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also where numbers arrive late, as from a busy GPU."""
-    module, every, options, expected = CASES[name]
+    module, every, given, expected = CASES[name]
+    more = given.get("more", list)
+    options = {name: value for name, value in given.items() if name != "more"}
     for is_late in (False, True):
         monkeypatch.setattr(LateReading, "arrived", not is_late)
-        fit(StepProgress(every_n_steps=every), module=module, **options)
+        options["default_root_dir"] = tmp_path / str(is_late)
+        fit(StepProgress(every_n_steps=every), *more(), module=module, **options)
         found = [line.removeprefix("trainkit | step ") for line in lines(capsys)]
         assert [line.replace(" of 4: window/", ": ") for line in found] == [
             line if ": loss" in line else line.replace(":", " of 4:", 1)
             for line in expected
         ]
-
-
-@pytest.mark.parametrize("watching", [ModelCheckpoint, EarlyStopping])
-def test_what_is_monitored_is_shown_after_validation(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, watching: Any
-) -> None:
-    saves = watching is ModelCheckpoint
-    options = {"enable_checkpointing": saves, "default_root_dir": tmp_path}
-    fit(StepProgress(), watching(monitor="val/loss"), module=Logging(), **options)
-    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3, val/loss 0.125"]
 
 
 class TwoOptimizers(Net):
@@ -295,15 +302,6 @@ def test_a_module_prints_and_what_is_disabled_says_nothing(
             StepProgress(every_n_steps=wrong)  # type: ignore[arg-type]
 
 
-class Stopping(Callback):
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 3:
-            raise self.error
-
-
 @pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
 def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
     terminal: Any,
@@ -315,6 +313,7 @@ def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
     """After an error nothing more is read from the device."""
     terminal(80)
     monkeypatch.setattr(StepProgress, "_is_due", lambda self, step, before: step == 2)
+    stopping = Ending(5, error)  # in the batch of the third step
     with pytest.raises(type(error)):
-        fit(StepProgress(), Stopping(error), module=Counting(), limit_val_batches=0)
+        fit(StepProgress(), stopping, module=Counting(), limit_val_batches=0)
     assert bars[-1][0] == last

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,14 +20,17 @@ from tests.helpers import (
     loader,
     pad,
     ragged_sequences,
+    raise_rank_errors,
+    rank_loader,
+    run_cases,
     token_loss,
     trainer,
     weights,
 )
 from tests.lit.fronts import RAGGED, micro_batches
 from tests.lit.inside.common import Foreign
-from tests.recording import Table
-from tests.zoo import Gan, Manual
+from tests.recording import SENT, Saving, Table
+from tests.zoo import Gan, Manual, scaled
 from trainkit import (
     AccumulationCallback,
     MicroBatching,
@@ -107,9 +109,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def a_scaler() -> Any:
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+SCALER = {"init_scale": 256.0, "growth_interval": 3}
 
 
 def fit(
@@ -120,7 +120,7 @@ def fit(
     cut, sizes = way.pop("cut", None), way.pop("sizes", RAGGED)
     micro = None if cut is None else MicroBatching(size=cut, trim=False)
     if way.pop("scaled", False):
-        options["plugins"] = a_scaler()
+        options |= scaled(**SCALER)
     kind = way.pop("kind", TokenModule)
     ours = [] if module else [AccumulationCallback(PerToken(), micro_batching=micro)]
     module = module or kind(optimizer="adamw")
@@ -146,18 +146,13 @@ def test_sums_are_those_by_hand(way: str) -> None:
     assert found[:, 5].sum() == 2 * len(DATA)
 
 
-class Halves(pl.Callback):
-    """Changes the gradient before each step."""
-
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
+def test_what_another_callback_does_to_the_gradient_comes_later() -> None:
+    def halve(trainer: Any, pl_module: Any, optimizer: Any) -> None:
         for parameter in pl_module.parameters():
             parameter.grad *= 0.5
 
-
-def test_what_another_callback_does_to_the_gradient_comes_later() -> None:
-    plain, halved = (sums_of(WAYS["streamed"], *each) for each in ([], [Halves()]))
+    halves = LambdaCallback(on_before_optimizer_step=halve)
+    plain, halved = (sums_of(WAYS["streamed"], *each) for each in ([], [halves]))
     assert torch.equal(plain[0], halved[0])
     assert not torch.equal(plain[1], halved[1])  # it trained with half
 
@@ -177,16 +172,16 @@ def test_a_training_with_it_is_the_training_without_it(way: str) -> None:
 
 
 def test_an_error_leaves_no_hook_behind() -> None:
-    class Fails(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            assert all(p._backward_hooks for p in module.parameters())  # the control
-            raise RuntimeError("a fault")
+    def fail(*args: Any) -> None:
+        assert all(p._backward_hooks for p in module.parameters())  # the control
+        raise RuntimeError("a fault")
 
-    module = hooked = TokenModule()
+    module = TokenModule()
     own = AccumulationCallback(PerToken(), proof="off")  # it would meet the error
+    fails = LambdaCallback(on_train_batch_end=fail)
     with pytest.raises(RuntimeError, match="a fault"):
-        fit(WAYS["streamed"], own, NoiseScale(1), Fails(), module=module)
-    assert all(not p._backward_hooks for p in hooked.parameters())
+        fit(WAYS["streamed"], own, NoiseScale(1), fails, module=module)
+    assert all(not p._backward_hooks for p in module.parameters())
 
 
 # ---- rows ----------------------------------------------------------------------------
@@ -195,12 +190,12 @@ def test_an_error_leaves_no_hook_behind() -> None:
 def test_one_of_every_n_windows_is_a_row_that_callbacks_see() -> None:
     table, seen = Table(), []
 
-    class Reader(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            seen.append("window/noise_scale" in trainer.callback_metrics)
+    def look(trainer: Any, *args: Any) -> None:
+        seen.append("window/noise_scale" in trainer.callback_metrics)
 
+    reader = LambdaCallback(on_train_batch_end=look)
     options: Any = {"max_epochs": 18, "logger": table, "log_every_n_steps": 1}
-    fit(WAYS["streamed"], Reader(), NoiseScale(2), **options)
+    fit(WAYS["streamed"], reader, NoiseScale(2), **options)
     assert (seen[0], seen[-1]) == (False, True)
     rows = {int(row["step"]): row for row in table.rows if "window/noise_scale" in row}
     # Steps are counted from 0 here; the first four measured windows are too few.
@@ -240,22 +235,11 @@ def test_a_copy_and_a_pickle_hold_the_estimate_alone() -> None:
     noise = NoiseScale(1)
     fit(WAYS["streamed"], noise, max_epochs=3)
     assert noise.estimate is not None
-    for other in (copy.deepcopy(noise), pickle.loads(pickle.dumps(noise))):
-        assert other.estimate == noise.estimate
+    for send in SENT.values():
+        assert send(noise).estimate == noise.estimate
 
 
 # ---- resumed -------------------------------------------------------------------------
-
-
-class Saver(pl.Callback):
-    """Saves a checkpoint after a batch, mostly within a window."""
-
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.batch = path, batch
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
 
 
 class Validates(TokenModule):
@@ -278,7 +262,7 @@ def test_a_resumed_run_has_the_same_sums_to_the_bit(tmp_path: Path) -> None:
     """But for the window in which it was saved. A checkpoint that is only validated is
     not resumed."""
     places = {11: 3, 13: 9, 14: 4, 19: 9}
-    savers = [Saver(tmp_path / f"{at}.ckpt", at) for at in places]
+    savers = [Saving(tmp_path / f"{at}.ckpt", at) for at in places]
     straight = shuffled_sums(*savers)
     assert len(straight) == 9
     for saver, open_one in zip(savers, places.values(), strict=True):
@@ -298,9 +282,9 @@ class ByHandIn(Manual):
         self.clip = clip
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_manual_optimization_is_measured_before_it_clips(scaled: bool) -> None:
-    options: Any = {"plugins": a_scaler()} if scaled else {}
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_manual_optimization_is_measured_before_it_clips(is_scaled: bool) -> None:
+    options: Any = scaled(**SCALER) if is_scaled else {}
     plain, clipped = (
         sums_of({}, module=ByHandIn(clip), **options) for clip in (None, 1e-3)
     )
@@ -311,7 +295,7 @@ def test_manual_optimization_is_measured_before_it_clips(scaled: bool) -> None:
     of_callback.net = copy.deepcopy(module.net)
     own = AccumulationCallback(PerToken())
     streamed = sums_of(WAYS["streamed"], own, module=of_callback)
-    assert (plain[0] / streamed[0] - 1).abs().max() < (0.05 if scaled else CLOSE)
+    assert (plain[0] / streamed[0] - 1).abs().max() < (0.05 if is_scaled else CLOSE)
 
 
 def inside() -> Any:
@@ -356,3 +340,68 @@ def test_wrong_arguments_are_refused() -> None:
     two = [NoiseScale(), NoiseScale(), AccumulationCallback(PerToken())]
     with pytest.raises(TrainkitError, match="two of them"):
         trainer(4, callbacks=two).fit(TokenModule(), loader(DATA, 4))
+
+
+# ---- two ranks -----------------------------------------------------------------------
+
+WORLD, BATCH = 2, 4
+SHARED = ragged_sequences(48)
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "streamed": {"accumulate": 3},
+    "one micro-batch each": {},
+    "split in several batches": {"batch": 8, "cut": 4, "accumulate": 2},
+}
+
+
+def train(rank: int, world: int, way: str, measured: bool) -> tuple[Tensor, Any, bool]:
+    """The weights in the end, the sums, and whether the ranks have the same ones."""
+    cut, kept = ON_RANKS[way].get("cut"), KeepTable()
+    micro = None if cut is None else MicroBatching(size=cut, trim=False)
+    own = AccumulationCallback(PerToken(), micro_batching=micro)
+    module = TokenModule(dtype=torch.float64)
+    fit = trainer(
+        ON_RANKS[way].get("accumulate", 1),
+        strategy="ddp",
+        devices=world,
+        use_distributed_sampler=False,
+        callbacks=[kept, kept.noise, own] if measured else [own],
+    )
+    fit.fit(module, rank_loader(SHARED, ON_RANKS[way].get("batch", BATCH), rank, world))
+    table = kept.table if measured else torch.zeros(1)
+    all_tables = [torch.empty_like(table) for _ in range(world)]
+    torch.distributed.all_gather(all_tables, table)
+    return weights(module), table, torch.equal(*all_tables)
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[Any, list[Any]]:
+    cases: Any = {(way, m): (train, way, m) for way in ON_RANKS for m in (True, False)}
+    return run_cases(WORLD, cases)
+
+
+def by_hand(way: str) -> Tensor:
+    """The sums of the first window, by one process."""
+    net = TokenModule(dtype=torch.float64).net
+    size = ON_RANKS[way].get("batch", BATCH) * ON_RANKS[way].get("accumulate", 1)
+    contributions, counts = [], []
+    for rank in range(WORLD):
+        own = SHARED[rank::WORLD][:size]
+        for start in range(0, size, BATCH):
+            batch = pad(own[start : start + BATCH])
+            found = torch.autograd.grad(token_loss(net, batch), list(net.parameters()))
+            counts.append(float((batch["labels"] != -100).sum()))
+            contributions.append(counts[-1] * torch.cat([g.flatten() for g in found]))
+    u, w = torch.stack(contributions), torch.tensor(counts, dtype=torch.float64)
+    sums = [u.sum(0).square().sum(), u.square().sum(), w.sum() ** 2, w @ w, w.sum()]
+    return torch.stack([*sums, torch.tensor(float(size * WORLD)), torch.ones(())])
+
+
+@pytest.mark.parametrize("way", ON_RANKS)
+def test_sums_are_those_of_all_ranks_and_the_training_is_the_same_to_the_bit(
+    way: str, ends: dict[Any, list[Any]]
+) -> None:
+    with_it, without = (raise_rank_errors(ends[way, m]) for m in (True, False))
+    assert (with_it[0][1][0] / by_hand(way) - 1).abs().max() < 1e-6
+    for one, other in zip(with_it, without, strict=True):
+        assert one[2]
+        assert torch.equal(one[0], other[0])

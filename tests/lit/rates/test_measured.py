@@ -16,15 +16,15 @@ from tests.lit.rates.scaled import (
     EXACT,
     REFERENCE,
     WINDOW,
-    Saves,
     Scheduled,
     data,
+    deviation,
     fit,
     linear,
     plain,
     times,
 )
-from tests.lit.rates.schedulers import deviation
+from tests.recording import Saving
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -103,7 +103,7 @@ def test_measured_run_that_is_resumed_equals_the_uninterrupted_one(
     """What was measured is in the checkpoint: so far, or as it came to stay. Then a
     loader that begins again changes nothing more."""
     paths = {after: tmp_path / f"{after}.ckpt" for after in (1, 5, 14, 18)}
-    whole, known = run_measured(*(Saves(p, after) for after, p in paths.items()))
+    whole, known = run_measured(*(Saving(p, after - 1) for after, p in paths.items()))
     for after, path in paths.items():
         rest, _ = run_measured(ckpt_path=path)
         expected = whole.curve[after // WINDOW :]
@@ -124,7 +124,7 @@ def test_what_is_known_now_goes_before_the_saved_measure(
     """From a loader that says it, or from the user."""
     path = tmp_path / "one.ckpt"
     batches: Any = [torch.ones(5, 1, dtype=torch.float64)] * 20
-    run_measured(Saves(path, 18), loader=DataLoader(batches, batch_size=None))
+    run_measured(Saving(path, 17), loader=DataLoader(batches, batch_size=None))
     scaling = linear(**how)
     fit(Scheduled(None), scaling, ckpt_path=path)
     assert scaling.k == (8.0 if how else 4.0)
@@ -190,7 +190,7 @@ def test_measured_tokens_are_carried_over_to_the_same_loader_only(
 ) -> None:
     """Another batch size is measured anew, from the first window on."""
     path = tmp_path / "one.ckpt"
-    run_tokens(3, Saves(path, after))
+    run_tokens(3, Saving(path, after - 1))
     module, scaling = run_tokens(batch, ckpt_path=path, max_epochs=2)
     steps = 20 - after // WINDOW
     k = float(batch * WINDOW)

@@ -17,22 +17,28 @@ from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     BATCHES,
     EXACT,
+    MAKERS,
     REFERENCE,
     STEPS,
-    Saves,
     Scheduled,
     adamw,
     data,
+    deviation,
     fit,
     linear,
     plain,
     times,
 )
-from tests.lit.rates.schedulers import MAKERS, deviation
-from trainkit import AccumulationCallback, AccumulationMixin, PerSample, Uniform
+from tests.recording import Saving
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    AccumulationSchedule,
+    LRScaling,
+    PerSample,
+    Uniform,
+)
 from trainkit.errors import TrainkitError
-from trainkit.lit.rates.lr_scaling import LRScaling
-from trainkit.lit.schedule.callback import AccumulationSchedule
 
 # ---- another loader ------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window(
     """And is there again, unchanged, in a run that is resumed."""
     path = tmp_path / "one.ckpt"
     with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:
-        module = finetuned(Saves(path, 14))
+        module = finetuned(Saving(path, 13))
     assert sum("group(s)" in str(w.message) for w in said) == 1
     rates = [[group["lr"] for group in groups] for groups in module.all_groups]
     expected = [[0.2]] * 5 + [[0.2, 0.01]] * 5 + [[0.4, 0.02]] * 2

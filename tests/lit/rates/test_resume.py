@@ -5,28 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,
     REFERENCE,
     WINDOW,
-    Saves,
     Scheduled,
     adamw,
     data,
+    deviation,
     fit,
     linear,
     plain,
     times,
 )
-from tests.lit.rates.schedulers import deviation
-from trainkit import AccumulationCallback, Uniform
-from trainkit.lit.rates.lr_scaling import LRScaling
-from trainkit.lit.schedule.callback import AccumulationSchedule
+from tests.recording import Saving
+from trainkit import AccumulationCallback, AccumulationSchedule, LRScaling, Uniform
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The epoch parameter in `scheduler.step:UserWarning",
@@ -56,17 +54,6 @@ def by_gain(noise_scale: float = 5.0, **how: Any) -> LRScaling:
     return LRScaling("gain", noise_scale=noise_scale, **options)
 
 
-class SavesThen(pl.Callback):
-    """Saves in a hook."""
-
-    def __init__(self, path: Path, hook: str) -> None:
-        self.path = path
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: Any, *args: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize(
     ("name", "hook"),
     [
@@ -88,7 +75,8 @@ def test_checkpoint_equals_that_of_a_run_without_scaling(
 
     def saved(*callbacks: Any) -> dict[str, Any]:
         path = tmp_path / f"{len(callbacks)}.ckpt"
-        saves = SavesThen(path, hook)
+        hooks = {} if hook == "after" else {hook: lambda t, *_: t.save_checkpoint(path)}
+        saves: Any = LambdaCallback(**hooks)
         module = Scheduled(name, optimizer=adamw)
         made = trainer(WINDOW, callbacks=[*callbacks, saves], max_epochs=1)
         made.fit(module, data())
@@ -127,7 +115,7 @@ def test_resumed_curve_equals_the_uninterrupted_one(
         return fit(module, by_sde(warmup_steps=3), *callbacks, **how)
 
     path = tmp_path / "one.ckpt"
-    whole = run(Saves(path, after))
+    whole = run(Saving(path, after - 1))
     rest = run(ckpt_path=path)
     assert rest.curve == whole.curve[after // WINDOW :]
     assert rest.groups == whole.groups[after // WINDOW :]
@@ -175,7 +163,7 @@ def test_resumed_with_any_scaling_equals_a_whole_run_with_it(
 ) -> None:
     """Over a schedule of windows. What the first rule has done leaves no trace."""
     path = tmp_path / "one.ckpt"
-    stages(*SCALINGS[before](), Saves(path, after))
+    stages(*SCALINGS[before](), Saving(path, after - 1))
     rest = stages(*SCALINGS[then](), ckpt_path=path)
     expected = stages(*SCALINGS[then]())
     count = len(rest.curve)
@@ -189,7 +177,7 @@ def test_run_resumed_twice_with_another_window_equals_its_factor(
 ) -> None:
     paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
     name = "OneCycleLR-cos"
-    fit(Scheduled(name), linear(), Saves(paths[0], 6))
-    fit(Scheduled(name), linear(), Saves(paths[1], 4), ckpt_path=paths[0])
+    fit(Scheduled(name), linear(), Saving(paths[0], 5))
+    fit(Scheduled(name), linear(), Saving(paths[1], 9), ckpt_path=paths[0])
     rest = fit(Scheduled(name), linear(), window=5, ckpt_path=paths[1]).curve
     assert deviation(rest, times(plain(name, 7)[5:], [10.0] * 2)) <= EXACT

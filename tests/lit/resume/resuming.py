@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers import ragged_sequences, trainer, weights
 from tests.lit.fronts import RAGGED, WINDOW, Mixed, Plain, batches_of, big_batch
+from tests.recording import Saving as Saving  # for those who resume by these ways
 from trainkit import AccumulationCallback, PerToken
 
 SEQUENCES = ragged_sequences(38)
@@ -45,20 +46,6 @@ class Resumable:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.given = state["given"] - self.replay
-
-
-class Saving(pl.Callback):
-    """Saves once, in a hook of one's choice, at a batch counted over all epochs."""
-
-    def __init__(self, path: Path, at: int, hook: str = "on_train_batch_end") -> None:
-        self.path = path
-        self.at = at
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: Any, *args: Any) -> None:
-        batches = trainer.fit_loop.epoch_loop.total_batch_idx
-        if batches == self.at and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 def saved(

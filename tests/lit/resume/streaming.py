@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from tests.helpers import pad
+from tests.helpers import TokenModule, pad
 from tests.lit.resume.interrupting import TRAIN, Dropping
 
 
@@ -47,6 +48,11 @@ class Stream(IterableDataset[Any]):
         self.row, self.goes_on = state["row"], True
 
 
+class Counted(Stream):
+    def __len__(self) -> int:
+        return self.rows
+
+
 def _number(row: dict[str, Any]) -> Any:
     return TRAIN[row["number"]]
 
@@ -62,7 +68,22 @@ def collate(rows: Sequence[Any]) -> Any:
     return pad([_number(row) if isinstance(row, dict) else row for row in rows])
 
 
-KINDS = {"map": Rows, "stream": Stream, "hugging face": hugging_face}
+KINDS: dict[str, Any] = {
+    "map": Rows,
+    "stream": Stream,
+    "counted": Counted,
+    "hugging face": hugging_face,
+}
+
+
+class Plain(DataLoader[Any]):
+    """torch's loader, whose state is that of its stream."""
+
+    def __init__(self, kind: str) -> None:
+        stream = KINDS[kind]()
+        super().__init__(stream, 4, collate_fn=collate)
+        self.state_dict = stream.state_dict
+        self.load_state_dict = stream.load_state_dict
 
 
 def stateful(kind: str, **options: Any) -> Any:
@@ -77,7 +98,7 @@ def stateful(kind: str, **options: Any) -> Any:
         )
 
 
-class Reading(Dropping):
+class NotesRows(pl.LightningModule):
     """Notes the rows that it is given."""
 
     def __init__(self, **options: Any) -> None:
@@ -86,3 +107,19 @@ class Reading(Dropping):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.read.append(batch["ids"].tolist())
+
+
+class Reading(NotesRows, Dropping):
+    """Has dropout and a schedule."""
+
+
+class Read(NotesRows, TokenModule):
+    """Can be validated; only the loaders count."""
+
+    asks_for_steps = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        assert not self.asks_for_steps or self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, time
-from trainkit.lit.resume.first_signal import FirstSignal
+from trainkit.lit.resume.graceful_stop import FirstSignal
 signals = FirstSignal("the rest follows", on_ctrl_c="Ctrl+C again quits")
 signals.listen()
 ready, wrote = os.pipe()
@@ -39,7 +39,7 @@ except KeyboardInterrupt:
 SWALLOWED = """
 import signal
 from trainkit.cli.ctrl_c import remember_ctrl_c
-from trainkit.lit.resume.first_signal import FirstSignal
+from trainkit.lit.resume.graceful_stop import FirstSignal
 if {remembers}:
     remember_ctrl_c()
 class Collected:

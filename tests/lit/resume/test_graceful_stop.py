@@ -28,8 +28,7 @@ from tests.helpers import (
 from tests.lit.resume.interrupting import KillAt
 from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
-from trainkit.lit.resume.first_signal import PREEMPTION, SIGNALS
-from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.graceful_stop import PREEMPTION, SIGNALS, GracefulStop
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 SEQUENCES = ragged_sequences(24)

@@ -73,12 +73,6 @@ def moments() -> Any:
     return [(*moment, way) for moment, way in zip(each, cycle(WAYS), strict=False)]
 
 
-@pytest.fixture
-def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
-    with quiet_lightning():
-        yield
-
-
 @pytest.fixture(scope="module")
 def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole")

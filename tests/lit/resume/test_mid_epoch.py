@@ -15,14 +15,12 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from torch.utils.data import IterableDataset
 
 from tests.helpers import (
     NAIVE,
     TokenModule,
     deviation,
     pad,
-    quiet_lightning,
     ragged_sequences,
     trainer,
 )
@@ -38,6 +36,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import Saving
+from tests.lit.resume.streaming import Plain, Read, stateful
 from tests.recording import told
 from trainkit import (
     AccumulationCallback,
@@ -53,12 +52,6 @@ pytestmark = [
     pytest.mark.usefixtures("quiet"),
     pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
 ]
-
-
-@pytest.fixture
-def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
-    with quiet_lightning():
-        yield
 
 
 class StopSoon(pl.Callback):
@@ -137,66 +130,23 @@ def test_what_an_epochs_beginning_would_have_set_is_said(
 # ---- loaders -------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[Any]):
-    """Says where it is, and goes on there."""
-
-    def __init__(self) -> None:
-        self.row, self.goes_on = 0, False
-
-    def __iter__(self) -> Any:
-        self.row, self.goes_on = self.row if self.goes_on else 0, False
-        while self.row < len(TRAIN):
-            self.row += 1
-            yield TRAIN[self.row - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"row": self.row}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.row, self.goes_on = state["row"], True
-
-
-class Counted(Stream):
-    def __len__(self) -> int:
-        return len(TRAIN)
-
-
-class Loader:
-    """With the state of its stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.state_dict = stream.state_dict
-        self.load_state_dict = stream.load_state_dict
-
-    def __iter__(self) -> Any:
-        loader = torch.utils.data.DataLoader(self.stream, 4, collate_fn=pad)
-        return iter(loader)
-
-
-def stateful(stream: Stream) -> Any:
-    """What a stream is sent to."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return torchdata.StatefulDataLoader(stream, 4, collate_fn=pad)
-
-
 @pytest.mark.parametrize(
-    ("stream", "kind", "is_exact"),
+    ("kind", "make", "is_exact"),
     [
-        (Stream, Loader, False),
-        (Stream, stateful, False),
-        (Counted, stateful, True),
-        (Stream, lambda stream: ResumableStream(stateful(stream)), True),
-        (Stream, lambda stream: ResumableStream(Loader(stream)), True),
+        ("stream", Plain, False),
+        ("stream", stateful, False),
+        ("counted", stateful, True),
+        ("stream", lambda kind: ResumableStream(stateful(kind)), True),
+        ("stream", lambda kind: ResumableStream(Plain(kind)), True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
-    stream: Any, kind: Any, is_exact: bool, tmp_path: Path
+    kind: str, make: Any, is_exact: bool, tmp_path: Path
 ) -> None:
     def train_on(folder: Path, **options: Any) -> Any:
-        how: dict[str, Any] = {"loader": kind(stream()), "val_check_interval": 1.0}
+        how: dict[str, Any] = {"loader": make(kind), "val_check_interval": 1.0}
         return train(folder, **how, **options)
 
     whole = state_of(*train_on(tmp_path / "whole"))
@@ -206,22 +156,6 @@ def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
         found = train_on(tmp_path, resume=True)
     assert any("leaves a batch out" in text for text in said) == (not is_exact)
     assert (differing(whole, state_of(*found)) == []) == is_exact
-
-
-class Reads(TokenModule):
-    """Knows the rows that it was given."""
-
-    def __init__(self, *, asks: bool) -> None:
-        super().__init__()
-        self.asks, self.read = asks, []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.read.append(batch["ids"].tolist())
-
-    def configure_optimizers(self) -> Any:
-        if self.asks:
-            assert self.trainer.estimated_stepping_batches > 0
-        return super().configure_optimizers()
 
 
 @pytest.mark.parametrize(
@@ -236,13 +170,15 @@ class Reads(TokenModule):
     ],
 )
 @pytest.mark.filterwarnings("ignore:checkpoint. taken inside:UserWarning")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 def test_rows_go_on_though_the_number_of_steps_was_asked_for(
     asks: bool, ours: Any, goes_on: bool, tmp_path: Path
 ) -> None:
     """Lightning alone does so only where nobody asks."""
 
     def read(path: Any, *more: Any) -> list[Any]:
-        module = Reads(asks=asks)
+        module = Read()
+        module.asks_for_steps = asks
         each = trainer(
             max_epochs=1,
             limit_train_batches=6,

@@ -22,9 +22,12 @@ from tests.lit.resume.interrupting import KillAt, Killed, differing, state_of, t
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricRows
-from trainkit.lit.resume.between_steps import put_in_order
 from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.run_checkpoint import RunCheckpoint, _put_in_place
+from trainkit.lit.resume.run_checkpoint import (
+    RunCheckpoint,
+    _put_in_place,
+    put_in_order,
+)
 
 SEQUENCES = ragged_sequences(40)
 """Ten batches of four."""

@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
 
-from tests.helpers import TokenModule, quiet_lightning, trainer
+from tests.helpers import TokenModule, trainer
 from tests.lit.resume.interrupting import (
     KillAt,
     Killed,
@@ -26,7 +25,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import Saving
-from tests.lit.resume.streaming import KINDS, Reading, Stream, collate, stateful
+from tests.lit.resume.streaming import Plain, Read, Reading, stateful
 from tests.recording import told
 from trainkit import (
     AccumulationCallback,
@@ -45,12 +44,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:MetricsCSVLogger. .* of another training"),
     pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning"),
 ]
-
-
-@pytest.fixture
-def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
-    with quiet_lightning():
-        yield
 
 
 def chains() -> list[list[Any]]:
@@ -72,8 +65,10 @@ def chains() -> list[list[Any]]:
 
 SETUPS = [
     (*setup, which)
-    for setup, which in zip(product(KINDS, (0, 2), (1, 2)), cycle(range(6)))
-]
+    for setup, which in zip(
+        product(("map", "stream", "hugging face"), (0, 2), (1, 2)), cycle(range(6))
+    )
+] + [("stream", 0, 3, which) for which in range(6)]
 
 
 def run(folder: Path, loader: Any, window: int = 1, **how: Any) -> tuple[Any, Any]:
@@ -113,17 +108,6 @@ def test_run_of_three_stops_equals_an_unbroken_one(
     assert differing(state_of(*whole), state_of(*found)) == []
 
 
-@pytest.mark.parametrize("which", range(6))
-def test_stream_is_stopped_everywhere(which: int, tmp_path: Path) -> None:
-    def make() -> Any:
-        return ResumableStream(stateful("stream"))
-
-    whole = run(tmp_path / "whole", make(), 3)
-    found = resumed(tmp_path / "run", make, chains()[which], window=3)
-    assert reads_on(whole, found)
-    assert differing(state_of(*whole), state_of(*found)) == []
-
-
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
 @pytest.mark.parametrize("kind", ["stream", "hugging face"])
 def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
@@ -136,18 +120,6 @@ def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
 
 
 # ---- who says which batch was trained on ---------------------------------------------
-
-
-class Read(TokenModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[Any] = []
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.read.append(batch["ids"].tolist())
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing: only the loaders count."""
 
 
 class Mixed(AccumulationMixin, Read):
@@ -269,7 +241,7 @@ def test_several_streams_go_on_together(mode: Any, tmp_path: Path) -> None:
 
 
 def test_validation_on_the_same_stream_is_refused() -> None:
-    stream = ResumableStream(DataLoaderWithState(Stream()))
+    stream = ResumableStream(Plain("stream"))
     each = trainer(limit_val_batches=1, val_check_interval=2)
     with pytest.raises(TrainkitError, match="ResumableStream iter: .* one pass at a"):
         each.fit(Read(), stream, stream)
@@ -277,20 +249,11 @@ def test_validation_on_the_same_stream_is_refused() -> None:
 
 def test_batch_norm_guard_does_not_read_it_beside_training() -> None:
     each = trainer(callbacks=[BatchNormGuard("recalibrate")])
-    stream = ResumableStream(DataLoaderWithState(Stream()))
+    stream = ResumableStream(Plain("stream"))
     with pytest.raises(
         TrainkitError, match="a ResumableStream, which can be read only"
     ):
         each.fit(WithBatchNorm(), stream)
-
-
-class DataLoaderWithState(DataLoader[Any]):
-    """A loader whose state is that of its stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(stream, 4, collate_fn=collate)
-        self.state_dict = stream.state_dict
-        self.load_state_dict = stream.load_state_dict
 
 
 class WithBatchNorm(TokenModule):

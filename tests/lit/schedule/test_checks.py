@@ -8,7 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import get_cosine_schedule_with_warmup
 
@@ -28,14 +31,11 @@ class Another(AccumulationSchedule):
     """Two of one type are refused by Lightning itself, for their state's sake."""
 
 
-class Meddles(pl.Callback):
+def meddles(hook: str) -> pl.Callback:
     """MultimediaTechLab/YOLO#225 sets the number in a callback, for each batch."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self.meddle)
-
-    def meddle(self, trainer: Any, *args: Any) -> None:
-        trainer.accumulate_grad_batches = 3
+    return LambdaCallback(
+        **{hook: lambda trainer, *_: setattr(trainer, "accumulate_grad_batches", 3)}
+    )
 
 
 class Fetches(Plain):
@@ -51,7 +51,7 @@ class Fetches(Plain):
         (Mixed, [Another({0: 2})], "and Another says one too. Keep one of them"),
         (Plain, [], "needs the callback that weighs and divides"),
         *(
-            (Mixed, [Meddles(hook)], "it, and somebody else has set it to 3. Leave it")
+            (Mixed, [meddles(hook)], "it, and somebody else has set it to 3. Leave it")
             for hook in ("on_fit_start", "on_train_start", "on_train_batch_end")
         ),
         (Plain, [BY_TOKENS, AccumulationCallback(PerSample())], "PerSample does not w"),
@@ -109,13 +109,6 @@ class Scheduled(Mixed):
         return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
 
 
-class EndsSoon(pl.Callback):
-    """Ends training with its first window: schedulers are looked at before it."""
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.should_stop = trainer.global_step > 0
-
-
 def said_of(
     asks: str,
     plan: Any = PLAN,
@@ -129,7 +122,8 @@ def said_of(
     ours = AccumulationSchedule(plan, unit=unit)
     with warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("always", ".*estimated_stepping_batches: it was read")
-        fitted("mixin", ours, EndsSoon(), module=module, **how)
+        # Schedulers are looked at before the first window.
+        fitted("mixin", ours, module=module, max_steps=1, **how)
     return [str(warning.message) for warning in said]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    LambdaCallback,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
@@ -32,7 +32,7 @@ from tests.lit.schedule.scheduling import (
     rows_of,
     windows_of_plan,
 )
-from tests.zoo import OldMixed, old_trainer
+from tests.zoo import OldMixed, hooked, old_trainer
 from trainkit import AccumulationSchedule
 
 PLAN = {0: 4, 3: 3, 5: 1}  # by steps: 4 4 2 | 3 3 1 1 1 1 | 1 ...
@@ -75,15 +75,6 @@ def test_scheduler_steps_once_a_window_or_epoch(interval: str) -> None:
 # ---- where things end early, several times, or inside windows ------------------------
 
 
-class Fails(pl.Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == self.at:
-            raise RuntimeError("the disk is full")
-
-
 @pytest.mark.filterwarnings("ignore:accumulation. an open window")
 @pytest.mark.parametrize(
     ("at", "front"), [(5, "mixin"), (15, "callback"), (5, "manual")]
@@ -91,7 +82,13 @@ class Fails(pl.Callback):
 def test_fit_after_an_exception_equals_fresh_fit(front: str, at: int) -> None:
     module, ours = make(front)
     sizes = AccumulationSchedule(FOUR_THREE)
-    fit = trainer(callbacks=[sizes, *ours, Fails(at)], max_epochs=EPOCHS)
+
+    def fail(trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == at:
+            raise RuntimeError("the disk is full")
+
+    fails = LambdaCallback(on_train_batch_end=fail)
+    fit = trainer(callbacks=[sizes, *ours, fails], max_epochs=EPOCHS)
     with pytest.raises(RuntimeError, match="the disk is full"):
         fit.fit(module, micro_batches(SEQUENCES))
     assert fit.accumulate_grad_batches == 1
@@ -110,16 +107,13 @@ def test_second_fit_with_the_same_trainer_follows_the_plan(front: str) -> None:
     assert fit.accumulate_grad_batches == 1
 
 
-class SkipsRest(Mixed):
-    """Ends an epoch from `on_train_batch_start`."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.current_epoch == 1 and batch_idx == 5 else None
-
-
 def test_epoch_that_ends_inside_a_window_leaks_nothing() -> None:
     """The next epoch begins with a whole window (transformers#22082)."""
-    module = SkipsRest(optimizer="adamw")
+
+    def skip_rest(self: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 and batch_idx == 5 else None
+
+    module = hooked(Mixed, on_train_batch_start=skip_rest)(optimizer="adamw")
     with pytest.warns(UserWarning, match="of 2 micro-batches was dropped"):
         fitted("mixin", plan(), module=module)
     ones = (range(i, i + 1) for i in range(3, 10))  # after four steps and one more

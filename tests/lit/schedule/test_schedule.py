@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
@@ -10,9 +9,8 @@ import lightning.pytorch as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers import (
     NAIVE,
@@ -41,6 +39,8 @@ from tests.lit.schedule.scheduling import (
     schedule_of,
     windows_of_plan,
 )
+from tests.recording import Table
+from tests.zoo import Stream
 from trainkit import AccumulationSchedule, WindowMonitor
 from trainkit.core.plan.stages import WindowSize
 from trainkit.errors import TrainkitError
@@ -59,23 +59,12 @@ BY_TURNS = [
 ]
 
 
-class Record(DummyLogger):
-    """Keeps what WindowMonitor shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[float] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: Any = None) -> None:
-        self.shown.append(metrics["window/micro_batches"])
-
-
 @pytest.mark.parametrize(("plan", "front", "optimizer"), BY_TURNS)
 def test_schedule_equals_the_big_batch(plan: str, front: str, optimizer: str) -> None:
     """pytorch-lightning#5334, yolov5#3722: also where the size changes in mid-epoch,
     with AdamW, whose own count of steps is the number of windows. Weight decay and
     momentum act once a window (pytorch-lightning#19990)."""
-    ours, watch, logger = schedule(plan), Watch(), Record()
+    ours, watch, logger = schedule(plan), Watch(), Table()
     module, _ = make(front, optimizer=optimizer)
     how: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
     _, fit = fitted(front, ours, watch, WindowMonitor(1), module=module, **how)
@@ -88,7 +77,8 @@ def test_schedule_equals_the_big_batch(plan: str, front: str, optimizer: str) ->
     if ours.stages.unit != "tokens":
         total = ours.total_steps(batches_per_epoch=len(RAGGED), epochs=EPOCHS)
         assert total == number_of(windows)
-    assert logger.shown == [len(window) for ws in windows for window in ws]
+    shown = logger.column("window/micro_batches")
+    assert shown == [len(window) for ws in windows for window in ws]
     assert (fit.accumulate_grad_batches, type(fit.accumulate_grad_batches)) == (1, int)
     if front != "manual":
         check_what_the_trainer_says(watch, windows)
@@ -182,12 +172,8 @@ class Asking(Mixed):
         return super().configure_optimizers()
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(micro_batches(SEQUENCES)))
-
-
-STREAM: DataLoader[Any] = DataLoader(Stream(), batch_size=None)
+BATCHES = list(micro_batches(SEQUENCES))
+STREAM: DataLoader[Any] = DataLoader(Stream(BATCHES), batch_size=None)
 
 
 @pytest.mark.parametrize(

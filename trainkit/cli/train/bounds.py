@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_log import ScreenLog
-from trainkit.lit.resume.first_signal import SIGNALS, FirstSignal
+from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal
 
 
 class Beginning(Callback):

@@ -17,7 +17,7 @@ from trainkit.cli.words import key_of
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own
 from trainkit.lit.callback.table import say
-from trainkit.lit.resume.between_steps import ends_epoch
+from trainkit.lit.resume.run_checkpoint import ends_epoch
 
 DEFAULT = "val/loss"
 """The metric of a run for which none was chosen."""

@@ -7,14 +7,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from trainkit.core.ledger import FirstWindows
 from trainkit.core.plan.effective_batch import EffectiveBatch, Unit, check_unit
 from trainkit.core.plan.stages import WindowSize
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    PerSample,
-    Strategies,
-    Uniform,
-)
+from trainkit.core.strategies import PerSample, Strategies, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
 from trainkit.lit.callback.table import Row
@@ -59,12 +55,13 @@ def find_effective_batch(
         micro_batch: how much a micro-batch holds, if the user has given it.
         accumulate: how many of them a step took; default: as windows are now.
     """
-    loader = train_loader(trainer)
-    measured = 0
+    loader, measured = train_loader(trainer), 0
     if micro_batch is None and unit == "samples":
         micro_batch = micro_batch_of(loader)
-    if micro_batch is None:
-        micro_batch, measured = _measured(trainer, unit)
+    first = _measuring(trainer, unit)
+    if micro_batch is None and first is not None:
+        micro_batch = first.micro_batch("samples" if unit == "samples" else "weight")
+        measured = len(first)
     if micro_batch is None:
         return None
     return EffectiveBatch(
@@ -179,20 +176,14 @@ def loader_batch_size(loader: Any) -> Any:
     return size
 
 
-def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
+def _measuring(trainer: Any, unit: Unit) -> FirstWindows | None:
+    """The windows from which a batch is measured in this unit; None if none can be."""
     windows = windows_of(trainer)
-    if windows is None:
-        return None, 0
-    first = windows.first_windows
-    if unit == "samples":
-        return first.micro_batch("samples"), len(first)
-    if not _weighs_tokens(windows.strategy):
-        return None, 0
-    return first.micro_batch("weight"), len(first)
-
-
-def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
-    return not isinstance(strategy, PerSample | Uniform)  # a user's strategy may
+    # A strategy of the user's may weigh tokens.
+    is_other = windows is not None and isinstance(windows.strategy, PerSample | Uniform)
+    if windows is None or (unit == "tokens" and is_other):
+        return None
+    return windows.first_windows
 
 
 def why_unknown(trainer: Any, unit: Unit) -> str:
@@ -203,12 +194,13 @@ def why_unknown(trainer: Any, unit: Unit) -> str:
             "the loader does not say it, and nothing measures windows. Add "
             "AccumulationCallback or AccumulationMixin, which do."
         )
-    if unit == "tokens" and not _weighs_tokens(windows.strategy):
+    first = _measuring(trainer, unit)
+    if first is None:
         return (
             f"{type(windows.strategy).__name__} does not weigh tokens. Use PerToken(), "
             f"or count in samples."
         )
-    if not len(windows.first_windows):
+    if not len(first):
         return "the loader does not say it, and no window has closed yet."
     return (
         "the loader does not say it, and the tensors of a batch have no leading "
@@ -222,8 +214,7 @@ def check_measurable(trainer: Any, unit: Unit) -> None:
     Raises:
         TrainkitError: nothing measures windows, or they do not weigh tokens.
     """
-    windows = windows_of(trainer)
-    if windows is None or (unit == "tokens" and not _weighs_tokens(windows.strategy)):
+    if _measuring(trainer, unit) is None:
         raise TrainkitError(
             f"effective batch: it is not known in {unit}: {why_unknown(trainer, unit)}"
         )

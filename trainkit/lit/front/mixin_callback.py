@@ -16,8 +16,8 @@ from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks
 from trainkit.lit.logs.exact_log import KEY, ExactMeans
 from trainkit.lit.resume._compat import batches_into_epoch
-from trainkit.lit.resume.between_steps import ends_epoch
 from trainkit.lit.resume.per_rank import gather, shares
+from trainkit.lit.resume.run_checkpoint import ends_epoch
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.callback import WindowCallback
 

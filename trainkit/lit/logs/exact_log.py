@@ -82,20 +82,21 @@ class ExactMeans:
 
     def log(self, pl_module: Any, stage: str, ranks: Ranks) -> None:
         """Log a stage's means and forget them. Every rank must call this."""
-        means = self._means.pop(stage, {})
-        everywhere = _on_all_ranks(means, ranks)
-        if stage in self._lacks_beginning and everywhere:
+        found: list[Any] = [self._means.pop(stage, {})]
+        if ranks.size > 1:  # a rank may have had no batch that logged a name
+            found, mine = [None] * ranks.size, _on_host(found[0])
+            dist.all_gather_object(found, mine, group=ranks.group)
+        names = dict.fromkeys(name for means in found for name in means)
+        if stage in self._lacks_beginning and names:
             warnings.warn(
                 f"log_exact: the checkpoint was taken within an epoch and does not "
-                f"hold what all ranks had added up for {', '.join(everywhere)}, so the "
+                f"hold what all ranks had added up for {', '.join(names)}, so the "
                 f"mean covers only the rest of this epoch.",
                 stacklevel=2,
             )
-        nothing = torch.stack([scalar(0, pl_module.device)] * 2)
-        for name, options in everywhere.items():
-            # A rank may have had no batch that logged it.
-            sums = means[name]["sums"] if name in means else nothing
-            total, weight = ranks.sum_(sums.to(nothing))
+        for name in names:
+            held = [means[name] for means in found if name in means]
+            total, weight = torch.stack([mean["sums"] for mean in held]).sum(0)
             pl_module.log(
                 name,
                 (total / weight).to(torch.get_default_dtype()),
@@ -103,15 +104,13 @@ class ExactMeans:
                 on_epoch=True,
                 batch_size=1,
                 sync_dist=ranks.size > 1,  # the number is equal on all ranks
-                **options,
+                **held[0]["options"],
             )
 
     def state_dict(self, stage: str) -> dict[str, Mean]:
         """This rank's sums of finished batches, on the CPU."""
-        means = self._means.get(stage, {})
-        if self._before_batch is not None:
-            means = self._before_batch
-        return {k: {**mean, "sums": mean["sums"].cpu()} for k, mean in means.items()}
+        is_open = self._before_batch is not None
+        return _on_host(self._before_batch if is_open else self._means.get(stage, {}))
 
     def load_state_dict(
         self, stage: str, states: Iterable[Mapping[str, Mean]], *, is_whole: bool
@@ -138,15 +137,9 @@ class ExactMeans:
         self._means[stage][name] = {**mean, "sums": sums}
 
 
-def _on_all_ranks(means: Mapping[str, Mean], ranks: Ranks) -> dict[str, Any]:
-    """The names that any rank has logged, with their options."""
-    mine = {name: mean["options"] for name, mean in means.items()}
-    if ranks.size == 1:
-        return mine
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, mine, group=ranks.group)
-    everywhere = {k: options for each in reversed(found) for k, options in each.items()}
-    return {name: everywhere[name] for name in sorted(everywhere)}
+def _on_host(means: Mapping[str, Mean] | None) -> dict[str, Mean]:
+    found = (means or {}).items()
+    return {name: {**mean, "sums": mean["sums"].cpu()} for name, mean in found}
 
 
 def one_number(name: str, loss: Tensor | float, device: Any) -> Tensor:

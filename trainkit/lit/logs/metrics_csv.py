@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from trainkit.lit._compat import logged_at_batch_end, pending_metrics
 from trainkit.lit.logs.metric_file import MetricFile, Row
 from trainkit.lit.logs.rows import row_step
-from trainkit.lit.resume.between_steps import put_in_order
+from trainkit.lit.resume.run_checkpoint import put_in_order
 
 KEY = "trainkit_rows"
 """The entry in a checkpoint."""
@@ -117,9 +117,7 @@ class MetricRows(Callback):
                     stacklevel=2,
                 )
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._logged = logged_at_batch_end(trainer)
 
     def on_save_checkpoint(

@@ -13,12 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.checks import LateReading
 from trainkit.core.gradients import parameters_of, total_norm
-from trainkit.core.ledger import Account
 from trainkit.core.nested import Path, lookup_tensor
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
-from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     add_callback_metrics,
@@ -32,6 +30,7 @@ from trainkit.lit.windows.callback import WindowCallback
 
 _OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
 """What callbacks see of each window, also of one that is not logged."""
+_OF_LOGGED = _OF_EACH | {name: name for name in ("imbalance", "uniform_gap", "padding")}
 
 
 class WindowMonitor(Callback):
@@ -78,7 +77,10 @@ class WindowMonitor(Callback):
         )
         self.every_n_steps = every_n_steps
         self.attention_mask = attention_mask
-        self._windows: WindowCallback | None = None
+        self._begin(None)
+
+    def _begin(self, windows: Any) -> None:
+        self._windows = windows
         self._rows = LateRows(_OF_EACH)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,108 +88,87 @@ class WindowMonitor(Callback):
         return {**without_module(self), **none}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._rows = LateRows(_OF_EACH)
-        found = find_callback(trainer, WindowCallback)
-        if found is None:
+        self._begin(find_callback(trainer, WindowCallback))
+        if self._windows is None:
             raise TrainkitError(
                 "WindowMonitor: it shows the windows of AccumulationCallback or "
                 "AccumulationMixin, and neither is there. Add "
                 "AccumulationCallback(PerToken()), say, to the Trainer's callbacks."
             )
-        self._windows = found
         self._windows.keep_weights(self._is_due)
         self._windows.counts_samples = True
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._windows is not None
         if self._windows.is_split:
+            return  # its driver counts what pads
+        found = self._what_counts(batch)
+        if found is None:
             return
-        counted = self._padding(batch)
-        if counted is None:
-            return
-        padding, tokens = counted
+        padding = found.numel() - torch.count_nonzero(found)
         for accumulator in self._windows.accumulators.values():
-            accumulator.window.count(padding=padding, tokens=tokens)
+            accumulator.window.count(padding=padding, tokens=found.numel())
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        assert self._windows is not None
         index = self._windows.index_of(trainer, optimizer)
-        num_windows = self._windows.accumulators[index].num_windows
+        accumulator = self._windows.accumulators[index]
         stats = self._windows.windows.get(index)
-        if not num_windows or stats is None:
+        if not accumulator.num_windows or stats is None:
             return
         several = len(self._windows.accumulators) > 1
         prefix = f"window/{index}/" if several else "window/"
         newest = {prefix + name: getattr(stats, of) for name, of in _OF_EACH.items()}
         add_callback_metrics(trainer, newest)
-        if self._is_due(num_windows - 1):
-            numbers = _numbers(stats, self._windows.ledger.of(index))
-            size = self._windows.micro_batch_size
-            if size is not None:
-                numbers["micro_batch_size"] = torch.tensor(size)
-            ranks = self._windows.accumulators[index].ranks
-            norm = _grad_norm(trainer, optimizer, ranks)
-            if norm is not None:
-                numbers["grad_norm"] = norm
-            names = [prefix + name for name in numbers]
-            table = torch.stack([n.to(stats.weight) for n in numbers.values()])
-            self._rows.add_row(trainer, LateReading(table), partial(_named, names))
+        if self._is_due(accumulator.num_windows - 1):
+            account, size = (
+                self._windows.ledger.of(index),
+                self._windows.micro_batch_size,
+            )
+            numbers = {
+                **{name: getattr(stats, of) for name, of in _OF_LOGGED.items()},
+                "seen": None if account is None else account.weight,
+                "samples_seen": None if account is None else account.samples,
+                "micro_batch_size": None if size is None else torch.tensor(size),
+                "grad_norm": _grad_norm(trainer, optimizer, accumulator.ranks),
+            }
+            known = {prefix + k: n for k, n in numbers.items() if n is not None}
+            table = torch.stack([n.to(stats.weight) for n in known.values()])
+            named = partial(_named, list(known))
+            self._rows.add_row(trainer, LateReading(table), named)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._rows.serve()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._rows.serve(wait=True)
 
-    def on_save_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._rows.serve(wait=True)  # a resumed run has none of these rows
 
     def _is_due(self, window: int) -> bool:
         """Whether a window, counted from 0, is logged."""
         return window == 0 or (window + 1) % self.every_n_steps == 0
 
-    def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
-        """How many of a micro-batch's tokens only pad, and how many it has."""
-        assert self._windows is not None
+    def _what_counts(self, batch: Any) -> Tensor | None:
+        """Which of a micro-batch's tokens are no padding; None if nothing tells it."""
         path, strategy = self.attention_mask, self._windows.strategy
         if path is None and isinstance(batch, Mapping) and "attention_mask" in batch:
             path = "attention_mask"
         if path is None and isinstance(strategy, PerToken | PerSample):
             path = strategy.mask
         if path is not None:
-            found = lookup_tensor(batch, path, role="WindowMonitor attention_mask") != 0
-        elif isinstance(strategy, PerToken):
+            return lookup_tensor(batch, path, role="WindowMonitor attention_mask") != 0
+        if isinstance(strategy, PerToken):
             labels = lookup_tensor(batch, strategy.labels, role="labels")
-            found = labels.long() != strategy.ignore_index
-        else:
-            return None
-        return found.numel() - torch.count_nonzero(found), found.numel()
+            return labels.long() != strategy.ignore_index
+        return None
 
 
 def _named(names: list[str], values: list[float]) -> dict[str, float]:
     return dict(zip(names, values, strict=True))
-
-
-def _numbers(stats: WindowStats, account: Account | None) -> dict[str, Tensor]:
-    numbers = {
-        "loss": stats.loss,
-        "weight": stats.weight,
-        "micro_batches": stats.num_micro_batches,
-        "imbalance": stats.imbalance,
-        "uniform_gap": stats.uniform_gap,
-        "padding": stats.padding,
-    }
-    if account is not None:
-        numbers |= {"seen": account.weight, "samples_seen": account.samples}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _grad_norm(trainer: Any, optimizer: Any, ranks: Ranks) -> Tensor | None:

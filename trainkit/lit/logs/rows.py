@@ -84,9 +84,7 @@ class LearningRates(LearningRateMonitor):
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Log nothing: the window may not be over."""
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         numbering = find_callback(trainer, OneStep) or OneStep()
         numbering.ahead = 1
         try:

@@ -144,9 +144,7 @@ class NoiseScale(OrderedCallback):
 
     # ---- a window --------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         moments, windows = self._moments, self._windows
         if moments is not None and windows is not None and not moments.is_watching:
             accumulator = windows.accumulators[0]
@@ -154,15 +152,10 @@ class NoiseScale(OrderedCallback):
             if is_due and not accumulator.is_open:
                 moments.watch()
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
-        self._add(trainer)
+    def on_before_optimizer_step(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.on_window_finished(trainer, 0)
 
     def on_window_finished(self, trainer: Any, index: int) -> None:
-        self._add(trainer)
-
-    def _add(self, trainer: Any) -> None:
         """Add the window that has just been divided, before anybody clips it."""
         moments, windows = self._moments, self._windows
         if moments is None or windows is None or not moments.is_finished:
@@ -177,9 +170,7 @@ class NoiseScale(OrderedCallback):
         reading = LateReading(torch.cat([moments.table, this]))
         self._rows.add_row(trainer, reading, _numbers)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._rows.serve()
         if self._moments is not None and self._moments.why_not is not None:
             self.why_not = self._moments.why_not
@@ -200,9 +191,7 @@ class NoiseScale(OrderedCallback):
             is_tokens = windows is not None and isinstance(windows.strategy, PerToken)
             show(advice(self._found, "tokens" if is_tokens else "samples"), trainer)
 
-    def on_exception(
-        self, trainer: Any, pl_module: Any, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainkit.core.ledger import NUM_MEASURED
+from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
     Unit,
@@ -15,24 +17,27 @@ from trainkit.core.plan.effective_batch import (
     check_size,
     check_unit,
 )
-from trainkit.core.plan.options import check_whole_number
-from trainkit.core.plan.scaling import (
-    RuleName,
-    WeightDecayName,
-    check_rules,
-)
+from trainkit.core.plan.options import check_whole_number, is_positive_number
+from trainkit.core.plan.scaling import RuleName, WeightDecayName, check_rules
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step
 from trainkit.lit.batch_size.effective import (
     check_measurable,
     find_effective_batch,
     longest_window,
+    own_sizes,
+    scheduled_sizes,
     steps_taken,
+    why_unknown,
     window_size,
 )
-from trainkit.lit.callback.base import OrderedCallback, averages_statistics, windows_of
+from trainkit.lit.callback.base import (
+    OrderedCallback,
+    averages_statistics,
+    has_callback,
+    windows_of,
+)
 from trainkit.lit.callback.table import Row, show
-from trainkit.lit.rates import checks
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
     leave_scaled,
@@ -99,7 +104,7 @@ class LRScaling(OrderedCallback):
         check_rules(rule, weight_decay)
         check_size("LRScaling reference_batch", reference_batch)
         check_unit("LRScaling", unit)
-        self.noise_scale = checks.checked_noise_scale(rule, noise_scale, unit)
+        self.noise_scale = _checked_noise_scale(rule, noise_scale, unit)
         if micro_batch is not None:
             check_size("LRScaling micro_batch", micro_batch)
         check_whole_number(
@@ -145,11 +150,21 @@ class LRScaling(OrderedCallback):
             release_left()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        checks.announce_rate_finder(trainer, self)
+        """Warn that `lr_find` returns a rate for the present batch."""
+        if not has_callback(trainer.callbacks, "LearningRateFinder"):
+            return
+        batch = self._find(trainer)
+        if batch is None or batch.size != self.reference_batch:
+            size = "" if batch is None else f", {batch.size:g} {self.unit}"
+            warnings.warn(
+                f"LearningRateFinder: it searches with the present batch{size}, and "
+                f"LRScaling(reference_batch={self.reference_batch:g}) scales the rate "
+                f"that it finds again. Give the present batch as reference_batch.",
+                stacklevel=2,
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        saved = self._restored or {}
-        self._restored = None
+        saved, self._restored = self._restored or {}, None
         self.scaled = [
             ScaledOptimizer(
                 optimizer,
@@ -163,13 +178,23 @@ class LRScaling(OrderedCallback):
         self._adopt(trainer)
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
-        checks.refuse_stages_out_of_reach(trainer, self)
+        self._refuse_stages_out_of_reach(trainer)
         self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
 
     def _adopt(self, trainer: Any) -> None:
         for scaled in self.scaled:
             scaled.adopt(trainer.lr_scheduler_configs)
+
+    def _refuse_stages_out_of_reach(self, trainer: Any) -> None:
+        """Refuse now a later stage of a schedule that the rule cannot follow."""
+        batch = self.effective_batch
+        if batch is None:
+            return
+        for size in scheduled_sizes(trainer).values():
+            k = replace(batch, accumulate=size).over(self.reference_batch)
+            for scaled in self.scaled:
+                scaled.check_reach(k)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -210,41 +235,42 @@ class LRScaling(OrderedCallback):
             self._adopt(trainer)
             self._follow_and_log(trainer)
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._is_known():
             return
         # The window that has just closed is measured before its own step is taken.
         self._followed = None
-        windows = windows_of(trainer)
-        assert windows is not None  # see check_measurable
-        first = windows.first_windows
         if not self._follow(trainer):
+            windows = windows_of(trainer)
+            assert windows is not None  # see check_measurable
+            first = windows.first_windows
             # A window of weight 0 has a gradient of 0 and shows no size: wait.
             if first.is_complete or not first.is_empty:
-                checks.refuse_unmeasured(trainer, self.unit)
-            return
-        if self._is_known():
+                raise TrainkitError(
+                    f"LRScaling: a window has closed, and nothing says how many "
+                    f"{self.unit} it had: {why_unknown(trainer, self.unit)} Give the "
+                    f"number: LRScaling(micro_batch=...)."
+                )
+        elif self._is_known():
             self._log(trainer)
-            self._show_again(trainer, pl_module)
+            self._show_again(trainer)
 
     def _is_known(self) -> bool:
         """Whether the effective batch is final: not a measurement still under way."""
         batch = self.effective_batch
         return batch is not None and (batch.is_exact or _is_measured(batch))
 
-    def _show_again(self, trainer: Any, pl_module: Any) -> None:
+    def _show_again(self, trainer: Any) -> None:
         if trainer.is_global_zero:
             step = ("step", str(self.effective_batch))
-            show([step, *self.table_rows(trainer, pl_module)], trainer)
+            show([step, *self.table_rows(trainer, trainer.lightning_module)], trainer)
 
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)
         if self._is_known() and self._logged_k != self.k:
             self._log(trainer)
             if window_size(trainer) != trainer.accumulate_grad_batches:
-                self._show_again(trainer, trainer.lightning_module)
+                self._show_again(trainer)
 
     def _follow(self, trainer: Any) -> bool:
         """Scale to the window under way; False while its size is not known."""
@@ -252,21 +278,29 @@ class LRScaling(OrderedCallback):
         now = longest_window(trainer), min(step, self.warmup_steps)
         if now == self._followed or averages_statistics(trainer):
             return True
-        checks.refuse_windows_of_several_sizes(trainer)
-        batch = self.effective_batch
-        if batch is not None and _is_measured(batch):
-            # Reading the measure again would wait for the device.
-            batch = replace(batch, accumulate=longest_window(trainer))
-        else:
-            batch = find_effective_batch(
-                trainer, unit=self.unit, micro_batch=self.micro_batch
+        sizes = sorted(own_sizes(trainer))
+        if len(sizes) > 1:
+            raise TrainkitError(
+                f"LRScaling: one effective batch serves all optimizers, and their "
+                f"windows have {sizes} micro-batches (window_ends(every=...)). Give "
+                f"them one size, or scale their rates yourself, by "
+                f"self.effective_batch."
             )
+        batch = self._find(trainer)
         if batch is None:
             return False
         self._followed, self.effective_batch = now, batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
         return True
+
+    def _find(self, trainer: Any) -> EffectiveBatch | None:
+        batch = self.effective_batch
+        if batch is not None and _is_measured(batch):
+            # Reading the measure again would wait for the device.
+            return replace(batch, accumulate=longest_window(trainer))
+        how: Any = {"unit": self.unit, "micro_batch": self.micro_batch}
+        return find_effective_batch(trainer, **how)
 
     def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
         """Log the effective batch, k, and each value before and after scaling.
@@ -278,20 +312,13 @@ class LRScaling(OrderedCallback):
             return
         is_first = self._logged_k is None and saved_k in (None, self.k)
         self._logged_k = self.k
+        known = {"k": self.k, "effective_batch": self.effective_batch.size}
         if not is_first:
-            changed = {
-                "lr_scaling/k": self.k,
-                "lr_scaling/effective_batch": self.effective_batch.size,
-            }
+            changed = {f"lr_scaling/{name}": value for name, value in known.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(changed, step=logged_step(trainer))
             return
-        values: dict[str, Any] = {
-            "reference_batch": self.reference_batch,
-            "effective_batch": self.effective_batch.size,
-            "unit": self.unit,
-            "k": self.k,
-        }
+        values = {**known, "reference_batch": self.reference_batch, "unit": self.unit}
         if self.noise_scale is not None:
             values["noise_scale"] = self.noise_scale
         for index, scaled in enumerate(self.scaled):
@@ -312,6 +339,13 @@ class LRScaling(OrderedCallback):
     ) -> None:
         self.teardown(trainer, pl_module, "fit")
 
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        states = checkpoint.get("optimizer_states", [])
+        for scaled, state in zip(self.scaled, states, strict=False):
+            scaled.unscale(state)
+
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored  # lr_find saves and loads it before training
@@ -324,3 +358,35 @@ class LRScaling(OrderedCallback):
 def _is_measured(batch: EffectiveBatch) -> bool:
     """Whether all windows that measure a batch have closed: it changes no more."""
     return batch.windows_measured >= NUM_MEASURED
+
+
+def _checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float | None:
+    """The noise scale of the rule `"gain"`, as a number; None for any other rule.
+
+    Raises:
+        TrainkitError: the rule and the noise scale do not go together, or the noise
+            scale is neither a positive number nor the folder of a run that knows it.
+    """
+    if rule != "gain":
+        if noise_scale is not None:
+            raise TrainkitError(
+                f"LRScaling noise_scale: belongs to rule='gain', received "
+                f"{noise_scale!r} for rule={rule!r}. Write rule='gain', or leave it "
+                f"out (null in a configuration)."
+            )
+        return None
+    if unit != "samples":
+        raise TrainkitError(
+            f"LRScaling unit: must be 'samples' for rule='gain', received {unit!r}. "
+            f"The tokens of a sample are alike, so that noise does not fall as one "
+            f"over their number. Give reference_batch in samples."
+        )
+    if isinstance(noise_scale, str | Path):
+        return read_noise_scale(Path(noise_scale).expanduser()).samples
+    if not is_positive_number(noise_scale):
+        raise TrainkitError(
+            f"LRScaling noise_scale: must be a positive number of samples for "
+            f"rule='gain', or the folder of a run that has measured it, received "
+            f"{noise_scale!r}."
+        )
+    return float(noise_scale)  # type: ignore[arg-type]

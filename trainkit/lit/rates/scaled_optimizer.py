@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainkit.core.plan.options import brief
 from trainkit.core.plan.scaling import (
@@ -32,9 +31,9 @@ class ScaledOptimizer:
     """Holds an optimizer at the numbers for k times the reference batch.
 
     The groups of parameters hold the scaled numbers. What draws a curve or saves it
-    sees the user's: schedulers step within `unscaled()`, and `state_dict()` of the
-    optimizer has them too. So every scheduler draws its own curve, and a checkpoint is
-    that of a run without scaling.
+    sees the user's: schedulers step within `unscaled()`, and `unscale()` writes them
+    into a checkpoint. So every scheduler draws its own curve, and a checkpoint is that
+    of a run without scaling.
 
     Attributes:
         optimizer: the torch optimizer.
@@ -62,25 +61,6 @@ class ScaledOptimizer:
         self.factor = self.target = self.decay = self.k = 1.0
         self._own: Sequence[Numbers] = self._numbers()
         self._written = self._own
-        self._hook = optimizer.register_state_dict_post_hook(self._save_own)
-        self._refuse_state_without_hooks()
-
-    def _refuse_state_without_hooks(self) -> None:
-        """Refuse a state that would hold scaled rates, and be scaled once more."""
-        kind = type(self.optimizer)
-        if kind.state_dict is Optimizer.state_dict or kind.__module__.startswith(
-            "torch."
-        ):
-            return
-        self._is_asked = False
-        self.optimizer.state_dict()
-        if not self._is_asked:
-            raise TrainkitError(
-                f"LRScaling: {kind.__name__} has a state_dict() of its own, which does "
-                f"not run the hooks of torch's Optimizer.state_dict(), so that a "
-                f"checkpoint would hold scaled rates. Let it call "
-                f"super().state_dict(), or scale the rates yourself."
-            )
 
     def adopt(self, configs: Sequence[Any]) -> None:
         """Scale what is there by now: groups that were added, and schedulers.
@@ -124,7 +104,12 @@ class ScaledOptimizer:
     def release(self) -> None:
         """Give the optimizer back as it would be without scaling."""
         self._write(self._own_now())
-        self._hook.remove()
+
+    def unscale(self, state: Mapping[str, Any]) -> None:
+        """Write the user's numbers into what a checkpoint holds of the optimizer."""
+        groups = state.get("param_groups", [])
+        for group, own in zip(groups, self._own_now(), strict=False):
+            _write(group, own, in_place=False)
 
     def _announce_new(self, number: int) -> None:
         warnings.warn(
@@ -174,11 +159,6 @@ class ScaledOptimizer:
                 }
             )
         return found
-
-    def _save_own(self, optimizer: Any, state: dict[str, Any]) -> None:
-        self._is_asked = True
-        for group, own in zip(state["param_groups"], self._own_now(), strict=True):
-            _write(group, own, in_place=False)
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from trainkit.core.checks import LateReading
-from trainkit.core.ledger import Account
 from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
+from trainkit.core.ranks import find_ranks
+from trainkit.core.refusals import refuse_static_graph
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import num_batches_seen
-from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
-from trainkit.lit.callback.base import OrderedCallback, find_callback, has_callback
+from trainkit.lit.batch_size.effective import (
+    check_measurable,
+    num_replicas,
+    steps_taken,
+    train_loader,
+)
+from trainkit.lit.callback.base import (
+    OrderedCallback,
+    find_callback,
+    has_callback,
+    windows_of,
+)
 from trainkit.lit.callback.table import Row
-from trainkit.lit.schedule import checks
+from trainkit.lit.windows.refusals import refuse_unseen_batches
 
 
 class AccumulationSchedule(OrderedCallback):
@@ -63,8 +76,15 @@ class AccumulationSchedule(OrderedCallback):
     def _forget(self) -> None:
         self._current: WindowSize | None = None
         self._restored: dict[str, Any] | None = None
-        self._tokens = TokenCount()
         self._was_asked = False
+        self._num_windows = 0
+        self._tokens_at_start = 0.0
+        # All that was weighed up to the last window, and up to the one before it.
+        self._tokens: deque[LateReading] = deque(maxlen=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        plain = {"_tokens": deque(maxlen=2), "_tokens_at_start": self._tokens_before}
+        return {**super().__getstate__(), **plain}
 
     def total_steps(
         self,
@@ -123,27 +143,77 @@ class AccumulationSchedule(OrderedCallback):
         if stage != "fit":
             return
         self._forget()
-        checks.refuse_other_sources(trainer, self)
+        self._refuse_other_sources(trainer)
         self.move_to_front(trainer)
         # Already right for what configure_optimizers asks of the Trainer.
         self._set(trainer, self.stages.at(0), first_batch=0)
 
+    def _refuse_other_sources(self, trainer: Any) -> None:
+        names = "GradientAccumulationScheduler", "AccumulationSchedule"
+        others = [
+            type(each).__name__
+            for each in trainer.callbacks
+            if each is not self and has_callback([each], *names)
+        ]
+        asked = trainer.accumulate_grad_batches
+        if asked != 1:
+            others.append(f"Trainer(accumulate_grad_batches={asked})")
+        if others:
+            raise TrainkitError(
+                f"AccumulationSchedule: it says the size of every window, and "
+                f"{', '.join(others)} says one too. Keep one of them: {{0: 3}} begins "
+                f"with windows of 3."
+            )
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        checks.refuse_other_hand(trainer, self._current)
-        assert self._current is not None
-        is_misled = self._current.was_divided_by and not self._was_asked
-        windows = checks.require_windows(trainer)
-        checks.refuse_unfit(trainer, windows, self.stages)
-        saved, self._restored = self._restored, None
-        before = None if saved is None else saved.get("tokens_before")
-        self._tokens.resume(windows.ledger.of(), before)
-        if saved is not None:
+        self._refuse_other_hand(trainer)
+        windows: Any = windows_of(trainer)
+        if windows is None:  # plain Lightning divides by the size now in force
+            raise TrainkitError(
+                "AccumulationSchedule: it needs the callback that weighs and divides "
+                "the windows it makes, and found none. Add "
+                "AccumulationCallback(PerSample()), say, to the Trainer's callbacks, "
+                "or let the module inherit AccumulationMixin."
+            )
+        # What the largest window would be refused for is refused before the first.
+        largest, aggregation = max(self.stages.sizes), windows.aggregation
+        refuse_unseen_batches(pl_module, windows.strategy, largest)
+        refuse_static_graph(find_ranks(trainer.strategy, aggregation).ddp, largest)
+        if self.stages.unit == "tokens":
+            check_measurable(trainer, "tokens")
+        self._announce_estimate(trainer)
+        saved, self._restored = self._restored or {}, None
+        self._continue_tokens(trainer, windows.ledger.of(), saved.get("tokens_before"))
+        if saved:
             self._set(trainer, saved["size"], first_batch=saved["first_batch"])
         else:  # perhaps resumed in mid-epoch, without a schedule's state
             self._open(trainer, first_batch=num_batches_seen(trainer))
-        if is_misled:
-            checks.announce_estimate(trainer, self.stages)
         self.show_table(trainer, pl_module)
+
+    def _refuse_other_hand(self, trainer: Any) -> None:
+        if trainer.accumulate_grad_batches is not self._current:
+            raise TrainkitError(
+                f"trainer.accumulate_grad_batches: AccumulationSchedule sets it, and "
+                f"somebody else has set it to {trainer.accumulate_grad_batches}. Leave "
+                f"it alone, and write the change into the schedule."
+            )
+
+    def _announce_estimate(self, trainer: Any) -> None:
+        """Warn that a scheduler may be made for another number of steps."""
+        assert self._current is not None
+        is_misled = self._current.was_divided_by and not self._was_asked
+        by_step = any(c.interval == "step" for c in trainer.lr_scheduler_configs)
+        changes = len(set(self.stages.sizes)) > 1
+        if is_misled and by_step and changes and _is_finite(trainer):
+            is_tokens = self.stages.unit == "tokens"
+            more = ", tokens_per_micro_batch=..." if is_tokens else ""
+            warnings.warn(
+                f"trainer.estimated_stepping_batches: it was read before training, and "
+                f"takes windows of the first size, {self.stages.sizes[0]}, for all. In "
+                f"configure_optimizers, take "
+                f"schedule.total_steps(self.trainer{more}).",
+                stacklevel=3,
+            )
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         pairs = [
@@ -152,8 +222,7 @@ class AccumulationSchedule(OrderedCallback):
         ]
         shown = [*pairs[:3], "...", pairs[-1]] if len(pairs) > 5 else pairs
         text = ", ".join(shown)
-        is_finite = trainer.num_training_batches != math.inf
-        if is_finite and trainer.max_epochs != -1 and self.stages.unit != "tokens":
+        if _is_finite(trainer) and self.stages.unit != "tokens":
             text += f": {self.total_steps(trainer):,} steps in all"
         return [("accumulation", text)]
 
@@ -173,26 +242,22 @@ class AccumulationSchedule(OrderedCallback):
         if batch_idx == 0 or batch_idx % trainer.accumulate_grad_batches == 0:
             self._open(trainer, first_batch=batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.stages.unit == "tokens":
-            self._tokens.record(checks.require_windows(trainer).ledger.of())
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        windows = windows_of(trainer)
+        if self.stages.unit == "tokens" and windows is not None:
+            self._count_tokens(windows.ledger.of())
 
     def _open(self, trainer: Any, *, first_batch: int) -> None:
-        size = self.stages.at(self._position(trainer))
-        self._set(trainer, size, first_batch=first_batch)
+        position = steps_taken(trainer)
+        if self.stages.unit == "epoch":
+            position = trainer.current_epoch
+        elif self.stages.unit == "tokens":
+            position = self._tokens_before
+        self._set(trainer, self.stages.at(position), first_batch=first_batch)
 
     def _set(self, trainer: Any, size: int, *, first_batch: int) -> None:
         self._current = WindowSize(size, first_batch)
         trainer.accumulate_grad_batches = self._current
-
-    def _position(self, trainer: Any) -> float:
-        if self.stages.unit == "epoch":
-            return trainer.current_epoch
-        if self.stages.unit == "tokens":
-            return self._tokens.before_the_last
-        return steps_taken(trainer)
 
     def _is_ours(self, trainer: Any) -> bool:
         if trainer.accumulate_grad_batches is self._current:
@@ -200,8 +265,39 @@ class AccumulationSchedule(OrderedCallback):
         # Its last epoch updates BatchNorm's statistics and is to take no step; it gives
         # the number back afterwards.
         if not has_callback(trainer.callbacks, "StochasticWeightAveraging"):
-            checks.refuse_other_hand(trainer, self._current)
+            self._refuse_other_hand(trainer)
         return False
+
+    # ---- tokens ----------------------------------------------------------------------
+
+    @property
+    def _tokens_before(self) -> float:
+        """All that was weighed up to the window before the one that closed last: it
+        has long arrived, and all ranks have one value."""
+        is_known = len(self._tokens) == 2
+        return self._tokens[0].values() if is_known else self._tokens_at_start
+
+    def _count_tokens(self, account: Any) -> None:
+        """Begin to read the count, if another window has closed."""
+        if account is not None and account.num_windows != self._num_windows:
+            self._num_windows = account.num_windows
+            self._tokens.append(LateReading(account.weight))
+
+    def _continue_tokens(self, trainer: Any, account: Any, saved: float | None) -> None:
+        """Continue the count of a run that is resumed, perhaps with another plan."""
+        self._count_tokens(account)
+        if saved is None and account is not None:
+            saved = account.weight.item()
+        self._tokens_at_start = saved or 0.0
+        is_lost = account is None and trainer.global_step > 0
+        if is_lost and self.stages.unit == "tokens":
+            warnings.warn(
+                f"AccumulationSchedule(unit='tokens'): training resumes at step "
+                f"{trainer.global_step} from a checkpoint that holds no count of "
+                f"tokens, so they are counted from 0. Write the stages for the tokens "
+                f"that are to come.",
+                stacklevel=3,
+            )
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -222,52 +318,16 @@ class AccumulationSchedule(OrderedCallback):
         return {
             "size": int(self._current),
             "first_batch": self._current.first_batch,
-            "tokens_before": self._tokens.before_the_last,
+            "tokens_before": self._tokens_before,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict or None
 
 
-class TokenCount:
-    """All that has been weighed so far, read one window late."""
-
-    def __init__(self) -> None:
-        self._num_windows = 0
-        self._waiting: list[LateReading] = []
-        self._before: float = 0.0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The count as plain numbers."""
-        counted = TokenCount()
-        counted._before = self.before_the_last
-        return vars(counted)
-
-    @property
-    def before_the_last(self) -> float:
-        """The count up to the window before the one that closed last: it has long
-        arrived, and all ranks have one value."""
-        while len(self._waiting) > 1:
-            self._before = self._waiting.pop(0).values()
-        return self._before
-
-    def record(self, account: Account | None) -> None:
-        """Begin to read the count, if another window has closed."""
-        if account is not None and account.num_windows != self._num_windows:
-            self._num_windows = account.num_windows
-            self._waiting.append(LateReading(account.weight))
-
-    def resume(self, account: Account | None, before: float | None) -> None:
-        """Continue from the account of the run that is resumed.
-
-        Args:
-            account: of the first optimizer.
-            before: the count up to the window before its last one; default: its total.
-        """
-        self.record(account)
-        if before is None and account is not None:
-            before = account.weight.item()
-        self._before = before or 0.0
+def _is_finite(trainer: Any) -> bool:
+    """Whether the number of batches of the whole training is known."""
+    return trainer.num_training_batches != math.inf and trainer.max_epochs != -1
 
 
 def total_steps(trainer: Any) -> float:

@@ -1,0 +1,15 @@
+"""What tests of interrupted runs have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers import quiet_lightning
+
+
+@pytest.fixture
+def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
+    with quiet_lightning():
+        yield
