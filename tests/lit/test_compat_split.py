@@ -8,8 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -17,8 +15,6 @@ from tests.helpers import trainer
 from tests.lit.split.common import Split, fit, loader_batches
 from tests.zoo import hooked
 from trainkit.lit import _compat
-
-BACKWARD = ("on_before_backward", "on_after_backward")
 
 
 class Late(Split):
@@ -106,45 +102,6 @@ def test_methods_are_replaced_for_a_while() -> None:
         assert (owner.one(), owner.two()) == (10, 20)
     assert (owner.one(), owner.two()) == (1, 22)
     assert list(vars(owner)) == ["two"]
-
-
-OwnStrategy = hooked(SingleDeviceStrategy, post_backward=lambda self, loss: None)
-OwnPrecision = hooked(DoublePrecision, pre_backward=lambda self, loss, module: loss)
-WITH_SCALER = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("options", "plain"),
-    [
-        ({}, True),
-        ({"precision": "bf16-mixed"}, True),
-        ({"precision": "64-true"}, True),
-        ({"strategy": OwnStrategy("cpu")}, False),
-        ({"plugins": [OwnPrecision()]}, False),
-        ({"plugins": [WITH_SCALER]}, True),
-    ],
-)
-def test_which_backward_passes_are_plain(options: dict[str, Any], plain: bool) -> None:
-    assert _compat.has_plain_backward(trainer(**options)) is plain
-
-
-def test_who_listens_to_a_hook() -> None:
-    """Also one that an object has been given."""
-    module = pl.LightningModule()
-    listener = hooked(pl.Callback, on_after_backward=lambda self, *args: None)()
-    listening = hooked(pl.LightningModule, on_before_backward=lambda self, loss: None)()
-    nobody, somebody = trainer(), trainer(callbacks=[listener])
-
-    def listened(fitted: Any, to: Any = module, apart_from: Any = None) -> bool:
-        return _compat.is_listened_to(BACKWARD, fitted, to, apart_from=apart_from)
-
-    assert not listened(nobody)
-    assert listened(somebody)
-    assert not listened(somebody, apart_from=listener)
-    assert listened(nobody, listening)
-    assert not _compat.has_own(module, "backward")
-    module.backward = lambda loss: loss.backward()  # type: ignore[method-assign]
-    assert _compat.has_own(module, "backward")
 
 
 def test_which_batches_reach_the_device_without_a_hook() -> None:

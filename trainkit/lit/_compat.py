@@ -310,29 +310,6 @@ def replaced(owner: Any, **methods: Any) -> Iterator[None]:
         own.update(before)
 
 
-def has_plain_backward(trainer: Any) -> bool:
-    """Whether only hooks and a gradient scaler run around a backward pass."""
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    own = ("pre_backward", "post_backward", "backward")
-    kinds = [getattr(type(each), name) for each in (strategy, plugin) for name in own]
-    plain = ("Strategy.", "DDPStrategy.", "Precision.", "MixedPrecision.")
-    return all(
-        kind.__qualname__.startswith(plain) and kind.__module__.startswith(_LIGHTNING)
-        for kind in kinds
-    )
-
-
-def is_listened_to(
-    hooks: tuple[str, ...], trainer: Any, pl_module: Any, *, apart_from: Any
-) -> bool:
-    """Whether the module or a callback has one of these hooks."""
-    for owner in (pl_module, *trainer.callbacks):
-        is_own = not vars(owner).keys().isdisjoint(hooks)
-        if owner is not apart_from and (is_own or _overrides(type(owner), hooks)):
-            return True
-    return False
-
-
 def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
     """Whether no hook of the user changes batches on their way to the device."""
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")

@@ -69,22 +69,19 @@ def seen_of(said: dict[str, Any]) -> dict[str, Any]:
         setattr(module, option, value)
     fitted = trainer(max_steps=1)
     fitted.fit(module, ragged(RAGGED))
-    return seen(windows_of(fitted), module)
+    return seen(windows_of(fitted))
 
 
-def seen(each: Any, module: Any) -> dict[str, Any]:
+def seen(each: Any) -> dict[str, Any]:
     """What a callback has been told."""
     found = {n: getattr(each, OTHERWISE.get(n, n), None) for n in OTHERS}
-    return found | {
-        "accumulation": list(each.strategies.values()),
-        "hold_schedulers": each.holds_schedulers(module),
-    }
+    return found | {"accumulation": list(each.strategies.values())}
 
 
 @pytest.mark.filterwarnings("ignore:.*Uniform.. weighs micro-batches alike")
 def test_what_the_mixin_says_is_what_the_callback_is_told() -> None:
     told = {OTHERWISE.get(name, name): said for name, said in OTHERS.items()}
-    callback, nothing = seen(AccumulationCallback(**told), None), seen_of({})
+    callback, nothing = seen(AccumulationCallback(**told)), seen_of({})
     assert seen_of(OTHERS) == callback
     assert all(nothing[name] != callback[name] for name in OTHERS)  # the control
 

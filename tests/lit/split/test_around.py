@@ -168,7 +168,12 @@ def test_guard_corrects_momentum_for_the_parts_of_a_loader_batch() -> None:
 
 
 CUT = MicroBatching(size=2)
-ANY_CUT = {"same": CUT, "another": MicroBatching(tokens=24), "none": None}
+ANY_CUT = {
+    "same": CUT,
+    "another": MicroBatching(tokens=24),
+    "shapes": MicroBatching(tokens=48, shapes=3),
+    "none": None,
+}
 ENDS = {  # of two epochs of `Resumable`'s batches that nothing interrupts
     window: big_batch(SEQUENCES, window=window, optimizer="adamw").end
     for window in (1, 2, 4)
@@ -215,7 +220,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path
     ("at", "cut", "window"),
     [
         *[(0, "same", 1), (4, "another", 1), (4, "none", 1), (9, "none", 1)],
-        *[(12, "same", 1), (4, "same", 2), (5, "same", 2)],
+        *[(12, "same", 1), (4, "same", 2), (5, "same", 2), (5, "shapes", 2)],
         *[(4, "same", 4), (5, "same", 4), (6, "same", 4)],
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.helpers import NAIVE, deviation, raise_rank_errors, run_ranks, traine
 from tests.helpers import weights as weights_of
 from trainkit import (
     AccumulationCallback,
-    ExactResume,
     MicroBatching,
     PackCollate,
     PadCollate,
@@ -195,25 +193,6 @@ def test_terms_with_denominators_of_their_own_are_cut_between_documents(
         ours = train(collate, BIG, strategies, cut, module=WithTerms())
         off = deviation(ours, expected, start)
         assert off <= 1e-10 if is_exact else off > NAIVE
-
-
-def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
-    tmp_path: Path,
-) -> None:
-    how: Any = {
-        "size": 6, "accumulate": 2, "cut": BUDGET, "collate": PACK, "strategy": TOKENS,
-    }  # fmt: skip
-    path = tmp_path / "in_a_window.ckpt"
-
-    def save(pl: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (pl.current_epoch, batch_idx) == (0, 2):
-            pl.save_checkpoint(path)
-
-    saves = LambdaCallback(on_train_batch_end=save)
-    how["enable_checkpointing"], how["default_root_dir"] = True, tmp_path
-    uninterrupted = train(callbacks=[ExactResume(), saves], **how)
-    resumed = train(callbacks=[ExactResume()], ckpt_path=path, **how)
-    assert torch.equal(weights_of(resumed), weights_of(uninterrupted))
 
 
 @pytest.mark.parametrize("cut", [None, MicroBatching(size=2)], ids=["stream", "cut"])

@@ -20,8 +20,6 @@ from tests.helpers import (
     NAIVE,
     deviation,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
     trainer,
     weights,
 )
@@ -166,33 +164,42 @@ def test_what_is_logged_is_what_the_big_batch_logs() -> None:
 # ---- resumed -------------------------------------------------------------------------
 
 
+def at_batch(at: int, act: Any) -> LambdaCallback:
+    """Acts after a batch of the first epoch."""
+
+    def hook(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (0, at):
+            act(trainer)
+
+    return LambdaCallback(on_train_batch_end=hook)
+
+
+def run(
+    folder: Path, *callbacks: Any, pool: int | None = 4, start: Any = None
+) -> Tensor:
+    """Train, perhaps from a checkpoint."""
+    module = Split(cut=MicroBatching(tokens=48, pool=pool))
+    data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
+    options: Any = {"enable_checkpointing": True, "default_root_dir": folder}
+    fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
+    return weights(module)
+
+
 @pytest.mark.parametrize("at", [0, 2, 3, 5, 8])
 def test_a_checkpoint_holds_the_loader_batches_that_wait(
     tmp_path: Path, at: int
 ) -> None:
     """The control: a checkpoint without them."""
     path, bare = tmp_path / "within.ckpt", tmp_path / "bare.ckpt"
-
-    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if (trainer.current_epoch, index) == (0, at):
-            trainer.save_checkpoint(path)
-
-    def run(*callbacks: Any, start: Path | None = None) -> Tensor:
-        module = Split(cut=MicroBatching(tokens=48, pool=4))
-        data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
-        options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-        fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
-        return weights(module)
-
-    end = run(LambdaCallback(on_train_batch_end=save))
-    assert torch.equal(run(start=path), end)
+    end = run(tmp_path, at_batch(at, lambda trainer: trainer.save_checkpoint(path)))
+    assert torch.equal(run(tmp_path, start=path), end)
     saved = torch.load(path, weights_only=True)
     (waiting,) = saved[pools.KEY]
     assert len(waiting) == (at + 1) % 4 * (at < 8)
     if waiting:
         del saved[pools.KEY]
         torch.save(saved, bare)
-        assert deviation(run(start=bare), end, START) > NAIVE
+        assert deviation(run(tmp_path, start=bare), end, START) > NAIVE
 
 
 @pytest.mark.filterwarnings("ignore:.*ckpt_path")
@@ -201,24 +208,15 @@ def test_a_checkpoint_after_an_error_holds_the_loader_batches_that_wait(
 ) -> None:
     """And a run without a pool says that it leaves them out."""
 
-    def fail(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if (trainer.current_epoch, index) == (0, 6):
-            raise RuntimeError("failed")
+    def fail(trainer: Any) -> None:
+        raise RuntimeError("failed")
 
-    def run(*callbacks: Any, pool: int | None = 4, start: Any = None) -> Tensor:
-        module = Split(cut=MicroBatching(tokens=48, pool=pool))
-        data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
-        options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-        fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
-        return weights(module)
-
-    saving = OnExceptionCheckpoint(tmp_path, "failed")
     with pytest.raises(RuntimeError, match="failed"):
-        run(LambdaCallback(on_train_batch_end=fail), saving)
+        run(tmp_path, at_batch(6, fail), OnExceptionCheckpoint(tmp_path, "failed"))
     path = tmp_path / "failed.ckpt"
-    assert torch.equal(run(start=path), run())
+    assert torch.equal(run(tmp_path, start=path), run(tmp_path))
     with pytest.warns(UserWarning, match="3 loader batches that waited, and this run"):
-        run(pool=None, start=path)
+        run(tmp_path, pool=None, start=path)
 
 
 def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
@@ -231,34 +229,10 @@ def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
         interrupted=True,
     )
     found.begin(trainer, POOL)
-    checkpoint: dict[str, Any] = {}
+    found.waiting, checkpoint = ["a", "b"], dict[str, Any]()
     with pytest.warns(UserWarning, match="only the 2 loader batches that wait on rank"):
-        found.save(trainer, SimpleNamespace(waiting=["a", "b"]), checkpoint)
+        found.save(trainer, checkpoint)
     assert checkpoint[pools.KEY] == [None, ["a", "b"]]
-
-
-# ---- ranks ---------------------------------------------------------------------------
-
-
-def _on_ranks(rank: int, world: int) -> Tensor:
-    module = Split(cut=MicroBatching(tokens=24, pool=4))
-    options: Any = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    fit(module, data=stream(3, ROWS[rank::world]), **options)
-    return weights(module)
-
-
-def test_pools_on_two_ranks() -> None:
-    one, other = raise_rank_errors(run_ranks(_on_ranks, 2))
-    assert torch.equal(one, other)
-    expected = Split(cut=None)
-    order = [row for at in range(0, 27, 12) for row in _both(at)]
-    batches = [order[at : at + 24] for at in range(0, 54, 24)]
-    fit(expected, data=Stream([pad_and_mask(each) for each in batches]))
-    assert deviation(one, expected, START) <= 1e-12
-
-
-def _both(at: int) -> list[Any]:
-    return [*ROWS[0::2][at : at + 12], *ROWS[1::2][at : at + 12]]
 
 
 # ---- refused -------------------------------------------------------------------------

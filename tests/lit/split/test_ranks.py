@@ -31,6 +31,7 @@ from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto
 TOKENS = MicroBatching(tokens=40)
 ROWS = MicroBatching(size=1)
 POOLS = MicroBatching(tokens=40, pool=2)
+SHAPES = MicroBatching(tokens=60, shapes=3)
 AUTO = MicroBatching("auto", start=1000)
 SEEKS = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -45,6 +46,7 @@ ALIKE = {
     "said, nearly nothing on rank 0": Case(loss="said", silent=0),
     "pools": Case(cut=POOLS, window=2, epochs=2),
     "pools, terms": Case(cut=POOLS, window=2, loss="terms", optimizer="adamw"),
+    "few shapes": Case(cut=SHAPES, epochs=2),
     "nearly nothing on rank 0": Case(silent=0),
     "nearly nothing on rank 1": Case(silent=1, loss="terms"),
     "windows of two": Case(window=2, epochs=2),
@@ -104,7 +106,8 @@ SHARDED = {
         "sums, windows of two": {"window": 2, "loss": "sums", "cut": ROWS},
     }.items()
 }
-EQUAL = {**ALIKE, **SEARCHED, **RAN_OUT, **RANDOM, **SHARDED}
+FILLED = {"sharded, few shapes": Case(ddp=None, cut=SHAPES)}
+EQUAL = {**ALIKE, **SEARCHED, **RAN_OUT, **RANDOM, **SHARDED, **FILLED}
 
 IN_FORWARD = [Memory(fits={0: 60}, place="transfer"), Memory()]
 """It runs out before the first forward pass, in which DDP sends the buffers."""

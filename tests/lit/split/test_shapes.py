@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import (
     NAIVE,
     deviation,
-    raise_rank_errors,
-    run_ranks,
     trainer,
-    weights,
 )
 from tests.lit.fronts import cut as parted
 from tests.lit.split.common import SEQUENCES, SIZES, START, Split, assert_as_whole, fit
 from tests.zoo import hooked, pad_and_mask
 from trainkit import (
     BatchNormGuard,
-    ExactResume,
     MicroBatching,
     PerSample,
     PerToken,
-    ResumableLoader,
     TrainkitError,
     Uniform,
     Weighed,
@@ -153,65 +146,6 @@ def test_nothing_is_compiled_after_the_first_micro_batch_of_each_shape(
         torch._dynamo.reset()
     assert len(compiled) == len(module.shapes)
     assert (len(compiled) <= 3) == (cut is THREE)
-
-
-# ---- ranks ---------------------------------------------------------------------------
-
-
-def _on_ranks(rank: int, world: int, is_sharded: bool) -> tuple[Any, Tensor]:
-    class Sharded(Watched):
-        def configure_model(self) -> None:
-            if is_sharded:
-                assert self.device_mesh is not None
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    rows = [SEQUENCES[:9], SEQUENCES[9:10]][rank]
-    module = Sharded(cut=MicroBatching(tokens=24, shapes=(24, 8)))
-    how: Any = "ddp"
-    if is_sharded:
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    options: Any = {"strategy": how, "devices": 2, "use_distributed_sampler": False}
-    fit(module, data=DataLoader(rows, 9, collate_fn=pad_and_mask), **options)  # type: ignore[arg-type]
-    full = [p.full_tensor() if is_sharded else p for p in module.parameters()]  # type: ignore[operator]
-    found = torch.cat([each.detach().flatten() for each in full])
-    return module.shapes, found
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "sharded"])
-def test_few_shapes_on_two_ranks(is_sharded: bool) -> None:
-    """Where forward passes communicate, both make as many micro-batches."""
-    whole = Split(cut=None)
-    fit(whole, data=DataLoader(SEQUENCES[:10], 10, collate_fn=pad_and_mask))  # type: ignore[arg-type]
-    (many, mine), (few, other) = raise_rank_errors(run_ranks(_on_ranks, 2, is_sharded))
-    assert torch.equal(mine, other)
-    assert deviation(mine, whole, START) <= 1e-12
-    assert {*many} | {*few} <= {(1, 24), (3, 8)}
-    assert (many.total() == few.total()) == is_sharded
-
-
-# ---- resumed -------------------------------------------------------------------------
-
-
-def test_a_run_that_stops_in_a_window_goes_on_to_the_same_weights(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "in_a_window.ckpt"
-
-    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if (trainer.current_epoch, index) == (0, 2):
-            trainer.save_checkpoint(path)
-
-    saves = LambdaCallback(on_train_batch_end=save)
-    options: Any = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    ends = []
-    for callbacks, start in (((ExactResume(), saves), None), ((ExactResume(),), path)):
-        module = Split(cut=THREE)
-        data = ResumableLoader(SEQUENCES, 8, collate_fn=pad_and_mask)
-        fit(module, *callbacks, data=data, window=2, ckpt_path=start, **options)
-        ends.append(weights(module))
-    assert torch.equal(*ends)
 
 
 # ---- refused -------------------------------------------------------------------------

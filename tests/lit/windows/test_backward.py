@@ -1,5 +1,5 @@
 """A backward pass is the same with hooks around it, without any, and by the module's
-own `backward`; where nobody listens, no hook is called."""
+own `backward`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from tests.lit.fronts import assert_big_batch, fit
 from tests.zoo import Plain, hooked
 from trainkit import Accumulator, MicroBatching, PerSample
-from trainkit.lit.windows.callback import WindowCallback
 
 SEEN: list[str] = []
 
@@ -49,25 +48,6 @@ def test_windows_equal_the_big_batch_whoever_listens(way: str) -> None:
     SEEN.clear()
     assert_big_batch(kind, callbacks=callbacks)
     assert set(SEEN) == names
-
-
-@pytest.mark.parametrize(("cut", "window"), [(None, 4), (MicroBatching(size=3), 1)])
-def test_hooks_that_nobody_has_are_not_called(
-    cut: Any, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our own callback has them, for trainings in which somebody listens."""
-    plain = WindowCallback.on_before_backward
-
-    def counted(self: Any, *args: Any) -> None:
-        SEEN.append("ours")
-        plain(self, *args)
-
-    monkeypatch.setattr(WindowCallback, "on_before_backward", counted)
-    for callbacks, is_called in (([], False), (listening(), True)):
-        SEEN.clear()
-        made = {"cut": cut, "options": {"proof": "off"}}  # which has hooks of its own
-        fit("callback", Plain, *callbacks, made=made, window=window, max_epochs=1)
-        assert ("ours" in SEEN) is is_called
 
 
 class Late(pl.Callback):

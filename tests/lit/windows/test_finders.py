@@ -128,13 +128,21 @@ def take_out(trainer: Any, module: Any) -> None:
 @pytest.mark.parametrize(
     ("takes", "window", "text"),
     [
-        (RateInsideWindow(num_training_steps=19), 2, "inside a window of 1 micro-b"),
-        (LambdaCallback(on_train_epoch_start=take_out), 1, "nothing else may"),
+        (
+            RateInsideWindow(num_training_steps=19),
+            2,
+            "Callback was taken out of it, .*inside a window of 1 micro-b",
+        ),
+        (
+            LambdaCallback(on_train_epoch_start=take_out),
+            1,
+            "leave trainkit's callback in",
+        ),
     ],
 )
 def test_a_callback_that_is_taken_out_is_refused(
     takes: Any, window: int, text: str
 ) -> None:
     """Inside a window, or by nobody who searches."""
-    with pytest.raises(TrainkitError, match=f"Callback was taken out of it, .*{text}"):
+    with pytest.raises(TrainkitError, match=text):
         train("callback", CUT, takes, window=window)

@@ -157,7 +157,7 @@ def test_closure_that_repeats_in_windows_of_one_equals_plain_lightning(
 def test_a_loop_that_is_run_outside_of_fit_is_told_so() -> None:
     module, ours = on_front("callback")
     with pytest.raises(TrainkitError, match="Plain: .* outside of fit. Call tr"):
-        ours[0].on_before_backward(trainer(2), module, torch.zeros(()))
+        ours[0].on_train_epoch_start(trainer(2), module)
 
 
 def test_finders_are_announced() -> None:

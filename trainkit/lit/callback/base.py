@@ -6,8 +6,8 @@ import copy
 import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.inside.chunks import Sizes
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
@@ -155,6 +158,7 @@ class WindowOwner(OrderedCallback):
         micro_batching: how the user lets loader batches be cut.
         shares_statistics: whether BatchNorm sees whole windows, so that no micro-batch
             has a gradient of its own.
+        hold_schedulers: whether schedulers hold their place after a skipped step.
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         batch_is_unfinished: whether the batch under way has begun a backward pass.
         gradients_are_fresh: whether they were zeroed since the last window ended.
@@ -164,7 +168,7 @@ class WindowOwner(OrderedCallback):
     micro_batching: MicroBatching | None = None
     split: Any = None
     proof: Any = "warn"
-    wide_gradients = False
+    wide_gradients = hold_schedulers = False
     has_strategy = True
 
     def __init__(self, strategies: Strategies) -> None:
@@ -183,6 +187,7 @@ class WindowOwner(OrderedCallback):
         self.weight: Weight | None = None
         self.said = SaidWeight()
         self.scaler: Any = None
+        self._shared: list[TapedForward] = []
         self.counts_samples = self.shares_statistics = False
         self.batch_is_unfinished = self.gradients_are_fresh = False
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
@@ -231,9 +236,6 @@ class WindowOwner(OrderedCallback):
         """The window that closed last, where there is one optimizer."""
         return self.windows.get(0)
 
-    def refuse_changes(self, pl_module: Any) -> None:
-        """Refuse what has been assigned to the module while `fit` runs."""
-
     def asked_of(self, pl_module: Any) -> Any:
         """How loader batches are to be cut, before `micro_batching` says it."""
         return self.micro_batching
@@ -248,10 +250,6 @@ class WindowOwner(OrderedCallback):
         """How loader batches are cut: as the user says it, or inside the step where
         exact BatchNorm needs that."""
         return self.moved_inside or self.micro_batching
-
-    @abstractmethod
-    def holds_schedulers(self, pl_module: Any) -> bool:
-        """Whether the schedulers hold their place after a skipped step."""
 
     @property
     def num_skipped_steps(self) -> int:
@@ -274,12 +272,12 @@ class WindowOwner(OrderedCallback):
     def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
         """The number of the micro-batch under way, and its rows of the loader batch;
         None where a loader batch is one."""
-        return None if self.driver is None else self.driver.rows_now()
+        return None if self.driver is None else self.driver.rows_now
 
     @property
     def fills_up(self) -> bool:
         """Whether the present micro-batch only lets all ranks run equally many."""
-        return self.is_split and self.driver is not None and self.driver.fills_up
+        return self.driver is not None and self.driver.fills_up
 
     def index_of(self, trainer: Any, optimizer: Any) -> int:
         """The optimizer's index among the Trainer's optimizers."""
@@ -292,7 +290,6 @@ class WindowOwner(OrderedCallback):
             f"{type(wanted).__name__}. Take it from self.optimizers()."
         )
 
-    @abstractmethod
     def join_statistics(self, trainer: Any, pl_module: Any) -> None:
         """Let BatchNorm see whole windows, each of one loader batch, until training
         ends.
@@ -301,27 +298,33 @@ class WindowOwner(OrderedCallback):
             trainer: in `fit`.
             pl_module: what trains.
         """
+        ranks = self.accumulators[0].ranks
+        if self.inside is not None:
+            self.inside.join_statistics(ranks)
+        self._shared = [
+            TapedForward(each, Sizes(), ranks, name)
+            for name, each in pl_module.named_modules()
+            if isinstance(each, BatchNorm) and ranks.size > 1
+        ]
+        for each in self._shared:
+            each.install()
+        self.shares_statistics = True
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """A context in which the module is as its author wrote it, to be copied."""
+        replaced = [*self._shared, *([] if self.inside is None else self.inside.cuts)]
+        for each in reversed(replaced):
+            each.remove()
+        try:
+            yield
+        finally:
+            for each in replaced:
+                each.install()
 
     @abstractmethod
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
         """Divide the window of an optimizer, and of others that share its loss."""
-
-    @abstractmethod
-    def bare(self) -> AbstractContextManager[None]:
-        """A context in which the module is as its author wrote it, to be copied."""
-
-    @abstractmethod
-    def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
-        """Let windows of a module's copy be divided as those of the module.
-
-        Args:
-            module: the copy, not yet in `fit`.
-            strategies: what a micro-batch weighs, if anybody says so.
-            options: a `MicroBatching`, if loader batches are cut.
-
-        Returns:
-            The callback that its Trainer needs; None if the copy brings its own.
-        """
 
     @property
     def must_count_samples(self) -> bool:

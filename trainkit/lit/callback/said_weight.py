@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainkit.core.said_weight import Weighed, said_weight
-from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerSample,
+    Strategies,
+    Weight,
+)
 from trainkit.errors import TrainkitError
 
 
@@ -118,6 +123,11 @@ class SaidWeight:
 def says_weights(strategies: Strategies) -> bool:
     """Whether micro-batches have no weight before `training_step` has seen them."""
     return any(isinstance(each, Weighed) for each in strategies.values())
+
+
+def counts_rows(strategy: AccumulationStrategy) -> bool:
+    """Whether what a micro-batch weighs is the number of its samples."""
+    return type(strategy) is PerSample and strategy.mask is None
 
 
 def refuse_said_terms(strategies: Strategies) -> None:

@@ -74,15 +74,20 @@ class AccumulationCallback(WindowCallback):
         self.hold_schedulers = hold_schedulers
 
     def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
+        """The callback by which windows of a module's copy are divided as those of the
+        module.
+
+        Args:
+            module: the copy, not yet in `fit`.
+            strategies: what a micro-batch weighs, if anybody says so.
+            options: a `MicroBatching`, if loader batches are cut.
+        """
         return AccumulationCallback(
             strategies,
             micro_batching=options,
             wide_gradients=self.wide_gradients,
             proof="off",
         )
-
-    def holds_schedulers(self, pl_module: Any) -> bool:
-        return self.hold_schedulers
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.has_strategy:

@@ -190,6 +190,7 @@ class AccumulationMixin(_Base):
         strategy = windows.accumulators[index].strategy
         if weight is None and isinstance(strategy, Weighed):
             weight = windows.said.take(strategy, self, batch)
+        windows.batch_is_unfinished = True
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(

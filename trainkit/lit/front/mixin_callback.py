@@ -74,13 +74,13 @@ class MixinCallback(WindowCallback):
         for each in module.trainer.callbacks:
             if isinstance(each, MixinCallback):
                 self.ledger = each.ledger  # of an earlier `fit`, which may be continued
-        self._taken: int | None = None
+        self._asked: int | None = None
         asked = module.trainer.accumulate_grad_batches
         if asked != 1 and not module.automatic_optimization:
             # Lightning refuses `accumulate_grad_batches` in manual optimization, where
             # nothing of its own would heed it; `window_ends` does. It looks between
             # the making of this callback and its `setup`, which gives the number back.
-            self._taken = asked
+            self._asked = asked
             module.trainer.accumulate_grad_batches = 1
 
     def _forget(self) -> None:
@@ -112,17 +112,17 @@ class MixinCallback(WindowCallback):
         self.strategies = strategies_of(pl_module)
         self.has_strategy = pl_module.accumulation is not None
         self.micro_batching = pl_module.micro_batching
+        self.hold_schedulers = pl_module.hold_schedulers
         self._chosen = pl_module.accumulation
 
-    def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
+    def for_copy(self, module: Any, strategies: Any, options: Any) -> None:
+        """Let windows of a module's copy be divided as those of the module: a copy
+        brings a callback of its own."""
         module.accumulation, module.micro_batching = strategies, options
         module.accumulation_proof, module.accumulation_aggregation = "off", "auto"
-        return None
-
-    def holds_schedulers(self, pl_module: Any) -> bool:
-        return pl_module.hold_schedulers
 
     def refuse_changes(self, pl_module: Any) -> None:
+        """Refuse what has been assigned to the module while `fit` runs."""
         if pl_module.micro_batching is not self.micro_batching:
             refusals.refuse_assigned(pl_module, "micro_batching", self.micro_batching)
         chosen = pl_module.accumulation
@@ -146,6 +146,7 @@ class MixinCallback(WindowCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.refuse_changes(pl_module)
         self.means.begin_batch("train")
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -204,8 +205,8 @@ class MixinCallback(WindowCallback):
         self.means.begin_again("train")
 
     def _give_back_window_size(self, trainer: Any) -> None:
-        if self._taken is not None:
-            trainer.accumulate_grad_batches, self._taken = self._taken, None
+        if self._asked is not None:
+            trainer.accumulate_grad_batches, self._asked = self._asked, None
 
     def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # "mean": outside of fit nothing is wrapped; only the group matters here.

@@ -21,7 +21,7 @@ from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
 from trainkit.core.window import quotient
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.said_weight import says_weights
+from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
 from trainkit.lit.split.pools import num_cuts
@@ -39,12 +39,13 @@ class CutBatch:
         are_said: whether `training_step` says the weights.
         trims: whether columns that are only padding in a part are left out.
         documents: what tells documents apart.
+        weighs_samples: whether the leading weights are numbers of samples.
         is_told: whether the total of the window is known beforehand.
+        num_expected: how many micro-batches the window will have on this rank.
         is_forward_only: whether there are no backward passes.
         arrived: all of them on the device, where they travel before the first one runs.
         index: the micro-batch that is on its way to the device, or runs.
         batch: the one that runs, on the device.
-        value: its loss, as reported.
         terms: for each term, the losses so far.
         extras: what was returned beside each loss; None beside a plain one.
         num_nothing: how many micro-batches returned None.
@@ -56,12 +57,13 @@ class CutBatch:
     are_said: bool
     trims: bool
     is_told: bool
+    num_expected: int
     documents: str = "auto"
+    weighs_samples: bool = False
     is_forward_only: bool = False
     arrived: list[Any] = field(default_factory=list)
     index: int = 0
     batch: Any = None
-    value: Tensor | None = None
     terms: dict[str, list[Tensor]] = field(default_factory=dict)
     extras: list[dict[str, Any] | None] = field(default_factory=list)
     num_nothing: int = 0
@@ -108,14 +110,17 @@ class CutBatch:
         for name, value in terms.items():
             self.terms.setdefault(name, []).append(value.reshape(()))
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Weight]:
         """The arguments of `Window.count`: tokens, padding among them, samples."""
-        padded = real = num_rows = samples = 0
+        padded = real = samples = 0
         for each in self.parts[: self.num_counting]:
             padded, real = padded + each.padded, real + each.real
-            num_rows += len(each.rows)
-            documents = count_documents(each.bare, self.documents)  # several a row
-            samples += len(each.rows) if documents is None else int(documents)
+            if not self.weighs_samples:
+                documents = count_documents(each.bare, self.documents)  # several a row
+                samples += len(each.rows) if documents is None else int(documents)
+        if self.weighs_samples:
+            samples = sum(self.leading)
+        num_rows = self.num_rows
         tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
 
@@ -151,15 +156,14 @@ class MicroBatches:
     ) -> None:
         self._options, self._trainer = options, trainer
         self._sizes, self._hosts, self._weighs = sizes, hosts, weighs
-        self._has_said_shared = self._has_said_too_long = False
-        self.weigh_by(strategies)
-
-    def weigh_by(self, strategies: Strategies) -> None:
-        """Weigh by these strategies; labels of one tell how long rows are."""
+        self._has_said_too_long = self._is_verified = False
+        # Labels of a strategy tell how long rows are.
         tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
         of_lengths = (*tokens, leading(strategies))[0]
         self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
-        self._strategies, self._is_verified = strategies, False
+        self._strategies = strategies
+        how = options, *strategies.values()
+        self._documents = documents_option(*how)
         self._may_count_fillers = self._options.shapes is not None
         self._are_said = says_weights(strategies)
 
@@ -178,8 +182,7 @@ class MicroBatches:
                 number = len(parts)
         if self.cutter.longest_over_budget is not None and limit is None:
             self._say_too_long(self.cutter.longest_over_budget)
-        is_one = num_cuts(self._trainer, self._options) == 1
-        is_told = is_one and not self._are_said
+        num_loader_batches = num_cuts(self._trainer, self._options)
         unknown = [*[math.nan] * number, *[0] * (most - number)]
         current = CutBatch(
             parts + parts[-1:] * (most - number),
@@ -187,8 +190,10 @@ class MicroBatches:
             {term: [*unknown] for term in self._strategies},
             self._are_said,
             trim,
-            is_told,
-            documents_option(self._options, *self._strategies.values()),
+            num_loader_batches == 1 and not self._are_said,
+            num_loader_batches * most,
+            self._documents,
+            counts_rows(leading(self._strategies)),
         )
         if self._weighs and not self._are_said:
             current.weigh(self._strategies, [each.batch for each in parts])
@@ -242,9 +247,6 @@ class MicroBatches:
     def _say_shared(self) -> None:
         """Say once what every micro-batch gets whole, since it is not as long as the
         batch has rows, and nobody has named it."""
-        if self._has_said_shared:
-            return
-        self._has_said_shared = True
         named = set(map(str, self._options.shared))
         fields = [each for each in self.cutter.shared if is_array(each.value)]
         shared = [repr(each.path) for each in fields if each.path not in named]

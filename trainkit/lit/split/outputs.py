@@ -36,6 +36,12 @@ def taken_apart(
     return dict(terms), extras
 
 
+def value_of(loss: Tensor) -> Tensor:
+    """A loss to report; on a GPU the next step of a CUDA graph overwrites it."""
+    value = loss.detach()
+    return value.clone() if value.is_cuda else value
+
+
 def as_one(batch: CutBatch, strategies: Strategies) -> Any:
     """What `training_step` would have returned for the whole loader batch.
 

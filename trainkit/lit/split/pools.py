@@ -21,12 +21,16 @@ def num_cuts(trainer: Any, options: MicroBatching | None) -> int:
 
 
 class Pools:
-    """The pools of a training: how many batches they have, and those that wait."""
+    """The pools of a training: how many batches they have, and those that wait.
+
+    Attributes:
+        waiting: the loader batches of a pool that is not full.
+    """
 
     def __init__(self) -> None:
         self._size: int | None = None
         self._said_size: int | None = None
-        self._restored: list[Any] = []
+        self.waiting: list[Any] = []
 
     def begin(self, trainer: Any, options: Any) -> None:
         """Let Lightning step once for each pool, if there are pools.
@@ -45,29 +49,38 @@ class Pools:
             raise _other_size(pool, before, is_scheduled=is_scheduled)
         trainer.accumulate_grad_batches, self._said_size = pool, before
 
-    def refuse_late(self, options: Any) -> None:
-        """Refuse a pool that came behind `begin`: steps may have been counted."""
+    def start(self, options: Any) -> None:
+        """Refuse a pool that came behind `begin`: steps may have been counted. Leave
+        out what waited at a checkpoint, where there is no pool."""
         if (pool := _size_of(options)) != self._size:
             raise TrainkitError(
                 f"MicroBatching pool: must be known before the module's setup, since "
                 f"configure_optimizers may count optimizer steps, was {self._size} "
                 f"then and is {pool} now. Assign micro_batching in __init__."
             )
+        if self.waiting and pool is None:
+            warnings.warn(
+                f"MicroBatching pool: the checkpoint holds {len(self.waiting)} loader "
+                f"batches that waited, and this run has no pool, so it leaves them "
+                f"out. Resume with the pool, or from a checkpoint behind a step.",
+                stacklevel=3,
+            )
+            self.waiting = []
 
     def end(self, trainer: Any) -> None:
         """Let the Trainer have what it had before."""
         if self._said_size is not None:
             trainer.accumulate_grad_batches, self._said_size = self._said_size, None
 
-    def save(self, trainer: Any, split: Any, checkpoint: dict[str, Any]) -> None:
+    def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Save the batches that wait, of each rank; every rank must call this."""
-        if self._size is None or split is None:
+        if self._size is None:
             return
-        checkpoint[KEY] = gather(trainer, split.waiting)
-        if split.waiting and None in checkpoint[KEY]:
+        checkpoint[KEY] = gather(trainer, self.waiting)
+        if self.waiting and None in checkpoint[KEY]:
             warnings.warn(
                 f"MicroBatching pool: a checkpoint after an error holds only the "
-                f"{len(split.waiting)} loader batches that wait on rank "
+                f"{len(self.waiting)} loader batches that wait on rank "
                 f"{trainer.global_rank}, since the other ranks cannot be asked for "
                 f"theirs. A resumed run leaves those out.",
                 stacklevel=3,
@@ -77,30 +90,17 @@ class Pools:
         """Restore what `save` has saved."""
         if trainer.state.fn == "fit":
             held = shares(trainer, checkpoint.get(KEY, []))
-            self._restored = [batch for each in held for batch in each]
+            self.waiting = [batch for each in held for batch in each]
 
-    def give(self, driver: Any) -> None:
-        """Give the driver the batches that waited at a checkpoint, once."""
-        found, self._restored = self._restored, []
-        if found and self._size is None:
-            warnings.warn(
-                f"MicroBatching pool: the checkpoint holds {len(found)} loader batches "
-                f"that waited, and this run has no pool, so it leaves them out. Resume "
-                f"with the pool, or from a checkpoint behind a step.",
-                stacklevel=3,
-            )
-        elif found:
-            driver.waiting = found
-
-    def drop(self, split: Any, why: str) -> None:
+    def drop(self, why: str) -> None:
         """Drop the batches that wait, and say so."""
-        if split is not None and split.waiting:
+        if self.waiting:
             warnings.warn(
-                f"MicroBatching pool: {len(split.waiting)} loader batches that waited "
+                f"MicroBatching pool: {len(self.waiting)} loader batches that waited "
                 f"were dropped, since {why}; nothing was computed with them.",
                 stacklevel=3,
             )
-            split.waiting = []
+            self.waiting = []
 
 
 def _size_of(options: Any) -> int | None:

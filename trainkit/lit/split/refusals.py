@@ -19,7 +19,6 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import fetches_batches
-from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.split.pools import num_cuts
 
 
@@ -53,7 +52,6 @@ def refuse_before_training(
         _refuse_what_counts_fillers(pl_module, strategies)
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
-    refuse_said_terms(strategies)
     refuse_several_terms(strategies, num_cuts(trainer, options))
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.checks import Checks
 from trainkit.core.gradients import clear_gradients, parameters_of
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
-from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
@@ -30,6 +24,7 @@ from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
+from trainkit.lit.proof.start import first_batches
 from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
@@ -45,6 +40,7 @@ from trainkit.lit.windows.step_watch import (
     release_schedulers,
 )
 from trainkit.lit.windows.streamed import Streamed
+from trainkit.lit.windows.taken_calls import taken_calls
 
 
 class WindowCallback(WindowOwner):
@@ -79,8 +75,8 @@ class WindowCallback(WindowOwner):
         self._num_closed = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
-        self._warned_short_epoch = self._has_begun = False
-        self._shared: list[TapedForward] = []
+        self._has_begun = False
+        self._taken = ExitStack()
         self._pools = Pools()
 
     # ---- what others ask -------------------------------------------------------------
@@ -100,14 +96,14 @@ class WindowCallback(WindowOwner):
         self._forget()
         if trainer.global_step == 0:
             self.ledger = Ledger()  # else this `fit` continues the training
-        refusals.refuse_backend_that_accumulates(trainer)
+        refusals.refuse_unknown_backend(trainer)
         refusals.announce_finders(trainer)
         self.move_to_front(trainer)
         self._pools.begin(trainer, self.asked_of(pl_module))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refuse_wrong_type(self.micro_batching)
-        self._pools.refuse_late(self.micro_batching)
+        self._pools.start(self.micro_batching)
         moved = cut_inside(trainer, pl_module, trainer.callbacks, self.micro_batching)
         self.moved_inside = moved if moved is not self.micro_batching else None
         options = self.cut
@@ -122,11 +118,11 @@ class WindowCallback(WindowOwner):
         refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
-        refusals.refuse_unknown_backend(trainer)
         refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         if pl_module.automatic_optimization:
             refusals.refuse_other_windows(trainer, num_expected)
         refusals.refuse_no_optimizer(trainer)
+        refusals.announce_short_epoch(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             self._accumulate(index, optimizer, trainer)
         if pl_module.automatic_optimization:
@@ -141,10 +137,11 @@ class WindowCallback(WindowOwner):
             refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
         else:
-            self.driver = Split(trainer, pl_module, split, self, self._found)
-        self._pools.give(self.driver)
-        self.driver.start()
-        if self.scaler is not None:
+            of = trainer, pl_module, split, self, self._pools
+            self.driver = Split(*of, self._found)
+        self._taken.enter_context(taken_calls(trainer, self, self.driver.calls()))
+        self._taken.enter_context(first_batches(trainer, pl_module, self))
+        if self.scaler is not None and self.hold_schedulers:
             hold_schedulers(pl_module)
         self.show_table(trainer, pl_module)
 
@@ -177,37 +174,11 @@ class WindowCallback(WindowOwner):
             rows.append(self.inside.table_row(**how))
         return rows
 
-    def join_statistics(self, trainer: Any, pl_module: Any) -> None:
-        ranks = self.accumulators[0].ranks
-        if self.inside is not None:
-            self.inside.join_statistics(ranks)
-        self._shared = [
-            TapedForward(each, Sizes(), ranks, name)
-            for name, each in pl_module.named_modules()
-            if isinstance(each, BatchNorm) and ranks.size > 1
-        ]
-        for each in self._shared:
-            each.install()
-        self.shares_statistics = True
-
-    @contextmanager
-    def bare(self) -> Iterator[None]:
-        replaced = [*self._shared, *([] if self.inside is None else self.inside.cuts)]
-        for each in reversed(replaced):
-            each.remove()
-        try:
-            yield
-        finally:
-            for each in replaced:
-                each.install()
-
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.driver is None:
+            raise refusals.not_in_fit(pl_module)
         begin_epoch(trainer)
-        if not self.accumulators:
-            return
         refusals.refuse_unequal_loaders(trainer, self.accumulators[0].ranks)
-        if not self._warned_short_epoch:
-            self._warned_short_epoch = refusals.announce_short_epoch(trainer)
 
     # ---- a micro-batch ---------------------------------------------------------------
 
@@ -220,21 +191,11 @@ class WindowCallback(WindowOwner):
             self._has_begun = True
             say_unguarded(trainer, pl_module, self)
         self._num_closed = 0
-        if not self.accumulators:
-            return
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self.batch_is_unfinished = True
-        if not pl_module.automatic_optimization:
-            return  # accumulate() weighs the loss itself
-        if self.driver is None:
-            raise refusals.not_in_fit(pl_module)
-        self.driver.weigh(loss)
-
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:  # else accumulate() does it
             self.accumulators[0].passed()
 
     # ---- the end of a window ---------------------------------------------------------
@@ -308,7 +269,7 @@ class WindowCallback(WindowOwner):
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not pl_module.automatic_optimization or self.driver is None:
             return
-        if not self.driver.keeps_gradients(optimizer):
+        if not self.driver.keeps_gradients():
             self._drop("its gradients were zeroed before its step")
             self.gradients_are_fresh = True
 
@@ -316,12 +277,12 @@ class WindowCallback(WindowOwner):
         refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
             self._drop("the epoch ended inside it")
-            self._pools.drop(self.split, "the epoch ended before it was full")
+            self._pools.drop("the epoch ended before it was full")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._stop(pl_module)
         self._drop("training ended inside it")
-        self._pools.drop(self.split, "training ended before it was full")
+        self._pools.drop("training ended before it was full")
         for accumulator in self.accumulators.values():
             accumulator.watch.read_all()
 
@@ -349,6 +310,7 @@ class WindowCallback(WindowOwner):
     def _stop(self, pl_module: Any) -> None:
         """Give back what was taken for a `fit`."""
         release_schedulers(pl_module)
+        self._taken.close()
         for shared in self._shared:
             shared.remove()
         for each in filter(None, (self.driver, self.inside)):
@@ -383,7 +345,7 @@ class WindowCallback(WindowOwner):
         found = self.inside if self.inside is not None else self.split
         if found is not None and (state := found.state_dict()) is not None:
             checkpoint[KEY] = state
-        self._pools.save(trainer, self.split, checkpoint)
+        self._pools.save(trainer, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]

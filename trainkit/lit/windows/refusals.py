@@ -81,7 +81,8 @@ def refuse_assigned(pl_module: Any, name: str, before: Any) -> None:
     )
 
 
-def refuse_backend_that_accumulates(trainer: Any) -> None:
+def refuse_unknown_backend(trainer: Any) -> None:
+    """Refuse a backend under which no rank gets the window's gradient."""
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:
         raise TrainkitError(
@@ -89,10 +90,6 @@ def refuse_backend_that_accumulates(trainer: Any) -> None:
             f"and divides by its own count, so on_before_optimizer_step cannot correct "
             f"them. Use ddp, fsdp or ModelParallelStrategy."
         )
-
-
-def refuse_unknown_backend(trainer: Any) -> None:
-    strategy = trainer.strategy
     if averages_models(strategy):
         raise TrainkitError(
             f"strategy {type(strategy).__name__}(model_averaging_period=...): with "
@@ -167,7 +164,7 @@ def refuse_no_optimizer(trainer: Any) -> None:
 
 def not_in_fit(pl_module: Any) -> TrainkitError:
     return TrainkitError(
-        f"{type(pl_module).__name__}: a backward pass of Lightning's began, and "
+        f"{type(pl_module).__name__}: an epoch of Lightning's began, and "
         f"on_train_start of the callback that divides windows has not run, as where "
         f"Lightning's loop is run outside of fit. Call trainer.fit(module, data)."
     )
@@ -259,13 +256,12 @@ def announce_finders(trainer: Any) -> None:
         )
 
 
-def announce_short_epoch(trainer: Any) -> bool:
-    """Warn if the epoch has fewer batches than a window; returns whether it has."""
+def announce_short_epoch(trainer: Any) -> None:
+    """Warn if the epochs have fewer batches than a window."""
     expected = trainer.accumulate_grad_batches
     num_batches = trainer.num_training_batches
-    if num_batches >= expected or trainer.fast_dev_run:
-        return False
-    if trainer.is_global_zero:
+    is_short = num_batches < expected and not trainer.fast_dev_run
+    if is_short and trainer.is_global_zero:
         warnings.warn(
             f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
             f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
@@ -273,7 +269,6 @@ def announce_short_epoch(trainer: Any) -> bool:
             f"epochs longer.",
             stacklevel=2,
         )
-    return True
 
 
 def announce_undivided_step(index: int) -> None:

@@ -1,9 +1,10 @@
-"""The optimizer's own step: observed through torch's public hooks; what is skipped is
-counted, and holds schedulers where they are.
+"""The optimizer's own step: a step that no window has divided is refused; one that a
+gradient scaler skips is counted, and holds schedulers where they are.
 
-While `fit` runs under a gradient scaler, the module has an `lr_scheduler_step` that
-asks the window callback. That is put there once Lightning has looked at the schedulers:
-it takes a module with a hook of its own to know how they step.
+While `fit` runs under a gradient scaler, a module whose schedulers are to be held has
+an `lr_scheduler_step` that asks the window callback. That is put there once Lightning
+has looked at the schedulers: it takes a module with a hook of its own to know how they
+step.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ STEP = "lr_scheduler_step"
 
 
 class StepWatch:
-    """Knows whether a window's step was taken, and refuses undivided steps.
+    """Knows whether a window's step was skipped, and refuses undivided steps.
 
-    A gradient scaler that finds an infinity does not call `optimizer.step()`, so a
-    skipped step is seen without asking the device. A fused optimizer skips inside its
-    step, and an optimizer that is not torch's own has no hooks. For these, a fall of
-    the scaler's factor is counted on the device.
+    A gradient scaler that finds an infinity skips the step, and its factor falls: that
+    is counted on the device, unless torch's public hooks have seen the step. They also
+    show undivided steps.
 
     Attributes:
         expects: whether a window has closed whose step is not counted yet.
@@ -38,69 +38,54 @@ class StepWatch:
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
         self._accumulator: Accumulator | None = accumulator
         self._scaler: Any = scaler
-        self._has_scaler = scaler is not None
         self._device = next(
             (p.device for group in optimizer.param_groups for p in group["params"]),
             torch.device("cpu"),
         )
+        self._unscales_itself = unscales_itself(optimizer)
         self.expects = False
-        self._stepped = False
-        self._skipped = 0
         self._factor_before: Tensor | None = None
         self._fell: Tensor | None = None
         self._times_fallen: Tensor | int = 0
-        self._hooks = self._register(optimizer)
-        self._reads_factor = scaler is not None and (
-            unscales_itself(optimizer) or not self._hooks
-        )
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps skipped so far; waits for the device if the factor is read."""
-        return self._skipped + int(self._times_fallen)
-
-    @property
-    def skipped_last(self) -> bool:
-        """Whether the step of the window that closed last was skipped."""
-        if not self._has_scaler:
-            return False
-        if self._reads_factor:
-            self._read_factor()
-            return self._fell is not None and bool(self._fell)
-        return not self._stepped
-
-    def expect_step(self) -> None:
-        """Note that a window closes, so that its step should follow."""
-        self.expects, self._stepped = True, False
-        if self._reads_factor:
-            self._factor_before = self._factor()
-
-    def count_step(self) -> None:
-        """Count the step that was expected as taken or skipped, when its batch is
-        over."""
-        self.expects = False
-        if self._reads_factor:
-            self._read_factor()
-        elif self._has_scaler and not self._stepped:
-            self._skipped += 1
-
-    def close(self) -> None:
-        """Release all but the numbers, when training is over."""
-        if self._reads_factor:
-            self._read_factor()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._accumulator = [], None
-        self._scaler = None
-
-    def _register(self, optimizer: Any) -> list[Any]:
         try:
-            return [
+            self._hooks = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
         except AttributeError:  # no torch.optim.Optimizer, or its __init__ did not run
-            return []
+            self._hooks = []
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far; waits for the device."""
+        return int(self._times_fallen)
+
+    @property
+    def skipped_last(self) -> bool:
+        """Whether the step of the window that closed last was skipped; waits for the
+        device."""
+        self._read_factor()
+        return self._fell is not None and bool(self._fell)
+
+    def expect_step(self) -> None:
+        """Note that a window closes, so that its step should follow."""
+        self.expects = True
+        if self._scaler is not None:
+            self._factor_before = self._factor()
+
+    def count_step(self) -> None:
+        """Count the step that was expected as taken or skipped, once it is over."""
+        self.expects = False
+        if self._factor_before is not None:
+            self._read_factor()
+
+    def close(self) -> None:
+        """Release all but the numbers, when training is over."""
+        self._read_factor()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._accumulator = [], None
+        self._scaler = None
 
     def _factor(self) -> Tensor:
         return self._scaler.scale(torch.ones((), device=self._device))
@@ -117,8 +102,9 @@ class StepWatch:
             self._refuse_undivided(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepped = True
         self._refuse_undivided(optimizer)  # its closure ran a backward pass
+        if not self._unscales_itself:
+            self._fell = self._factor_before = None  # it was taken
 
     def _refuse_undivided(self, optimizer: Any) -> None:
         assert self._accumulator is not None
@@ -128,7 +114,8 @@ class StepWatch:
                 f"{self._accumulator.num_micro_batches} micro-batches has not been "
                 f"divided, since on_before_optimizer_step did not run. In "
                 f"optimizer_step, call optimizer.step(closure=optimizer_closure) on "
-                f"the optimizer that Lightning passes."
+                f"the optimizer that Lightning passes, and leave trainkit's callback "
+                f"in trainer.callbacks."
             )
 
 
@@ -142,28 +129,19 @@ def hold_schedulers(module: Any) -> None:
 def release_schedulers(module: Any) -> None:
     """Give the module its own hook back, if it was replaced."""
     found = vars(module).get(STEP)
-    if not isinstance(found, partial) or found.func is not _step_unless_held:
-        return
-    _, own = found.args
-    if own is None:
+    if isinstance(found, partial) and found.func is _step_unless_held:
         delattr(module, STEP)
-    else:
-        setattr(module, STEP, own)
+        if (own := found.args[1]) is not None:
+            setattr(module, STEP, own)
 
 
 def _step_unless_held(module: Any, own: Any, scheduler: Any, metric: Any) -> None:
-    if _is_held(module, scheduler):
-        return
-    step = MethodType(type(module).lr_scheduler_step, module) if own is None else own
-    step(scheduler, metric)
-
-
-def _is_held(module: Any, scheduler: Any) -> bool:
     windows: Any = windows_of(module.trainer)  # none under lr_find
-    if windows is None:
-        return False
     by_step = any(
         config.scheduler is scheduler and config.interval == "step"
         for config in module.trainer.lr_scheduler_configs
     )
-    return by_step and windows.holds_schedulers(module) and windows.skipped_last_step()
+    if windows is not None and by_step and windows.skipped_last_step():
+        return
+    step = MethodType(type(module).lr_scheduler_step, module) if own is None else own
+    step(scheduler, metric)
