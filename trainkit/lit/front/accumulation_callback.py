@@ -8,7 +8,6 @@ from trainkit.core.checks import Checks
 from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
-from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.proof.verdict import Proof
@@ -62,7 +61,6 @@ class AccumulationCallback(WindowCallback):
         if not self.has_strategy and is_inside(micro_batching):
             chosen = Uniform()
         refusals.refuse_no_strategy(chosen, "AccumulationCallback: accumulation")
-        named_strategies(chosen)
         super().__init__(
             chosen,
             aggregation=aggregation,

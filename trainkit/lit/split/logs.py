@@ -40,13 +40,13 @@ class _Logged:
     """A value that a micro-batch has logged.
 
     Attributes:
-        key: the hook, the name, and which of several logs of that name it is.
+        index: of the micro-batch.
         original: the tensor itself, until the micro-batch has ended.
         weight: what it weighs; a text is a term, whose weight it has.
         is_sum: whether it is a loss that is a sum over rows.
     """
 
-    key: tuple[str, str, int]
+    index: int
     value: Any
     original: Tensor | None
     weight: Weight | str
@@ -74,7 +74,8 @@ class HeldLogs:
     def open(self, current: CutBatch) -> None:
         """Begin a loader batch."""
         self._current = current
-        self._logged: dict[int, list[_Logged]] = {}
+        # By the hook, the name, and which of several logs of that name it is.
+        self._logged: dict[tuple[str, str, int], list[_Logged]] = {}
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **options: Any
@@ -89,13 +90,14 @@ class HeldLogs:
         if isinstance(value, Tensor):
             original = value.detach() if weight is None else None
             value = value.detach().reshape(()).clone()  # it may be written over
-        logged = self._logged.setdefault(current.index, [])
-        # A name that is logged twice stays two logs.
-        number = sum(each.key[:2] == (hook, name) for each in logged)
+        number, index = 0, current.index  # a name that is logged twice stays two logs
+        while (key := (hook, name, number)) in self._logged:
+            if self._logged[key][-1].index != index:
+                break
+            number += 1
         options |= dict(zip(OPTIONS, args, strict=False))
-        weight = self._weight(name, weight)
-        key = hook, name, number
-        logged.append(_Logged(key, value, original, weight, options))
+        logged = _Logged(index, value, original, self._weight(name, weight), options)
+        self._logged.setdefault(key, []).append(logged)
 
     def _weight(self, name: str, weight: Any) -> Weight | str:
         current = self._current
@@ -114,7 +116,8 @@ class HeldLogs:
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
         """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
-        for each in self._logged.get(self._current.index, ()):
+        for several in self._logged.values():
+            each = several[-1]
             original, each.original = each.original, None
             for term, tensor in terms.items():
                 if original is not None and _is_same(original, tensor):
@@ -123,22 +126,17 @@ class HeldLogs:
 
     def close(self) -> None:
         """End the loader batch: log each name once, as from its hook."""
-        found: dict[tuple[str, str, int], list[tuple[int, _Logged]]] = {}
-        for index, logged in self._logged.items():
-            for each in logged:
-                found.setdefault(each.key, []).append((index, each))
-        for (hook, name, _), several in found.items():
-            options = several[-1][1].options
+        for (hook, name, _), several in self._logged.items():
+            options = several[-1].options
             # By it Lightning weighs a mean over the epoch.
-            sizes = [each.options.get("batch_size") for _, each in several]
+            sizes = [each.options.get("batch_size") for each in several]
             sizes = [size for size in sizes if size is not None]
             options["batch_size"] = sum(sizes) if sizes else self._current.num_rows
             with as_hook(self._module, hook):
                 self._module.log(name, self._combined(name, several), **options)
 
-    def _combined(self, name: str, several: list[tuple[int, _Logged]]) -> Any:
-        values = [each.value for _, each in several]
-        last = several[-1][1]
+    def _combined(self, name: str, several: list[_Logged]) -> Any:
+        values, last = [each.value for each in several], several[-1]
         if len(values) == 1:
             return values[0]
         if isinstance(values[0], Metric):
@@ -157,10 +155,10 @@ class HeldLogs:
         return weighted_mean(
             values,
             [
-                weights[each.weight][index]
+                weights[each.weight][each.index]
                 if isinstance(each.weight, str)
                 else each.weight
-                for index, each in several
+                for each in several
             ],
         )
 

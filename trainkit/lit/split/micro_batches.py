@@ -162,8 +162,8 @@ class MicroBatches:
         of_lengths = (*tokens, leading(strategies))[0]
         self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
         self._strategies = strategies
-        how = options, *strategies.values()
-        self._documents = documents_option(*how)
+        self._weighs_samples = counts_rows(leading(strategies))
+        self._documents = documents_option(options, *strategies.values())
         self._may_count_fillers = self._options.shapes is not None
         self._are_said = says_weights(strategies)
 
@@ -193,7 +193,7 @@ class MicroBatches:
             num_loader_batches == 1 and not self._are_said,
             num_loader_batches * most,
             self._documents,
-            counts_rows(leading(self._strategies)),
+            self._weighs_samples,
         )
         if self._weighs and not self._are_said:
             current.weigh(self._strategies, [each.batch for each in parts])

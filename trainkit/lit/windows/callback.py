@@ -235,8 +235,9 @@ class WindowCallback(WindowOwner):
         assert self.driver is not None
         accumulator = self.accumulators[index]
         for each in (index, *others):
-            self._step_watches[each].expect_step()
             self._divided.add(each)
+            if self.scaler is not None:
+                self._step_watches[each].expect_step()
         self.gradients_are_fresh = False
         # A closure that runs a split window again runs all of it again.
         split = self.driver.is_split
@@ -246,7 +247,7 @@ class WindowCallback(WindowOwner):
             listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
             owners = [parameter for each in listed for parameter in each]
         stats, num_loader_batches = self.driver.finish(accumulator, owners)
-        counts_samples = self.must_count_samples or split
+        counts_samples = split or self.must_count_samples
         for each in (index, *others):
             self.windows[each] = stats
             self.ledger.add(each, stats, counts_samples=counts_samples)
@@ -260,9 +261,8 @@ class WindowCallback(WindowOwner):
         self.batch_is_unfinished = False
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
-        for watch in self._step_watches:
-            if watch.expects:
-                watch.count_step()
+        for watch in self._step_watches if self.scaler is not None else ():
+            watch.count_step()
 
     # ---- where a window ends early ---------------------------------------------------
 

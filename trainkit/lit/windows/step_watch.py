@@ -30,9 +30,6 @@ class StepWatch:
     A gradient scaler that finds an infinity skips the step, and its factor falls: that
     is counted on the device, unless torch's public hooks have seen the step. They also
     show undivided steps.
-
-    Attributes:
-        expects: whether a window has closed whose step is not counted yet.
     """
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
@@ -43,7 +40,6 @@ class StepWatch:
             torch.device("cpu"),
         )
         self._unscales_itself = unscales_itself(optimizer)
-        self.expects = False
         self._factor_before: Tensor | None = None
         self._fell: Tensor | None = None
         self._times_fallen: Tensor | int = 0
@@ -64,24 +60,23 @@ class StepWatch:
     def skipped_last(self) -> bool:
         """Whether the step of the window that closed last was skipped; waits for the
         device."""
-        self._read_factor()
+        self.count_step()
         return self._fell is not None and bool(self._fell)
 
     def expect_step(self) -> None:
-        """Note that a window closes, so that its step should follow."""
-        self.expects = True
-        if self._scaler is not None:
-            self._factor_before = self._factor()
+        """Note that a window closes under a scaler, so that its step should follow."""
+        self._factor_before = self._factor()
 
     def count_step(self) -> None:
-        """Count the step that was expected as taken or skipped, once it is over."""
-        self.expects = False
+        """Count the step that was expected, if it was skipped, once it is over."""
         if self._factor_before is not None:
-            self._read_factor()
+            self._fell = self._factor() < self._factor_before
+            self._times_fallen = self._times_fallen + self._fell.long()
+            self._factor_before = None
 
     def close(self) -> None:
         """Release all but the numbers, when training is over."""
-        self._read_factor()
+        self.count_step()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._accumulator = [], None
@@ -89,12 +84,6 @@ class StepWatch:
 
     def _factor(self) -> Tensor:
         return self._scaler.scale(torch.ones((), device=self._device))
-
-    def _read_factor(self) -> None:
-        if self._factor_before is not None:
-            self._fell = self._factor() < self._factor_before
-            self._times_fallen = self._times_fallen + self._fell.long()
-            self._factor_before = None
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         _, closure, *_ = *args, kwargs.get("closure")  # the optimizer comes first
