@@ -12,8 +12,8 @@ from transformers import DataCollatorWithFlattening
 
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
 from trainkit.core.documents import count_documents, find_documents
-from trainkit.core.flattening import Flattening
 from trainkit.core.split.cutting import Cutter
+from trainkit.core.split.flattening import Flattened
 
 IDS = torch.arange(1, 10)
 LABELS = torch.tensor([-100, 2, 3, -100, 5, -100, 7, 8, 9])
@@ -194,7 +194,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
     }
     documents = find_documents(batch)
     assert documents is not None
-    part = Flattening(batch, documents).of([0, 2])
+    part = Flattened.read([batch], [documents]).of([0, 2])
     expected: dict[str, Any] = {
         "input_ids": [[1, 2, 3, 6, 7, 8, 9]],
         "labels": [[-100, 2, 3, -100, 7, 8, 9]],
@@ -221,7 +221,7 @@ def test_a_mask_of_blocks_is_cut_and_rows_do_not_see_each_other() -> None:
     batch = packed(attention_mask=CAUSAL)
     documents = find_documents(batch)
     assert documents is not None
-    mask: Tensor = Flattening(batch, documents).of([1, 2])["attention_mask"]
+    mask: Tensor = Flattened.read([batch], [documents]).of([1, 2])["attention_mask"]
     blocks = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(3, 3).tril())
     assert torch.equal(mask, blocks.bool()[None, None])
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.flattening import first_fit
 from trainkit.core.plan.options import check_whole_number
+from trainkit.core.split.partition import first_fit
 from trainkit.data.padding import as_tensor
 from trainkit.errors import TrainkitError
 

@@ -52,12 +52,14 @@ def test_flattened_batches_become_one_row(drop: tuple[str, ...]) -> None:
 
 
 def test_numbers_of_documents_in_a_mask_go_on() -> None:
+    """What only fills the rows is left out."""
     first = {"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long()}
     first["labels"][0, 3] = -100
     one = {**first, "attention_mask": torch.tensor([[1, 1, 2, 0]])}
     other = {**first, "attention_mask": torch.tensor([[1, 2, 2, 0]])}
     joined = join([one, other])
-    assert joined["attention_mask"].tolist() == [[1, 1, 2, 0, 3, 4, 4, 0]]
+    assert joined["attention_mask"].tolist() == [[1, 1, 2, 3, 4, 4]]
+    assert joined["labels"].tolist() == [[1] * 6]
 
 
 def test_flattened_batches_keep_what_each_document_has_and_what_all_share() -> None:

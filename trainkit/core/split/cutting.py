@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.core.documents import documents_option
-from trainkit.core.flattening import dealt_out, first_fit
 from trainkit.core.nested import Field, describe
-from trainkit.core.split.layout import Layout, LayoutReader
+from trainkit.core.split.layout import Layout, Nothing, nothing_in
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import even_runs, most_rows, partition
+from trainkit.core.split.partition import (
+    dealt_out,
+    even_runs,
+    first_fit,
+    most_rows,
+    partition,
+)
 from trainkit.core.split.pooling import joined
+from trainkit.core.split.reader import LayoutReader
 from trainkit.core.split.rows import Rows
-from trainkit.core.split.shapes import Nothing, Shapes
+from trainkit.core.split.shapes import Shapes
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 
@@ -77,9 +82,8 @@ class Cutter:
         nothing: Nothing | None = None,
     ) -> None:
         self._options, self._strategy = options, strategy
-        has_shapes = options.shapes is not None
         self._nothing = nothing or {}
-        self._shapes = Shapes(options, self._nothing) if has_shapes else None
+        self._shapes = None if options.shapes is None else Shapes(options)
         self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
         self.shared: list[Field] = []
@@ -100,8 +104,7 @@ class Cutter:
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one."""
-        how = documents_option(self._options, self._strategy)
-        return joined(batches, self._options, self._reader, how, self._nothing)
+        return joined(batches, self._options, self._strategy, self._nothing)
 
     def cut(
         self,
@@ -135,15 +138,17 @@ class Cutter:
             layout = layout.untrimmed()
         limit = limit or Limit(self._options.size, self._options.tokens)
         rows, cut = layout.rows, []
-        for part in self._parts(batch, rows, limit, at_least):
+        shapes = self._shapes if limit.tokens is not None else None
+        nothing = {} if shapes is None else nothing_in(batch, self._nothing)
+        for part in self._parts(batch, rows, limit, at_least, shapes):
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
             bare = layout.of(part)
             micro = MicroBatch(bare, part, padded, real, bare)
-            if self._shapes is not None and limit.tokens is not None:
-                shape = self._shapes.of(rows, part)
-                micro.batch = self._shapes.filled(layout, part, batch)
+            if shapes is not None:
+                shape = shapes.of(rows, part)
+                micro.batch = layout.filled(part, shape, nothing)
                 micro.padded = shape[0] * shape[1]
                 micro.num_fillers = 0 if rows.are_joined else shape[0] - len(part)
             cut.append(micro)
@@ -155,8 +160,14 @@ class Cutter:
         return [layout.of(rows), layout.untrimmed().of(rows)]
 
     def _parts(
-        self, batch: Any, rows: Rows, limit: Limit, at_least: int
+        self,
+        batch: Any,
+        rows: Rows,
+        limit: Limit,
+        at_least: int,
+        shapes: Shapes | None,
     ) -> list[list[int]]:
+        """The rows of each micro-batch."""
         if limit.tokens is not None and rows.num_rows and not rows.has_lengths:
             raise TrainkitError(
                 f"MicroBatching tokens={limit.tokens}: a budget of tokens needs the "
@@ -164,17 +175,17 @@ class Cutter:
                 f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
                 f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
             )
-        has_shapes = self._shapes is not None and limit.tokens is not None
-        if self._shapes is not None and has_shapes:
-            parts = self._shapes.parts(rows)
-        elif rows.are_joined:
-            parts = self._of_documents(rows, limit)
-        elif not rows.groups or rows.are_alike:
+        is_by_run = rows.are_alike and not rows.are_joined and shapes is None
+        if is_by_run:
             # In the order of the rows, so that slices copy nothing.
             number = rows.num_rows
             most = most_rows(rows.padded_of([0]), limit.size, limit.tokens, number)
             number = max(1, min(number, max(-(-number // most), at_least)))
             parts = [list(range(a, b)) for a, b in even_runs(rows.num_rows, number)]
+        elif shapes is not None:
+            parts = shapes.parts(rows)
+        elif rows.are_joined:
+            parts = self._of_documents(rows, limit)
         else:
             parts = partition(
                 rows.spans,
@@ -183,8 +194,7 @@ class Cutter:
                 overhead=self._options.overhead,
                 attention=self._options.attention,
             )
-        is_by_run = not (rows.are_joined or has_shapes) and rows.are_alike
-        if rows.groups and not is_by_run:
+        if not is_by_run:
             while len(parts) < min(at_least, rows.num_rows):
                 several = [part for part in parts if len(part) > 1]
                 largest = max(several, key=rows.padded_of)
@@ -194,7 +204,7 @@ class Cutter:
             parts = [sorted(part) for part in parts]
             parts.sort(key=rows.padded_of, reverse=True)
         self.longest_over_budget = None
-        if limit.tokens is not None:
+        if limit.tokens is not None and parts:
             first = rows.padded_of(parts[0])  # only a row by itself is over the budget
             self.longest_over_budget = first if first > limit.tokens else None
         return parts

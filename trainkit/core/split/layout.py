@@ -1,53 +1,33 @@
-"""What becomes of each field of a batch: one declared rule.
+"""A batch whose rows are known, and batches of some of them, trimmed or filled up.
 
-A tensor, array or list as long as the batch has rows is cut. Everything else is shared
-by all micro-batches, and so is what `shared=` names. A field that is cut and as wide as
-a mask is trimmed to the columns that a micro-batch needs; whether the model computes
-the same without the others is measured before training.
+A row that fills is the last one again, without what the strategy counts. A column that
+fills has what its field has where it pads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.documents import Documents, documents_option, find_flattened
-from trainkit.core.flattening import Flattening
-from trainkit.core.nested import (
-    Build,
-    Field,
-    describe,
-    held_by,
-    is_array,
-    is_list,
-    leaves,
-    lookup,
-    take_apart,
-)
-from trainkit.core.samples import are_samples, length_of_tensors, own_count
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.document_fields import IGNORED
+from trainkit.core.nested import Build, Field, describe, lookup
 from trainkit.core.split.partition import columns_of
-from trainkit.core.split.rows import (
-    Group,
-    Rows,
-    groups_of,
-    length_of,
-    marks_of,
-    rows_of_samples,
-)
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    PerSample,
-)
+from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
 Trims = Sequence[tuple[int, int]]
 """The dimensions of a field to trim, each with the number of the group whose columns it
 has."""
+
+Shape = tuple[int, int]
+"""Rows and columns."""
+
+Nothing = Mapping[str | int, float]
+"""The paths of what strategies count, each with the value that does not count."""
 
 
 @dataclass(frozen=True)
@@ -84,31 +64,27 @@ class Layout:
             values.append(value if trims is None else _taken(value, rows, bool(trims)))
         return values
 
+    def filled(self, rows: Sequence[int], shape: Shape, nothing: Any) -> Any:
+        """Such a batch, filled up to a shape.
 
-@dataclass(frozen=True)
-class DocumentLayout(Layout):
-    """A batch whose rows are documents.
-
-    Attributes:
-        of_rows: the batch of some of them, filled up if that is asked for.
-    """
-
-    of_rows: Callable[..., Any]
-
-    def untrimmed(self) -> Layout:
-        return self
-
-    def of(self, rows: Sequence[int]) -> Any:
-        return self.of_rows(rows)
-
-
-def _layout_of(documents: Documents, batch: Any, shared: Sequence[Any]) -> Layout:
-    lengths = documents.lengths
-    group = Group(max(lengths), [(0, length) for length in lengths])
-    rows = Rows(len(lengths), [group], are_joined=True)
-    made = Flattening(batch, documents, shared)
-    trims = [None if made.is_shared(field) else () for field in made.fields]
-    return DocumentLayout(made.fields, lambda values: batch, trims, rows, made.of)
+        Args:
+            rows: the rows.
+            shape: rows and columns.
+            nothing: the values, by the identity of a field, that do not count.
+        """
+        missing = shape[0] - len(rows)
+        taken = self.values([*rows, *[rows[-1]] * missing])
+        values = []
+        for place, (field, value) in enumerate(zip(self.fields, taken, strict=True)):
+            trims = self.trims[place]
+            if trims:
+                pads = padding_of(place, [self], nothing)
+                value = widened(field, value, trims, shape[1], pads)
+            if id(field.value) in nothing and trims is not None and missing:
+                value = value.clone()
+                value[len(rows) :] = nothing[id(field.value)]
+            values.append(value)
+        return self.build(iter(values))
 
 
 def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
@@ -124,175 +100,78 @@ def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
     return value.contiguous() if is_trimmed else value
 
 
-class LayoutReader:
-    """Reads batches, by names that do not change from one to the next.
+def nothing_in(batch: Any, nothing: Nothing) -> dict[int, float]:
+    """The values that do not count, by the identity of a batch's fields."""
+    return {id(lookup(batch, path)): value for path, value in nothing.items()}
 
-    Args:
-        options: where lengths are, what is shared, what else is ragged.
-        strategy: knows how many rows there are, and which labels count.
-    """
 
-    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
-        self._options, self._strategy = options, strategy
-        self._always: dict[str, bool] = {}  # by path
+def padding_of(
+    place: int, layouts: Sequence[Layout], nothing: Mapping[int, float]
+) -> Any:
+    """What the field at a place has where it pads, in one of these loader batches; what
+    counts as nothing in it, if that is known of the first."""
+    path, value = layouts[0].fields[place]
+    if id(value) in nothing:
+        return nothing[id(value)]
+    for layout in layouts:
+        trims = layout.trims[place]
+        group = layout.rows.groups[trims[0][1] if trims else 0]
+        for row, (start, stop) in enumerate(group.spans):
+            if stop < group.padded_length or start > 0:
+                column = stop if stop < group.padded_length else 0
+                return layout.fields[place].value[row, column]
+    are_numbers = isinstance(value, Tensor) and value.is_floating_point()
+    return IGNORED if "label" in path.lower() and not are_numbers else 0
 
-    def read(self, batch: Any) -> Layout:
-        """Read one batch.
 
-        Raises:
-            TrainkitError: its number of rows is unclear; the text shows its structure.
-        """
-        options, strategy = self._options, self._strategy
-        if (collate := options.collate) is not None:
-            rows = rows_of_samples(batch, options.length_paths)
-            samples = [Field("", list(batch))]
-            return Layout(samples, lambda values: collate(next(values)), [()], rows)
-        documents = find_flattened(batch, documents_option(options, strategy))
-        if documents is not None:
-            whole = [lookup(batch, path) for path in options.shared]
-            return _layout_of(documents, batch, whole)
-        shared = {id(lookup(batch, path)) for path in options.shared}
-        marks = marks_of(batch, options.length_paths, strategy)
-        if isinstance(strategy, PerSample) and strategy.size is not None:
-            num_rows = int(strategy.weight(batch))
-        else:
-            num_rows = len(marks[0].counts) if marks else _rows_of(batch, shared)
-        if options.lengths is None:
-            marks = [each for each in marks if len(each.counts) == num_rows]
-        rows = Rows(num_rows, groups_of(batch, marks, num_rows) if marks else ())
-        widths = {group.padded_length: place for place, group in enumerate(rows.groups)}
-        ragged = {id(lookup(batch, path)): d for path, d in options.ragged.items()}
-        fields, build = take_apart(
-            batch, lambda path, value: self._is_whole(path, value, num_rows, shared)
+def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
+    """A field with so many columns."""
+    if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
+        raise TrainkitError(
+            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
+            f"to be filled up (shapes=, pool=), with one dimension of columns, "
+            f"received {describe(value)}. Make it one in the collate function."
         )
-        trims: list[Trims | None] = [None] * len(fields)
-        for place, field in enumerate(fields):
-            value = field.value
-            if id(value) in shared:
-                continue
-            is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-            if not is_dense or value.is_nested:
-                _check_divisible(field, batch)
-            size = value.shape[0] if is_dense and value.ndim else length_of(value)
-            if size == num_rows:
-                of = field, ragged.get(id(value)), widths, batch
-                trims[place] = self._trims(*of) if widths else ()
-        layout = Layout(fields, build, trims, rows)
-        return layout if options.trim else layout.untrimmed()
-
-    def _is_whole(
-        self, path: str, value: Any, num_rows: int, shared: Collection[int]
-    ) -> bool:
-        """Whether a container is shared, or is a list with one entry for each row.
-
-        Two tensors in a list may be two fields, or two rows that hold a tensor each. A
-        list whose length once differed from the number of rows holds fields.
-        """
-        if id(value) in shared or not is_list(value):
-            return id(value) in shared
-        if not path:
-            return isinstance(self._strategy, PerSample) and self._strategy.size == ""
-        fits = len(value) == num_rows
-        if fits and path not in self._always:
-            if num_rows < 2:
-                return True  # which says nothing of the next batch
-            if all(_lengths(each) == {num_rows} for each in value):
-                raise TrainkitError(
-                    f"MicroBatching: field {path!r} is a list of {num_rows} entries of "
-                    f"{num_rows} rows each, and the batch has as many rows, so that it "
-                    f"may be one of fields or one of rows: {describe(value)}. Put "
-                    f"fields into a dict, or rows into one padded tensor; or begin "
-                    f"with a batch of another size, after which it is known."
-                )
-        return self._is_always(path, fits)
-
-    def _is_always(self, path: str, fits: bool) -> bool:
-        """Whether a size fits, in this batch and in all before; else, by chance."""
-        self._always[path] = fits and self._always.get(path, True)
-        return self._always[path]
-
-    def _trims(
-        self,
-        field: Field,
-        named: Any,
-        widths: Mapping[int, int],
-        batch: Any,
-    ) -> Trims:
-        """The dimensions as wide as a mask: dimension 1, and those in `ragged=`. A
-        field that once had another width is not trimmed where it has it by chance."""
-        shape: Any = getattr(field.value, "shape", ())
-        dims = set()
-        for dim in named or ():
-            size = shape[dim] if -len(shape) < dim < len(shape) else None
-            if size not in widths:
-                raise TrainkitError(
-                    f"MicroBatching: dimension {dim} of field {field.path!r} is "
-                    f"ragged, so it must be as long as the lengths say, "
-                    f"{sorted(widths)}, but is {size}, in the batch {describe(batch)}. "
-                    f"If dimension 1 is no sequence, say MicroBatching(ragged="
-                    f"{{{field.path!r}: ()}}); to give every micro-batch all columns, "
-                    f"trim=False."
-                )
-            dims.add(dim % len(shape))
-        if len(shape) > 1 and named != ():
-            dims |= {1} if self._is_always(field.path, shape[1] in widths) else set()
-        return [(dim, widths[shape[dim]]) for dim in sorted(dims)]
+    made = value.new_empty((len(value), columns, *value.shape[2:]))
+    made[:, : value.shape[1]] = value
+    made[:, value.shape[1] :] = torch.as_tensor(pads, dtype=value.dtype)
+    return made
 
 
-def _rows_of(batch: Any, shared: Collection[int]) -> int:
-    """The one leading length of a batch's tensors, or of its arrays.
+def the_same(path: str, values: Sequence[Any], batches: Sequence[Any]) -> Any:
+    """What every row of a pool's loader batches has in common, which must not
+    differ."""
+    first = values[0]
+    for each in values[1:]:
+        if isinstance(first, Tensor) and isinstance(each, Tensor):
+            is_same = torch.equal(first, each)
+        else:
+            try:
+                is_same = bool(first is each or first == each)
+            except Exception:  # arrays of several values, and what compares as it likes
+                is_same = False
+        if not is_same:
+            raise unlike(path, batches, "is shared by its rows, and differs")
+    return first
 
-    Raises:
-        TrainkitError: there is none, or more than one.
-    """
-    if not shared and (number := length_of_tensors(batch)) is not None:
-        return number
-    found = _lengths(batch, shared)
-    if len(found) == 1:
-        return found.pop()
-    for field in take_apart(batch, lambda path, value: id(value) in shared)[0]:
-        if id(field.value) not in shared:
-            _check_divisible(field, batch)
-    has = f"has {sorted(found)}" if found else "has no tensor with rows"
-    raise TrainkitError(
-        f"MicroBatching: cannot tell the rows of the batch: its tensors must share one "
-        f"leading dimension, but the batch {has}. The batch is {describe(batch)}. Name "
-        f"what every micro-batch gets whole in shared=, or what has a row for each "
-        f"sample: PerSample(size='path.to.it'). A list of samples is cut before it is "
-        f"collated, and needs MicroBatching(collate=your_collate_fn), or "
-        f"PerSample(size='') if training_step takes lists."
+
+def unlike(name: Any, batches: Sequence[Any], why: str) -> TrainkitError:
+    """An error for loader batches that cannot be put together."""
+    return TrainkitError(
+        f"MicroBatching pool: loader batches are joined, and of these {name!r} {why}: "
+        f"{describe(batches[0])}, ..., {describe(batches[-1])}. Let the collate "
+        f"function make them alike, or leave pool out."
     )
 
 
-def _lengths(batch: Any, shared: Collection[int] = ()) -> set[int]:
-    """The leading lengths of a batch's tensors, or of its other arrays if it has no
-    tensor. Those in lists of samples do not count."""
-
-    def is_whole(value: Any) -> bool:
-        may_be = isinstance(value, list) or is_list(value) and value is not batch
-        return id(value) in shared or may_be and are_samples(value)
-
-    found = [e for e in leaves(batch, is_whole) if is_array(e) and id(e) not in shared]
-    of_tensors = {each.shape[0] for each in found if isinstance(each, Tensor)}
-    return of_tensors or {each.shape[0] for each in found}
-
-
-def _check_divisible(field: Field, batch: Any) -> None:
-    """Refuse a field that may hold rows and that nothing says how to cut."""
-    value, kind = field.value, type(field.value).__name__
-    if isinstance(value, Tensor):
-        is_known = not value.is_nested and value.layout is torch.strided
-        kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
-    else:
-        is_plain = isinstance(value, type) or not hasattr(value, "__dict__")
-        is_known = is_plain or not held_by(value) and own_count(value) is None
-    if not is_known:
-        name = f"field {field.path!r}" if field.path else "the batch"
-        raise TrainkitError(
-            f"MicroBatching: {name} is a {kind}, whose rows cannot be told apart, in "
-            f"the batch {describe(batch)}. Make it a dense tensor, a dict or a "
-            f"dataclass; or let the loader yield lists of samples (collate_fn=list) "
-            f"and name what makes a batch of them: collate=Batch.from_data_list for "
-            f"torch_geometric, collate=dgl.batch; or name it in shared= if every "
-            f"micro-batch is to have all of it."
-        )
+def alike(fields: Sequence[Sequence[Field]], batches: Sequence[Any]) -> Any:
+    """Each field with its values in all batches; refuses other fields."""
+    paths = [[field.path for field in each] for each in fields]
+    for each in paths:
+        if each != paths[0]:
+            names = sorted({*each} ^ {*paths[0]})
+            raise unlike(names, batches, "must have the same fields")
+    columns = zip(*fields, strict=True)
+    return [
+        (path, [f.value for f in c]) for path, c in zip(paths[0], columns, strict=True)
+    ]

@@ -174,3 +174,51 @@ def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> i
     if tokens is not None:
         most = min(most, tokens // length)
     return max(1, most)
+
+
+def first_fit(
+    lengths: Sequence[int], tokens: int, size: int | None = None
+) -> list[list[int]]:
+    """Documents in as few bins as first fit finds, the longest placed first.
+
+    One that is longer than a bin has a bin of its own.
+
+    >>> first_fit([5, 3, 4, 2], 7)
+    [[0, 3], [1, 2]]
+
+    Args:
+        lengths: of the documents.
+        tokens: the most in a bin.
+        size: the most documents in a bin.
+    """
+    bins, rooms = list[list[int]](), list[int]()
+    for place in _longest_first(lengths):
+        for number, room in enumerate(rooms):
+            if room >= lengths[place] and len(bins[number]) != size:
+                break
+        else:
+            number = len(bins)
+            bins.append([])
+            rooms.append(tokens)
+        bins[number].append(place)
+        rooms[number] -= lengths[place]
+    return [sorted(each) for each in bins]
+
+
+def dealt_out(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """Documents in a number of bins of like size, each put where it is emptiest.
+
+    >>> dealt_out([5, 3, 4, 2], 2)
+    [[0, 3], [1, 2]]
+    """
+    bins: list[list[int]] = [[] for _ in range(number)]
+    size = -(-len(lengths) // number)
+    for place in _longest_first(lengths):
+        open_ones = [each for each in bins if len(each) < size]
+        emptiest = min(open_ones, key=lambda b: sum(lengths[each] for each in b))
+        emptiest.append(place)
+    return [sorted(each) for each in bins if each]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda place: -lengths[place])

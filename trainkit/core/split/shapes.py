@@ -1,33 +1,19 @@
 """Few shapes: micro-batches that are filled with what weighs nothing.
 
-A row that fills is the last one again, without what the strategy counts. A column that
-fills has what its field has where it pads. A flattened row is filled by one more
-document, of ignored labels.
+A flattened row is filled by one more document, of ignored labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from trainkit.core.document_fields import IGNORED
-from trainkit.core.flattening import first_fit
-from trainkit.core.nested import Field, describe, lookup
-from trainkit.core.split.layout import DocumentLayout, Layout, Trims
+from trainkit.core.split.layout import Nothing, Shape
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import width
+from trainkit.core.split.partition import first_fit, width
 from trainkit.core.split.rows import Rows
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
-
-Shape = tuple[int, int]
-"""Rows and columns."""
-
-Nothing = Mapping[str | int, float]
-"""The paths of what strategies count, each with the value that does not count."""
 
 
 def shapes_of(options: MicroBatching, *, are_joined: bool = False) -> list[Shape]:
@@ -72,11 +58,10 @@ class Shapes:
 
     Args:
         options: the budget of tokens, and how many shapes or which widths.
-        nothing: what a row must have in which nothing counts.
     """
 
-    def __init__(self, options: MicroBatching, nothing: Nothing) -> None:
-        self._options, self._nothing = options, nothing
+    def __init__(self, options: MicroBatching) -> None:
+        self._options = options
 
     def of(self, rows: Rows, part: Sequence[int]) -> Shape:
         """The least shape in which rows of a loader batch fit.
@@ -124,57 +109,3 @@ class Shapes:
                 parts.append([row])
                 shape = self.of(rows, [row])
         return parts
-
-    def filled(self, layout: Layout, part: Sequence[int], batch: Any) -> Any:
-        """The micro-batch of some rows of a loader batch, in its shape."""
-        num_rows, columns = self.of(layout.rows, part)
-        nothing = {
-            id(lookup(batch, path)): value for path, value in self._nothing.items()
-        }
-        if isinstance(layout, DocumentLayout):
-            missing = columns - layout.rows.real_of(part)
-            return layout.of_rows(part, missing=missing, nothing=nothing)
-        missing = num_rows - len(part)
-        taken = layout.values([*part, *[part[-1]] * missing])
-        values = []
-        for field, trims, value in zip(layout.fields, layout.trims, taken, strict=True):
-            if trims:
-                pads = padding_of([field], [layout], nothing)
-                value = widened(field, value, trims, columns, pads)
-            if id(field.value) in nothing and trims is not None and missing:
-                value = value.clone()
-                value[len(part) :] = nothing[id(field.value)]
-            values.append(value)
-        return layout.build(iter(values))
-
-
-def padding_of(
-    fields: Sequence[Field], layouts: Sequence[Layout], nothing: Mapping[int, float]
-) -> Any:
-    """What a field has where it pads, in one of these loader batches; what counts as
-    nothing in it, if that is known."""
-    first = fields[0]
-    if id(first.value) in nothing:
-        return nothing[id(first.value)]
-    for field, layout in zip(fields, layouts, strict=True):
-        trims = layout.trims[[each.path for each in layout.fields].index(field.path)]
-        group = layout.rows.groups[trims[0][1] if trims else 0]
-        for row, (start, stop) in enumerate(group.spans):
-            if stop < group.padded_length or start > 0:
-                return field.value[row, stop if stop < group.padded_length else 0]
-    are_numbers = isinstance(first.value, Tensor) and first.value.is_floating_point()
-    return IGNORED if "label" in first.path.lower() and not are_numbers else 0
-
-
-def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
-    """A field with so many columns."""
-    if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
-        raise TrainkitError(
-            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
-            f"to be filled up (shapes=, pool=), with one dimension of columns, "
-            f"received {describe(value)}. Make it one in the collate function."
-        )
-    made = value.new_empty((len(value), columns, *value.shape[2:]))
-    made[:, : value.shape[1]] = value
-    made[:, value.shape[1] :] = torch.as_tensor(pads, dtype=value.dtype)
-    return made
