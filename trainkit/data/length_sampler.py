@@ -22,8 +22,9 @@ class LengthSampler(EpochOrder):
     """A batch sampler that uses the lengths of rows.
 
     The number of ranks does not change the epoch's batches. In each round every rank is
-    given one batch, so all ranks have equally many. If batches are lacking in the last
-    round, some of its batches are split, so that every row is read once.
+    given one batch, so all ranks have equally many; a position counts rounds. If
+    batches are lacking in the last round, some of its batches are split, so that every
+    row is read once.
 
     In a loop of your own give it to a `DataLoader` as `batch_sampler`, and call
     `set_epoch` before each epoch; with Lightning give it to a `ResumableLoader`.
@@ -60,14 +61,14 @@ class LengthSampler(EpochOrder):
 
     @property
     def end(self) -> int:
-        return len(self) * self.ranks[1]
+        return len(self)
 
     @property
     def gives_fillers(self) -> bool:
-        return self.fills and self.end > self.num_rows
+        return self.fills and len(self) * self.ranks[1] > self.num_rows
 
     def after(self, position: int) -> int:
-        return position + self.ranks[1]
+        return position + 1
 
     def described(self) -> dict[str, Any]:
         return {
@@ -85,25 +86,41 @@ class LengthSampler(EpochOrder):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """This rank's batches, from the position `start` on."""
-        rank, num_ranks = self.ranks
-        return iter(self._rounds()[self.start + rank :: num_ranks])
+        rank, _ = self.ranks
+        return (batches[rank] for batches in self.rounds(self.start))
 
-    def _rounds(self) -> list[Batch]:
-        """The epoch's batches in full rounds of all ranks."""
-        batches = self.batches()
-        if self.leaves_out_last or not batches:
-            return batches[: self.end]
-        batches = part(batches, self.end, first=self.end - self.ranks[1])
-        lacking = self.end - len(batches)
-        if lacking and not self.fills:
-            name = type(self).__name__
+    def rounds(self, start: int) -> Iterator[list[Batch]]:
+        """The epoch's rounds from one on, each with a batch for each rank."""
+        num_ranks, batches = self.ranks[1], self.batches()
+        end = len(self) * num_ranks
+        if batches and not self.leaves_out_last:
+            batches = part(batches, end, first=end - num_ranks)
+            if lacking := end - len(batches):
+                batches += self._fillers(
+                    lacking, f"{self.num_rows} rows do not make {end} batches"
+                )
+        for first in range(start * num_ranks, end, num_ranks):
+            yield batches[first : first + num_ranks]
+
+    def _fillers(self, number: int, why: str) -> list[Batch]:
+        """So many batches of a row that weighs nothing, if that may be."""
+        if not self.fills:
             raise TrainkitError(
-                f"{name}: every rank must have a row in every batch, and {name}'s "
-                f"{len(self.lengths)} rows do not make {self.end} batches for "
-                f"{self.ranks[1]} ranks. Use fewer ranks or drop_last=True, or give "
-                f"the ResumableLoader weigh_nothing=."
+                f"{type(self).__name__}: every rank must have a row in every batch, "
+                f"and {why} for {self.ranks[1]} ranks. Use fewer ranks or "
+                f"drop_last=True, or give the ResumableLoader weigh_nothing=."
             )
-        return [*batches, *([Filler(0)] for _ in range(lacking))]
+        return [[Filler(0)] for _ in range(number)]
+
+    def _refuse_longer(self, tokens: int) -> None:
+        """Refuse a row that does not fit in a batch."""
+        longest = max(self.lengths, default=0)
+        if longest > tokens:
+            raise TrainkitError(
+                f"{type(self).__name__} tokens: must hold the longest row, received "
+                f"{tokens:,}, and row {self.lengths.index(longest)} has {longest:,}. "
+                f"Raise it, or shorten the row."
+            )
 
 
 class LengthGroupedSampler(LengthSampler):

@@ -11,7 +11,6 @@ from torch import Tensor
 from trainkit.core.plan.options import check_whole_number
 from trainkit.data.length_sampler import Batch, LengthSampler
 from trainkit.data.row_sampler import share
-from trainkit.errors import TrainkitError
 
 SPREAD = 1.1
 """The longest row of a bucket may be this many times as long as its shortest row."""
@@ -63,6 +62,7 @@ class TokenBudgetSampler(LengthSampler):
             drop_last=drop_last,
             process_group=process_group,
         )
+        self._refuse_longer(tokens)
         self.tokens, self.size = tokens, size
         self._buckets = buckets(self.lengths, tokens=tokens, size=size)
 
@@ -92,21 +92,12 @@ def buckets(
 
     >>> buckets([9, 2, 10, 2, 2], tokens=20, size=None)
     [([2, 0], 1), ([1, 3, 4], 1)]
-
-    Raises:
-        TrainkitError: a row has more tokens than the budget.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     found: list[tuple[list[int], int]] = []
     start = 0
     while start < len(order):
         longest = lengths[order[start]]
-        if longest > tokens:
-            raise TrainkitError(
-                f"TokenBudgetSampler tokens: must hold the longest row, received "
-                f"{tokens:,}, and row {order[start]} has {longest:,}. Raise it, or "
-                f"shorten the row."
-            )
         most = min(tokens // longest, size or tokens)
         end = start + 1
         while end < len(order) and (

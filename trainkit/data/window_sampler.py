@@ -16,7 +16,6 @@ from trainkit.core.plan.options import (
     is_positive_number,
 )
 from trainkit.data.cost_fit import CostFit
-from trainkit.data.filler import Filler
 from trainkit.data.length_sampler import Batch, LengthSampler
 from trainkit.data.window_plan import planned, rounds_needed
 from trainkit.errors import TrainkitError
@@ -98,7 +97,7 @@ class WindowSampler(LengthSampler):
         self._fit = CostFit(0.0 if cost == "measured" else float(cost))
         self._measures, self._has_warned = cost == "measured", False
         self._begun: list[Any] = []  # epoch, window, micro-batches and rows read
-        self._check_rows()
+        self._refuse_longer(tokens)
         if micro_batches is not None:
             check_whole_number("WindowSampler micro_batches", micro_batches)
         self.micro_batches = micro_batches or self._needed()
@@ -126,20 +125,12 @@ class WindowSampler(LengthSampler):
 
     @property
     def num_batches(self) -> int:
-        """How many micro-batches every epoch has, over all ranks."""
         return len(self) * self.num_ranks
-
-    @property
-    def end(self) -> int:
-        return len(self)
 
     @property
     def gives_fillers(self) -> bool:
         full, left = divmod(len(self.lengths), self.window)
         return self.fills and not self.leaves_out_last and 0 < left < self.num_ranks
-
-    def after(self, position: int) -> int:
-        return position + 1
 
     def described(self) -> dict[str, Any]:
         described = super().described()
@@ -239,26 +230,23 @@ class WindowSampler(LengthSampler):
         )
 
     def batches(self) -> list[Batch]:
-        """The micro-batches of this epoch, over all ranks, in rounds."""
-        order = self._order()
-        rounds = (each for n in self._windows() for each in self._planned(order, n))
-        return [batch for each in rounds for batch in each]
+        return [batch for each in self.rounds(0) for batch in each]
 
     def __len__(self) -> int:
         """How many micro-batches each rank is given in an epoch."""
         return sum(self._rounds_of(window) for window in self._windows())
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """This rank's micro-batches, from the position `start` on."""
-        rank, _ = self.ranks
-        order, position = self._order(), self.start
-        first, inside = divmod(position, self.micro_batches)
+        for position, batch in enumerate(super().__iter__(), self.start + 1):
+            if self._measures and not self._fit.is_done:
+                self._fit.note(position, self._computed(batch))
+            yield batch
+
+    def rounds(self, start: int) -> Iterator[list[Batch]]:
+        order = self._order()
+        first, inside = divmod(start, self.micro_batches)
         for window in self._windows()[first:]:
-            for each in self._planned(order, window)[inside:]:
-                batch, position = each[rank], position + 1
-                if self._measures and not self._fit.is_done:
-                    self._fit.note(position, self._computed(batch))
-                yield batch
+            yield from self._planned(order, window)[inside:]
             inside = 0
 
     def _windows(self) -> range:
@@ -283,7 +271,8 @@ class WindowSampler(LengthSampler):
         rows = self._rows_of(order, window)
         lacking = self.num_ranks - len(rows)
         if lacking > 0:
-            return [[*([row] for row in rows), *self._fillers(lacking)]]
+            why = f"the last window lacks {lacking}"
+            return [[*([row] for row in rows), *self._fillers(lacking, why)]]
         done, read = self._begun_of(window)
         rows = [row for row in rows if row not in read]
         found = planned(
@@ -297,15 +286,6 @@ class WindowSampler(LengthSampler):
         rounds = [[[rows[n] for n in batch] for batch in each] for each in found]
         self._warn_of_longest(rounds, window)
         return [*([[]] * self.num_ranks for _ in range(done)), *rounds]
-
-    def _fillers(self, number: int) -> list[Batch]:
-        if not self.fills:
-            raise TrainkitError(
-                f"WindowSampler: every rank must have a row in every window, and the "
-                f"last window lacks {number} for {self.num_ranks} ranks. Use "
-                f"drop_last=True, or give the ResumableLoader weigh_nothing=."
-            )
-        return [[Filler(0)] for _ in range(number)]
 
     def _warn_of_longest(self, rounds: list[list[Batch]], window: int) -> None:
         if self._has_warned or self.ranks[0] != 0:
@@ -326,16 +306,6 @@ class WindowSampler(LengthSampler):
         """The lengths of rows in a micro-batch, padding included."""
         lengths = [self.lengths[row] for row in batch]
         return lengths if self.flattened else [max(lengths)] * len(lengths)
-
-    def _check_rows(self) -> None:
-        """Refuse a row that does not fit in a micro-batch, and windows without rows."""
-        longest = max(self.lengths, default=0)
-        if longest > self.tokens:
-            raise TrainkitError(
-                f"WindowSampler tokens: must hold the longest row, received "
-                f"{self.tokens:,}, and row {self.lengths.index(longest)} has "
-                f"{longest:,}. Raise it, or shorten the row."
-            )
 
     def _needed(self) -> int:
         """The micro-batches of a window with which none of those tried exceeds."""
