@@ -74,11 +74,6 @@ def test_rows_are_filled_with_what_counts_nothing(options: Any, shape: Any) -> N
     assert sorted(own) == sorted(IDS)
 
 
-def test_positions_begin_where_that_is_said() -> None:
-    batch = PackCollate(first_position=2, length=10)(ROWS)
-    assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3, 2, 3, 4, 5, 2]]
-
-
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"length": 4, "lengths": (4,)}, ROWS, "length and lengths exclude each other"),
     ({"length": 0}, ROWS, "length: must be a whole number"),

@@ -57,6 +57,7 @@ class PerClassWeight(AccumulationStrategy):
             _checked_numbers(self.class_weights)
         # It counts and checks the labels.
         self._labels = PerToken(labels=labels, ignore_index=ignore_index)
+        self.labels, self.ignore_index = labels, ignore_index
         self.loss_reduction = loss_reduction
         check_reduction(self)
 
@@ -65,14 +66,6 @@ class PerClassWeight(AccumulationStrategy):
         """The numbers at present; waits for the device."""
         given = self._given() if callable(self._given) else self._given
         return tuple(given.tolist() if isinstance(given, Tensor) else given)
-
-    @property
-    def labels(self) -> Path:
-        return self._labels.labels
-
-    @property
-    def ignore_index(self) -> int:
-        return self._labels.ignore_index
 
     def weight(self, batch: Any) -> Weight:
         labels = self._labels.found(batch)

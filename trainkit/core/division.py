@@ -67,17 +67,12 @@ class Division:
         self.has_scaler: bool = scaler is not None and scaler.is_enabled()
         self.opening: Tensor | None = None
         self.is_open = False
+        self.reference: Tensor | None = None
         self._told: Weight | None = None
-        self._set(None)
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
-        self._set(reference)
-        self.opening = opening
-
-    def _set(self, reference: Tensor | None) -> None:
-        self.reference = reference
-        self._divided_by: int | None = None
+        self.reference, self.opening = reference, opening
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Choose r for the first window, from the ranks' first micro-batches, if that
@@ -96,7 +91,7 @@ class Division:
         first = scalar(weight, device) * (expected * self._headroom)
         if self._ranks.backend_sums:
             first = self._ranks.sum_(first) / self._ranks.size
-        self._set(power_of_two(first, None))
+        self.reference = power_of_two(first, None)
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device
@@ -137,10 +132,8 @@ class Division:
             part = weight * divided_by if by_mean else divided_by
             return part / self._told, weight
         assert self.reference is not None
-        if self._divided_by != divided_by:
-            # r is a power of two, so that this is exact.
-            self._unit, self._divided_by = divided_by / self.reference, divided_by
-        factor, applied = weight * self._unit if by_mean else self._unit, weight
+        unit = divided_by / self.reference  # exact: r is a power of two
+        factor, applied = weight * unit if by_mean else unit, weight
         if by_mean and loss.dtype in HALF:
             applied = factor.to(loss.dtype) * self.reference / divided_by
         if self.has_scaler or self.opening is not None:
@@ -162,7 +155,8 @@ class Division:
         before = self.reference
         # r need not follow every window, but all ranks must change it together.
         if num_windows < 8 or num_windows % 16 == 0:
-            self._set(power_of_two(totals[WEIGHT] / self._ranks.size, before))
+            mean = totals[WEIGHT] / self._ranks.size
+            self.reference = power_of_two(mean, before)
         if before is None:
             return None  # this rank has had no micro-batch yet
         scale = before.to(totals.device) * self._ranks.multiplier

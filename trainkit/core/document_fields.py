@@ -27,8 +27,8 @@ Read = Callable[[Tensor, Sequence[Field]], Tensor | None]
 """Says at which tokens documents begin; None if a field does not tell."""
 
 
-def reader_by_values(value: Tensor, fields: Sequence[Field]) -> Read:
-    """How a field is read whose name says nothing."""
+def reader_by_values(value: Tensor, fields: Sequence[Field]) -> Read | None:
+    """How a field is read whose name says nothing; None if its values tell nothing."""
     if value.ndim > 2:
         return by_mask
     shape = shape_beside(value, fields)
@@ -38,12 +38,7 @@ def reader_by_values(value: Tensor, fields: Sequence[Field]) -> Read:
     steps = torch.zeros(1) if table is None else table.diff(dim=1)
     if (steps == 0).sum() > (steps == 1).sum():
         return _by_numbers
-    return _by_positions if bool((steps <= 1).all()) else _by_nothing
-
-
-def _by_nothing(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
-    """Values that tell nothing, such as ids."""
-    return None
+    return _by_positions if bool((steps <= 1).all()) else None
 
 
 def by_offsets(value: Tensor, fields: Sequence[Field]) -> Tensor | None:
@@ -153,10 +148,9 @@ def _shape_of_tokens(value: Tensor, fields: Sequence[Field]) -> tuple[int, ...] 
     """The rows and columns of the fields beside one of tokens, which rows may share;
     None if none fits."""
     rows, width = table_shape(value)
-    of_others = [n for n, size in _shapes_beside(value, fields) if size == width]
-    if rows > max(of_others, default=0):
-        return None
-    return (max(of_others), width) if rows == 1 else (rows, width)
+    others = [n for n, size in _shapes_beside(value, fields) if size == width]
+    most = max(others, default=0)
+    return None if rows > most else (most if rows == 1 else rows, width)
 
 
 def shape_beside(offsets: Tensor, fields: Sequence[Field]) -> tuple[int, ...] | None:
@@ -172,13 +166,10 @@ def _shapes_beside(value: Tensor, fields: Sequence[Field]) -> list[tuple[int, ..
     shapes = list[tuple[int, ...]]()
     for path, other in fields:
         is_told = path.rpartition(".")[2] in (*OFFSETS, *LONGEST)
-        if other is value or is_told or not other.ndim or _is_square(other):
+        is_square = other.ndim > 2 and other.shape[-1] == other.shape[-2]
+        if other is value or is_told or not other.ndim or is_square:
             continue
         if other.ndim == 2 and len(other) > 1 and other.is_floating_point():
             shapes.append((1, len(other)))  # features of tokens, in one row
         shapes.append(table_shape(other)[:2])
     return shapes
-
-
-def _is_square(value: Tensor) -> bool:
-    return value.ndim > 2 and value.shape[-1] == value.shape[-2]

@@ -153,12 +153,9 @@ def find_flattened(batch: Any, how: str = "auto") -> Documents | None:
         return None
     # Where a field has an entry for each that has begun, none of them is padding.
     number, width = int(found.begun.max()), found.numbers.shape[1]
-    values = [each for _, each in take_apart(batch, lambda path, x: type(x) is list)[0]]
-    sizes = {
-        len(each)
-        for each in values
-        if type(each) is list or (is_dense(each) and each.ndim)
-    }
+    parts = take_apart(batch, lambda path, value: type(value) is list)[0]
+    known = [v for _, v in parts if type(v) is list or is_dense(v) and v.ndim]
+    sizes = set(map(len, known))
     is_whole = number in sizes - {1, width}
     return replace(found, numbers=found.begun) if is_whole else found
 
@@ -206,8 +203,9 @@ def _named(batch: Any, how: str, fields: Sequence[Field]) -> Documents:
     """Documents by the field at a path."""
     value, name = lookup(batch, how), how.rpartition(".")[2]
     if is_dense(value):
-        read = next((read for names, read in READERS if name in names), None)
-        begins = (read or reader_by_values(value, fields))(value, fields)
+        known = next((read for names, read in READERS if name in names), None)
+        read = known or reader_by_values(value, fields)
+        begins = None if read is None else read(value, fields)
         if begins is not None:
             return _without_padding(how, begins, fields)
     raise TrainkitError(

@@ -301,6 +301,3 @@ def _total(mask: Tensor) -> Tensor:
     if mask.is_floating_point():
         return mask.sum(dtype=torch.float32 if mask.is_mps else torch.float64)
     return mask.sum()
-
-
-# ---- how many samples a batch holds --------------------------------------------------

@@ -46,7 +46,6 @@ class PackCollate:
             rows have the greatest.
         fill: the id of tokens that fill a row.
         ignore_index: the label that does not count.
-        first_position: of a document; models like RoBERTa begin at 2.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class PackCollate:
         lengths: Sequence[int] | None = None,
         fill: int = 0,
         ignore_index: int = -100,
-        first_position: int = 0,
     ) -> None:
         if length is not None and lengths is not None:
             raise TrainkitError(
@@ -68,7 +66,6 @@ class PackCollate:
             check_whole_number("PackCollate length", each)
         self.fill = fill
         self.ignore_index = ignore_index
-        self.first_position = first_position
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         documents = [self._document(sample) for sample in samples]
@@ -137,9 +134,8 @@ class PackCollate:
             else:
                 are_tensors = all(isinstance(value, Tensor) for value in column)
                 row[name] = torch.stack(column) if are_tensors else column
-        first = self.first_position
-        positions = [torch.arange(first, first + length) for length in lengths]
-        positions.append(torch.full((missing,), first))  # a model may know no more
+        positions = [torch.arange(length) for length in lengths]
+        positions.append(torch.zeros(missing).long())  # a model may know no more
         number = torch.arange(len(lengths) + 1, dtype=torch.int32)
         number = number.repeat_interleave(torch.tensor([*lengths, missing]))
         row["position_ids"], row["seq_idx"] = torch.cat(positions)[None], number[None]
