@@ -203,7 +203,7 @@ class Dropping(Tokens):
                 self.own.manual_seed(int(ids.sum()))
             # One of these shapes begins with the number of rows in a micro-batch.
             draws = [torch.rand(n, length, generator=self.own)[0] for n in range(1, 7)]
-            kept.append(F.pad(sum(draws) / 6, (0, len(ids) - length)))
+            kept.append(F.pad(torch.stack(draws).mean(0), (0, len(ids) - length)))
         return super().features(batch) * torch.stack(kept)[..., None]
 
 

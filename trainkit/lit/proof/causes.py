@@ -94,7 +94,7 @@ class Causes:
         """Find draws that rows cannot share, and fix them for what follows."""
         whole = self._subject.whole()
         draws = whole.draws
-        # One that goes on from row to row: no two passes draw alike.
+        # One that no row seeds anew: no two passes draw alike.
         own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
         self.found += [cause("draws", place) for place in sorted(draws.unlike | own)]
         if own:
