@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-Span = tuple[int, int]
+from trainkit.core.split.partition import Span, even_runs
 
 
 @dataclass(eq=False)
@@ -70,9 +69,7 @@ class Sizes:
     def cut(self, num_rows: int) -> list[Chunk]:
         """All rows in order, in as few chunks as the limit allows, of like size."""
         number = -(-num_rows // (self.limit or num_rows))
-        size, more = divmod(num_rows, number)
-        bounds = [place * size + min(place, more) for place in range(number + 1)]
-        return [Chunk(start, stop) for start, stop in pairwise(bounds)]
+        return [Chunk(*run) for run in even_runs(num_rows, number)]
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk, Sizes, Span
+from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.nested import Build, is_array, is_list, take_apart
+from trainkit.core.split.partition import Span
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
