@@ -56,8 +56,7 @@ def without_hooks() -> AbstractContextManager[None]:
     top = vars(torch._C)["_autograd"]._top_saved_tensors_default_hooks(True)
     if top is None:
         return contextlib.nullcontext()
-    # An output that was kept as it is would hold its own graph.
-    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _itself)
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
 
 
 def _itself(tensor: Tensor) -> Tensor:

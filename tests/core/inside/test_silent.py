@@ -29,7 +29,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.check import _Rows
+from trainkit.core.inside.trial import Trial
 
 SEQUENCES = torch.randn(16, 7, WIDTH, dtype=torch.float64)
 
@@ -109,7 +109,7 @@ def test_a_backward_pass_that_sees_rows_is_refused(
     cut = net[1] if arguments_alone else net
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         off(net, of=cut)
-    monkeypatch.setattr(_Rows, "_is_mixed", lambda *_: False)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
     assert off(net, of=cut) > NAIVE  # the control: its forward pass shows nothing
 
 
@@ -124,7 +124,7 @@ def test_a_value_without_rows_whose_gradient_sees_them_is_refused(
 
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         off(net, both)
-    monkeypatch.setattr(_Rows, "_is_mixed", lambda *_: False)
+    monkeypatch.setattr(Trial, "has_mixed_gradients", lambda *_: False)
     assert off(net, both) > NAIVE
 
 

@@ -183,7 +183,7 @@ class Logging(Foreign):
 def test_logging_within_a_cut_is_refused(proof: Any, how: str) -> None:
     options = MicroBatching(size=4, inside="self")
     callback = AccumulationCallback(micro_batching=options, proof=proof)
-    words = "self.log within self, which runs in chunks .* log it in training_step"
+    words = f"self.{how} within self, which runs in chunks .* log it in training_step"
     module = Logging(how)
     with pytest.raises(TrainkitError, match=words):
         fit(module, None, callback)

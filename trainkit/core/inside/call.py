@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.generators import States
-from trainkit.core.inside.chunks import Chunk, Sizes
+from trainkit.core.gradients import HALF
+from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut, Node
-from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.outputs import Plan, join
+from trainkit.core.inside.moment import Moment, versions_of
+from trainkit.core.inside.outputs import Joined, Plan
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.inside.shadows import Shadows, strangers_of
 from trainkit.core.nested import Build
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.errors import TrainkitError
+
+SAVED = object()
+"""Stands for a tensor that autograd holds."""
+
+
+@dataclass
+class Graph:
+    """A chunk that ran with a graph: what it gives, and the arguments that train, by
+    their places."""
+
+    outputs: list[Any]
+    leaves: dict[int, Tensor]
 
 
 class Call:
@@ -30,16 +44,16 @@ class Call:
         arguments: of the call.
         moment: what the module was like.
         plan: how outputs are joined.
-        sizes: of chunks.
-        has_graph: whether it has a backward pass.
-        is_checked: whether the outputs of its two passes are compared.
-        is_trial: whether its rows are only looked at.
+        is_checked: whether its two passes are compared.
+        watch: is given the gradients of the output, how it is joined, the chunks and
+            the module's name, before the backward pass.
 
     Attributes:
         name: of the module, for messages.
         build: makes the output of its leaves.
         saved: the tensors among the arguments, until autograd holds them.
         differentiable: which tensors of the output have a gradient.
+        chunks: in which its rows have run.
     """
 
     def __init__(
@@ -48,27 +62,34 @@ class Call:
         arguments: Arguments,
         moment: Moment,
         plan: Plan,
-        sizes: Sizes,
         *,
-        has_graph: bool,
         is_checked: bool = False,
-        is_trial: bool = False,
+        watch: Callable[..., None] | None = None,
     ) -> None:
         self._cut, self._plan, self._moment, self.name = cut, plan, moment, cut.name
-        self._sizes, self._has_graph = sizes, has_graph
-        self._is_checked, self._is_trial = is_checked, is_trial
-        self.saved = [x for x in arguments.values if isinstance(x, Tensor)]
-        self._inputs = [*moment.parameters, *arguments.trained] if has_graph else []
-        self._shadows = Shadows(cut.module, self._inputs)
-        trained = iter(self._shadows.own[len(moment.parameters) :])
-        self._arguments = arguments.with_trained(trained)
+        self._arguments = replace(arguments, values=[])  # they are held once
+        self._is_checked, self._watch = is_checked, watch
+        self._values: list[Any] = arguments.values
+        self._trained = [
+            i
+            for i, each in enumerate(arguments.values)
+            if isinstance(each, Tensor) and each.requires_grad
+        ]
         self.build: Build | None = None
-        self.differentiable: list[bool] = []
+        self.saved: Sequence[Tensor] = ()
         self._has_gradient: list[bool] = []  # by the leaves of the output
         self._tensors: list[int] = []  # the places of those that are tensors
-        self._chunks: list[Chunk] = []
-        self._kept: list[Any] | None = None
+        self.chunks: list[Chunk] = []
+        self._kept: Graph | None = None
         self._first: list[Any] | None = None
+
+    @property
+    def differentiable(self) -> list[bool]:
+        return [self._has_gradient[i] for i in self._tensors]
+
+    @cached_property
+    def _shadows(self) -> Shadows:
+        return self._cut.shadows(self._moment.parameters)
 
     def _states(self) -> States:
         return States(self._arguments.devices)
@@ -76,68 +97,82 @@ class Call:
     # ---- forward ---------------------------------------------------------------------
 
     def leaves(self) -> list[Any]:
-        """Run all chunks; the leaves of the output, as autograd sees them."""
-        leaves = self.run()
+        """Run all chunks; the leaves of the output. With gradients on, the last chunk
+        keeps its graph, which shows what of the output has a gradient."""
+        values, has_graph = self._values, torch.is_grad_enabled()
+        versions = versions_of(values)
+        run = partial(self._run, values, has_graph=has_graph)
+        with torch.no_grad():
+            joined = in_smaller_parts(run, self._halves, self._states().put_back)
         self._moment.check_state()
-        if not self._inputs:
+        if versions != versions_of(values):
+            raise TrainkitError(
+                f"{self.name}: its forward pass must not change its arguments in "
+                f"place, since it runs once more in the backward pass. Give it a "
+                f"clone(), or name a module within it."
+            )
+        leaves = joined.values
+        trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
+        if not (has_graph and trained):
             return leaves
-        tensors = [leaves[i] for i in self._tensors]
-        outputs: Any = Node.apply(self, tensors, *self._inputs)
-        self._inputs = []  # autograd holds them
+        self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.saved = [x for x in values if isinstance(x, Tensor)]
+        self._values = [SAVED if isinstance(x, Tensor) else x for x in values]
+        outputs: Any = Node.apply(self, [leaves[i] for i in self._tensors], *trained)
         for place, output in zip(self._tensors, outputs, strict=True):
             leaves[place] = output
         return leaves
 
-    def run(self) -> list[Any]:
-        """Run all chunks; the leaves of the output. The last chunk keeps its graph,
-        which shows what of the output has a gradient."""
-        with torch.no_grad():
-            put_back = self._states().put_back
-            leaves = in_smaller_parts(self._run, self._halves, put_back)
-        self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.differentiable = [self._has_gradient[i] for i in self._tensors]
-        return leaves
-
-    def _run(self) -> list[Any]:
-        outputs = []
-        self._chunks = self._arguments.chunks(self._sizes)
+    def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
+        cut, arguments = self._cut, self._arguments
+        by_length = arguments.by_length
+        width = by_length.width if by_length else 0
+        joined = Joined(self._plan, arguments.rows, self.name, width)
+        self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
-        for chunk in self._chunks:
+        for number, chunk in enumerate(self.chunks):
             chunk.states = self._states()
-            if self._has_graph and chunk is self._chunks[-1]:
-                outputs.append(self._keep(chunk))
+            if has_graph and chunk is self.chunks[-1]:
+                outputs = self._with_graph(chunk, values)
             else:
-                outputs.append(self._outputs(chunk))
+                outputs = self._outputs(chunk, arguments.of(chunk, values))
+                if self._is_checked and not number:
+                    self._first = [_copied(each) for each in outputs]
+            joined.add(chunk, outputs)
         self._ended = self._states()
-        if self._is_checked and len(outputs) > 1:
-            self._first = outputs[0]
-        width = self._arguments.width
-        return join(self._plan, self._chunks, outputs, self.name, width)
+        return joined
 
-    def _keep(self, chunk: Chunk) -> list[Any]:
-        """Run the last chunk, and keep its graph."""
+    def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
-        with self._shadows.in_place(), torch.enable_grad():
-            self._kept = outputs = self._outputs(chunk)
-        strangers_of(outputs, self._shadows.own, self.name)
-        for index, each in enumerate(outputs[: len(self._plan)]):
-            self._has_gradient[index] = isinstance(each, Tensor) and each.requires_grad
-        return outputs
+        with self._shadows.in_place():
+            graph = self._graph(chunk, values)
+        known = [*self._shadows.own, *graph.leaves.values()]
+        strangers_of(graph.outputs, known, self.name)
+        for index, each in enumerate(graph.outputs[: len(self._plan)]):
+            if isinstance(each, Tensor) and each.requires_grad:
+                self._has_gradient[index] = True
+        self._kept = graph
+        return graph.outputs
 
     def _halves(self) -> bool:
         arguments = self._arguments
-        return arguments.by_length is None and self._sizes.halve(arguments.rows)
+        return arguments.by_length is None and self._cut.sizes.halve(arguments.rows)
 
-    def _outputs(self, chunk: Chunk) -> list[Any]:
-        """What the module returns for a chunk."""
-        of = (None, None) if self._is_trial else (self, chunk)
-        given = self._arguments.of(chunk)
-        fields, build = self._cut.run(self._arguments, given, *of)
+    def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
+        fields, build = self._cut.run(self._arguments, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
+
+    def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
+        """Run a chunk with a graph that begins at its own arguments."""
+        given, leaves = self._arguments.of(chunk, values), {}
+        for index in self._trained:
+            leaves[index] = given[index] = given[index].detach().requires_grad_()
+        with torch.enable_grad():
+            return Graph(self._outputs(chunk, given), leaves)
 
     # ---- backward --------------------------------------------------------------------
 
@@ -147,59 +182,73 @@ class Call:
         """One gradient for each parameter that trains, then for each argument.
 
         Args:
-            saved: the tensors among the arguments, which autograd found unchanged.
+            saved: the tensors among the arguments.
             given: the gradients of the tensors of the output.
         """
         self._moment.check_weights()
+        tensors, now = iter(saved), self._states()
+        values = [next(tensors) if each is SAVED else each for each in self._values]
         gradients: list[Tensor | None] = [None] * len(self._plan)
         for place, gradient in zip(self._tensors, given, strict=True):
             gradients[place] = gradient
-        self._refuse_padding(gradients)
-        kept, now = [self._kept], self._states()
+        if self._watch is not None:
+            self._watch(gradients, self._plan, self.chunks, self.name)
+        shadows, kept = self._shadows, [self._kept]
         self._kept = None
 
         def begin_again() -> None:
             kept.clear()
-            self._shadows.clear()
+            shadows.clear()
             now.put_back()
 
-        run = partial(self._pass, gradients, kept)
+        run = partial(self._pass, values, gradients, kept)
         try:
-            with self._moment.again(), self._shadows.in_place():
-                in_smaller_parts(run, self._may_begin_again, begin_again)
-                return self._shadows.gradients()
+            with self._moment.again(), shadows.in_place():
+                found = in_smaller_parts(run, self._may_begin_again, begin_again)
+                of_parameters = shadows.gradients()
+        except BaseException:
+            now.put_back()
+            raise
         finally:
-            self._shadows.clear()
+            shadows.clear()
+        of_arguments = [
+            found[i].to(values[i].dtype) if i in found else None for i in self._trained
+        ]
+        return [*of_parameters, *of_arguments]
 
     def _pass(
-        self, gradients: Sequence[Tensor | None], kept: list[list[Any] | None]
-    ) -> None:
-        """Run the backward pass of all chunks; the last comes first: it is kept."""
-        for chunk in reversed(self._chunks):
-            outputs = (kept.pop() if kept else None) or self._again(chunk)
-            self._pull(chunk, outputs, gradients)
-            del outputs  # not beside the next one
+        self,
+        values: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        kept: list[Graph | None],
+    ) -> dict[int, Tensor]:
+        """Run the backward pass of all chunks; the gradients of arguments.
 
-    def _again(self, chunk: Chunk) -> list[Any]:
-        """Run a chunk once more, with a graph and the draws of its first run. What the
-        backward pass draws is another draw for each chunk."""
-        now = None if self._chunks[0].states.are(self._ended) else self._states()
-        if now is not None:
-            chunk.states.put_back()
-        try:
-            with torch.enable_grad():
-                outputs = self._outputs(chunk)
-        finally:
+        What the backward pass draws is another draw for each chunk, and not that of the
+        forward pass.
+        """
+        found: dict[int, Tensor] = {}
+        draws = not self.chunks[0].states.are(self._ended)
+        for chunk in reversed(self.chunks):  # the last comes first: it is kept
+            now = self._states() if draws else None
+            graph = kept.pop() if kept else None
+            if graph is None:
+                if draws:
+                    chunk.states.put_back()
+                graph = self._again(chunk, values)
             if now is not None:
                 now.put_back()
-        if not chunk.start:
-            self._compare(outputs)
-        return outputs
+            self._pull(chunk, graph, gradients)
+            self._add(found, chunk, graph.leaves, values)
+            del graph  # not beside the next one
+        return found
 
-    def _compare(self, outputs: Sequence[Any]) -> None:
-        """Refuse other outputs of the first chunk than in the forward pass."""
-        first, self._first = self._first or (), None
-        for one, other in zip(first, outputs, strict=False):
+    def _again(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
+        graph = self._graph(chunk, values)
+        if self._first is None or chunk.start:
+            return graph
+        before, self._first = self._first, None
+        for one, other in zip(before, graph.outputs, strict=True):
             if isinstance(one, Tensor) and not are_close(one, other):
                 raise TrainkitError(
                     f"{self.name}: a chunk of rows gives other outputs when it runs "
@@ -207,40 +256,26 @@ class Call:
                     f"that it depends on, and must not draw from a generator of its "
                     f"own. Name a module within it that does not."
                 )
+        return graph
 
     def _may_begin_again(self) -> bool:
         """Whether the rows can run in smaller chunks. Those that drew would draw
         otherwise than in the forward pass."""
-        states = self._chunks[0].states
+        states = self.chunks[0].states
         if not states.are(self._ended) or not self._halves():
             return False
-        self._first, self._chunks = None, self._sizes.cut(self._arguments.rows)
-        for chunk in self._chunks:
+        self._first, self.chunks = None, self._cut.sizes.cut(self._arguments.rows)
+        for chunk in self.chunks:
             chunk.states = states
         return True
 
-    def _refuse_padding(self, gradients: Sequence[Tensor | None]) -> None:
-        """Refuse a gradient where the output was left out; waits for the device."""
-        for gradient, joint in zip(gradients, self._plan, strict=True):
-            if gradient is None or not joint.padded:
-                continue
-            of_joint = joint.dim, joint.multiple, joint.padded
-            parts = [chunk.part(gradient, *of_joint) for chunk in self._chunks]
-            if gradient.count_nonzero() > sum([each.count_nonzero() for each in parts]):
-                raise TrainkitError(
-                    f"{self.name}: {joint.name} at padding is used by the loss, and "
-                    f"with tokens= it is 0 where no row of a chunk needs it. Give "
-                    f"padding no weight in the loss (a mask marks tokens by 1 or "
-                    f"True), or cut by size= alone."
-                )
-
     def _pull(
-        self, chunk: Chunk, outputs: list[Any], gradients: Sequence[Tensor | None]
+        self, chunk: Chunk, graph: Graph, gradients: Sequence[Tensor | None]
     ) -> None:
         """Run the backward pass of a chunk."""
-        ends, given = [], []
+        outputs, given = [], []
         for output, joint, gradient, is_expected in zip(
-            outputs, self._plan, gradients, self._has_gradient, strict=True
+            graph.outputs, self._plan, gradients, self._has_gradient, strict=True
         ):
             if not (isinstance(output, Tensor) and output.requires_grad):
                 continue
@@ -254,7 +289,31 @@ class Call:
             elif chunk.stop < self._arguments.rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
-                ends.append(output)
+                outputs.append(output)
                 given.append(gradient)
-        if ends:
-            torch.autograd.backward(ends, given)
+        if outputs:
+            torch.autograd.backward(outputs, given)
+
+    def _add(
+        self,
+        found: dict[int, Tensor],
+        chunk: Chunk,
+        leaves: dict[int, Tensor],
+        values: Sequence[Any],
+    ) -> None:
+        """Add the gradients of a chunk's arguments to those of the call: its rows, or
+        its share."""
+        for index, leaf in leaves.items():
+            if leaf.grad is None:
+                continue
+            value, is_cut = values[index], self._arguments.cut[index]
+            if index not in found:
+                wide = value.dtype in HALF and not is_cut
+                dtype = torch.float32 if wide else value.dtype
+                found[index] = torch.zeros_like(value, dtype=dtype)
+            padded = self._arguments.padded[index]
+            chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.split.partition import Span, even_runs
+Span = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -68,8 +69,10 @@ class Sizes:
 
     def cut(self, num_rows: int) -> list[Chunk]:
         """All rows in order, in as few chunks as the limit allows, of like size."""
-        number = -(-num_rows // (self.limit or num_rows))
-        return [Chunk(*run) for run in even_runs(num_rows, number)]
+        num = -(-num_rows // (self.limit or num_rows))
+        size, more = divmod(num_rows, num)
+        bounds = [number * size + min(number, more) for number in range(num + 1)]
+        return [Chunk(start, stop) for start, stop in pairwise(bounds)]
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""

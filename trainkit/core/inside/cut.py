@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.inside.chunks import Chunk, Sizes
-from trainkit.core.inside.moment import versions_of
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import Shadows
 from trainkit.core.nested import Build, Field, take_apart
 from trainkit.errors import TrainkitError
 
@@ -88,6 +88,10 @@ class Cut(Replaced):
         sizes: how large a chunk may be.
     """
 
+    def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
+        super().__init__(module, name, sizes)
+        self._shadows: Shadows | None = None
+
     def run(
         self,
         arguments: Arguments,
@@ -108,24 +112,23 @@ class Cut(Replaced):
         """
         config: Any = getattr(self.module, "config", None)
         caches = getattr(config, "use_cache", False) is True
-        versions = versions_of(values)
         try:
             if caches:
                 config.use_cache = False
             with self.around(call, chunk):
                 output = arguments.call(self.original, values)
-            if versions != versions_of(values):
-                raise TrainkitError(
-                    f"{self.name}: its forward pass must not change its arguments in "
-                    f"place, since it runs once more in the backward pass. Give it a "
-                    f"clone(), or name a module within it."
-                )
             if isinstance(output, Tensor):
                 return [Field("", output)], next
             return take_apart(output)
         finally:
             if caches:
                 config.use_cache = True
+
+    def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
+        """What stands for the parameters that train."""
+        if self._shadows is None or not self._shadows.fit(parameters):
+            self._shadows = Shadows(self.module, parameters)
+        return self._shadows
 
 
 class Node(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.inside.rows import Arguments, Signature
-from trainkit.core.inside.tokens import ByTokens, restored
+from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
 
@@ -68,6 +69,11 @@ class ChunkedForward(Cut):
             )
         super().install()
 
+    def remove(self) -> None:
+        super().remove()
+        if self.by_tokens is not None and sys.exc_info()[0] is None:
+            self.by_tokens.read()
+
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains:
@@ -82,17 +88,16 @@ class ChunkedForward(Cut):
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
-        self.was_cut = True
+        self.was_cut, watch = True, None
         if self.by_tokens is not None:
             arguments, sizes = self.by_tokens.sort(arguments, self.name)
+            watch = self.by_tokens.refuse_padding
         moment = Moment(self.module, self.name, arguments.devices)
         plan, is_checked = self._find(arguments, sizes, moment)
-        of = self, arguments, moment, plan, self.sizes
-        has_graph = torch.is_grad_enabled()
-        call = Call(*of, has_graph=has_graph, is_checked=is_checked)
+        call = Call(self, arguments, moment, plan, is_checked=is_checked, watch=watch)
         leaves = call.leaves()
-        if arguments.by_length is not None:
-            leaves = restored(leaves, arguments.by_length.order, plan)
+        if self.by_tokens is not None:
+            leaves = self.by_tokens.restored(leaves, arguments, plan)
         assert call.build is not None
         return call.build(iter(leaves))
 
@@ -136,7 +141,7 @@ class ChunkedForward(Cut):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        anew = {"around": nothing_around, "_kinds": {}}
+        anew = {"around": nothing_around, "_shadows": None, "_kinds": {}}
         return {**vars(self), **anew, "is_copy": True}
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from trainkit.core.batch_norm.layers import listed
 from trainkit.errors import TrainkitError
 
-Settings = dict[tuple[nn.Module, str], Any]
+Settings = dict[tuple[nn.Module, str], object]
 
+KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch gives each module."""
 
@@ -30,19 +31,21 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(module: nn.Module) -> Settings:
-    """The attributes of a module and of those in it; the modes of its layers are among
-    them."""
+    """The numbers and words in attributes of a module and of those in it; the modes of
+    its layers are among them."""
     return {
         (each, name): value
         for each in module.modules()
         for name, value in vars(each).items()
-        if name not in OF_TORCH
+        if type(value) in KINDS and name not in OF_TORCH
     }
 
 
 def put_back(module: nn.Module, settings: Settings) -> Settings:
     """Give attributes the values that they had; which they have now."""
     now = settings_of(module)
+    if now == settings:
+        return now
     for place, name in now.keys() - settings.keys():
         del vars(place)[name]
     for (place, name), value in settings.items():
@@ -63,9 +66,9 @@ def versions_of(values: Iterable[Any]) -> list[tuple[int, int]]:
 class Moment:
     """A module at the moment of a call.
 
-    In the second pass its attributes and the modes of its layers, what trains, and
-    autocast are as they were. Weights must not have changed: that is refused, as torch
-    refuses it.
+    In the second pass the modes of its layers, the numbers in its attributes, what
+    trains, and autocast are as they were. Weights must not have changed: that is
+    refused, as torch refuses it.
 
     Args:
         module: which is called.
@@ -74,7 +77,7 @@ class Moment:
 
     Attributes:
         parameters: the parameters that train.
-        settings: the attributes.
+        settings: the numbers and words in attributes.
     """
 
     def __init__(
@@ -92,6 +95,9 @@ class Moment:
             for kind in {"cpu", *[each.type for each in devices]}
         ]
         self._caches = torch.is_autocast_cache_enabled()
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since the forward pass."""
@@ -122,9 +128,6 @@ class Moment:
                 f"before, by a call with the longest rows."
             )
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self._module.parameters(), *self._module.buffers()]
-
     def _moved(self) -> list[str]:
         """The names of the weights and buffers that were changed since."""
         if versions_of(self._tensors()) == self._versions:
@@ -134,8 +137,10 @@ class Moment:
         return moved or ["the list of them"]
 
     def _named(self) -> dict[str, Tensor]:
-        module = self._module
-        return dict([*module.named_parameters(), *module.named_buffers()])
+        return {
+            **dict(self._module.named_parameters()),
+            **dict(self._module.named_buffers()),
+        }
 
     def sums(self) -> dict[str, float]:
         """The sum of each weight and buffer, which also shows what is written behind

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.closeness import are_close, are_equal
 from trainkit.core.nested import Field
 from trainkit.errors import TrainkitError
-
-Sizes = tuple[int, int]
 
 
 class Unfit(TrainkitError):
@@ -50,26 +47,26 @@ Plan = Sequence[Joint]
 
 
 def plan_of(
-    some: Sequence[Field], others: Sequence[Any], rows: Sizes, columns: Sizes
+    some: Sequence[Field], others: Sequence[Any], num: int, num_others: int
 ) -> Plan:
-    """Find how outputs are joined, by those of two runs of another size.
+    """Find how outputs are joined, by those of two numbers of rows.
 
     Args:
-        some: the outputs of one run, with their paths.
-        others: the outputs of another run.
-        rows: how many rows these two had; not the same number.
-        columns: how many columns they had.
+        some: the outputs for some rows, with their paths.
+        others: the outputs for other rows.
+        num: how many these are.
+        num_others: how many those are; another number.
     """
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
     pairs = zip(some, others, strict=True)
-    plan = [_joint(one, other, rows, columns) for one, other in pairs]
+    plan = [_joint(one, other, num, num_others) for one, other in pairs]
     if all(joint.dim is None for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
 
 
-def _joint(field: Field, other: Any, rows: Sizes, columns: Sizes) -> Joint:
+def _joint(field: Field, other: Any, num: int, num_others: int) -> Joint:
     path, value = field
     name = Joint(path).name
     if not isinstance(value, Tensor):
@@ -83,8 +80,7 @@ def _joint(field: Field, other: Any, rows: Sizes, columns: Sizes) -> Joint:
         raise Unfit(f"the shape of {name} depends on the rows")
     if value.is_nested or value.layout is not torch.strided:
         raise Unfit(f"{name} is no dense tensor")
-    sizes = list(zip(value.shape, other.shape, strict=True))
-    dims = [dim for dim, (one, two) in enumerate(sizes) if one != two]
+    dims = [d for d in range(value.ndim) if value.shape[d] != other.shape[d]]
     if not dims:
         if not are_close(value, other):
             raise Unfit(
@@ -92,15 +88,31 @@ def _joint(field: Field, other: Any, rows: Sizes, columns: Sizes) -> Joint:
                 f"them"
             )
         return Joint(path)
-    of_rows = [d for d in dims if sizes[d][0] * rows[1] == sizes[d][1] * rows[0]]
-    dim = next((d for d in of_rows if sizes[d][0] % rows[0] == 0), None)
-    padded = tuple(each for each in dims if each != dim)
-    if dim is None or len(padded) > 1 or any(sizes[d] != columns for d in padded):
+    multiple, rest = divmod(value.shape[dims[0]], num)
+    if len(dims) > 1 or rest or other.shape[dims[0]] != multiple * num_others:
         raise Unfit(
             f"the size of {name} does not follow the number of rows: "
-            f"{list(value.shape)} for {rows[0]} rows, {list(other.shape)} for {rows[1]}"
+            f"{list(value.shape)} for {num} rows, {list(other.shape)} for {num_others}"
         )
-    return Joint(path, dim, sizes[dim][0] // rows[0], padded)
+    return Joint(path, dims[0], multiple)
+
+
+def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Plan:
+    """A plan that knows which dimension of each output has columns.
+
+    Args:
+        plan: how outputs are joined.
+        whole: the outputs for some rows with all columns.
+        narrow: those for the same rows without the columns that are padding.
+    """
+    found = []
+    for joint, one, other in zip(plan, whole, narrow, strict=True):
+        if joint.dim is not None:
+            sizes = enumerate(zip(one.shape, other.shape, strict=False))
+            dims = [dim for dim, (all_, some) in sizes if all_ != some]
+            joint = replace(joint, padded=tuple(dims[:1]))
+        found.append(joint)
+    return found
 
 
 def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
@@ -111,81 +123,88 @@ def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
     return parts.index_select(joint.dim, index).flatten(joint.dim, joint.dim + 1)
 
 
-def join(
-    plan: Plan,
-    chunks: Sequence[Chunk],
-    outputs: Sequence[Sequence[Any]],
-    name: str,
-    width: int = 0,
-) -> list[Any]:
-    """The outputs of a call, of those of its chunks.
+class Joined:
+    """The leaves of a call's output, with room for all rows.
 
     Args:
-        plan: how they are joined.
-        chunks: of the call.
-        outputs: of each chunk.
+        plan: along which dimension each one is joined.
+        num_rows: of the call.
         name: of the module, for messages.
         width: how many columns there are, where chunks leave some out.
+
+    Attributes:
+        values: the leaves; complete when each chunk was added.
     """
-    if unlike := [len(each) for each in outputs if len(each) != len(plan)]:
-        raise TrainkitError(
-            f"{name}: the number of its outputs depends on the rows: {len(plan)} "
-            f"before, {unlike[0]} now. Name a module within it, or around it."
-        )
-    return [
-        _same(joint, values, name)
-        if joint.dim is None
-        else torch.cat(_pieces(joint, chunks, values, name, width), joint.dim)
-        for joint, *values in zip(plan, *outputs, strict=True)
-    ]
 
+    def __init__(self, plan: Plan, num_rows: int, name: str, width: int = 0) -> None:
+        self._plan, self._num_rows, self._name = plan, num_rows, name
+        self._width = width
+        self.values: list[Any] = []
 
-def _pieces(
-    joint: Joint, chunks: Sequence[Chunk], values: list[Any], name: str, width: int
-) -> list[Tensor]:
-    """The values of one output that has rows, with all columns."""
-    first, pieces = values[0], []
-    for chunk, value in zip(chunks, values, strict=True):
-        start, stop = chunk.columns or (0, width)
-        wanted = got = None
-        if isinstance(first, Tensor) and isinstance(value, Tensor):
-            shape = list(first.shape)
-            if joint.dim is not None and joint.dim < len(shape):
-                shape[joint.dim] = (chunk.stop - chunk.start) * joint.multiple
-            for dim in joint.padded:
-                shape[dim] = stop - start
-            wanted, got = (first.dtype, shape), (value.dtype, list(value.shape))
-        if got is None or got != wanted:
+    def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
+        """Write a chunk's outputs to their place."""
+        if len(outputs) != len(self._plan):
             raise TrainkitError(
-                f"{name}: {joint.name} must have one shape and dtype beside its rows, "
-                f"to be joined: {wanted or 'a tensor'} was expected for a chunk, "
-                f"received {got or type(value)}. Name a module within it, or around it."
+                f"{self._name}: the number of its outputs depends on the rows: "
+                f"{len(self._plan)} before, {len(outputs)} now. Name a module within "
+                f"it, or around it."
             )
-        if joint.padded:
-            behind = 2 * (value.ndim - 1 - joint.padded[0])
-            value = F.pad(value, [0] * behind + [start, width - stop])
-        pieces.append(value.detach())
-    return pieces
+        self.values = self.values or [None] * len(outputs)
+        for index, (joint, value) in enumerate(zip(self._plan, outputs, strict=True)):
+            if joint.dim is None:
+                self._add_same(index, joint, value, is_first=chunk.start == 0)
+                continue
+            whole = self.values[index]
+            if whole is None and isinstance(value, Tensor) and value.ndim > joint.dim:
+                whole = self.values[index] = self._room(value, joint)
+            place = None
+            if whole is not None:
+                place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
+            is_tensor = isinstance(value, Tensor)
+            got = (value.shape, value.dtype) if is_tensor else type(value)
+            wanted = None if place is None else (place.shape, place.dtype)
+            if got != wanted or place is None:
+                raise TrainkitError(
+                    f"{self._name}: {joint.name} must have one shape and dtype beside "
+                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
+                    f"a chunk, received {got}. Name a module within it, or around it."
+                )
+            place.copy_(value.detach())
 
+    def _room(self, value: Tensor, joint: Joint) -> Tensor:
+        assert joint.dim is not None
+        shape = list(value.shape)
+        shape[joint.dim] = self._num_rows * joint.multiple
+        for dim in joint.padded:
+            shape[dim] = self._width
+        room = value.new_empty(shape)
+        if value.ndim == 4 and not value.is_contiguous():
+            if value.is_contiguous(memory_format=torch.channels_last):
+                room = room.to(memory_format=torch.channels_last)
+        return room.zero_() if joint.padded else room
 
-def _same(joint: Joint, values: list[Any], name: str) -> Any:
-    """The last value of an output without rows. On a device all are compared when rows
-    are looked at, since reading them waits."""
-    last = values[-1]
-    for value in values[:-1]:
-        if isinstance(value, Tensor) and isinstance(last, Tensor):
-            is_same = value.shape == last.shape and value.dtype == last.dtype
+    def _add_same(
+        self, index: int, joint: Joint, value: Any, *, is_first: bool
+    ) -> None:
+        """Keep a value without rows. On a device it is compared when rows are looked
+        at, since reading it waits."""
+        before = self.values[index]
+        is_tensor = isinstance(value, Tensor)
+        self.values[index] = value.detach().clone() if is_tensor else value
+        if is_first:
+            return
+        if is_tensor and isinstance(before, Tensor):
+            is_same = before.shape == value.shape and before.dtype == value.dtype
             if is_same and value.device.type == "cpu":
-                is_same = are_close(value, last)
+                is_same = are_close(before, value)
         else:
-            is_same = are_equal(value, last)
+            is_same = are_equal(before, value)
         if not is_same:
             raise TrainkitError(
-                f"{name}: {joint.name} has no rows, and must be the same for all "
-                f"chunks, but it was {_shown(value)} for one and {_shown(last)} for "
+                f"{self._name}: {joint.name} has no rows, and must be the same for all "
+                f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
                 f"another. Name a module within it, or around it."
             )
-    return last.detach().clone() if isinstance(last, Tensor) else last
 
 
 def _shown(value: Any) -> str:

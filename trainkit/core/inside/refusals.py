@@ -90,7 +90,7 @@ def _refusal(
         f"tensor{rest}. "
     )
     if arguments.by_length is not None:
-        said += OF_TOKENS.format(arguments.width)
+        said += OF_TOKENS.format(arguments.by_length.width)
     hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
     within = [repr(each) for each in paths_within(module, name)]
     names = f", such as {' and '.join(within)}" if within else ""

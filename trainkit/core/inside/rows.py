@@ -8,8 +8,8 @@ of what `shared=` names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk, Sizes
-from trainkit.core.nested import Build, is_array, is_list, take_apart
-from trainkit.core.split.partition import Span
+from trainkit.core.inside.chunks import Chunk, Span
+from trainkit.core.nested import Build, Field, is_array, is_list, take_apart
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -34,11 +33,13 @@ class ByLength:
         order: of the rows, longest first.
         chunks: blocks of rows, as places in that order, and of columns.
         spans: the columns of each row that are not padding, in that order.
+        width: how many columns there are.
     """
 
     order: list[int]
     chunks: list[Chunk]
     spans: list[Span]
+    width: int
 
 
 @dataclass
@@ -55,7 +56,6 @@ class Arguments:
         cut: whether each has rows.
         devices: of the tensors.
         padded: the dimensions of each whose columns chunks leave out.
-        width: how many columns there are, if chunks leave some out.
         by_length: how rows are sorted, if they are.
     """
 
@@ -68,7 +68,6 @@ class Arguments:
     cut: list[bool]
     devices: set[torch.device]
     padded: list[tuple[int, ...]]
-    width: int = 0
     by_length: ByLength | None = None
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
@@ -80,27 +79,10 @@ class Arguments:
             *given[:num], **dict(zip(self.names[num:], given[num:], strict=True))
         )
 
-    def chunks(self, sizes: Sizes) -> list[Chunk]:
-        """In which the rows run."""
-        return self.by_length.chunks if self.by_length else sizes.cut(self.rows)
-
-    @property
-    def trained(self) -> list[Tensor]:
-        """Those that have a gradient."""
-        return [x for x in self.values if isinstance(x, Tensor) and x.requires_grad]
-
-    def with_trained(self, others: Iterable[Tensor]) -> Arguments:
-        """Arguments with others in place of those that have a gradient."""
-        found, given = [*self.values], iter(others)
-        for place, value in enumerate(self.values):
-            if isinstance(value, Tensor) and value.requires_grad:
-                found[place] = next(given, value)
-        return replace(self, values=found)
-
-    def of(self, chunk: Chunk) -> list[Any]:
+    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""
-        found, of_each = [], zip(self.values, self.cut, self.padded, strict=True)
-        for value, is_cut, padded in of_each:
+        found = []
+        for value, is_cut, padded in zip(values, self.cut, self.padded, strict=True):
             if isinstance(value, Tensor):
                 value = chunk.part(value, 0 if is_cut else None, 1, padded)
             elif is_cut:
@@ -108,17 +90,14 @@ class Arguments:
             found.append(value)
         return found
 
-    def at(self, rows: Sequence[int]) -> Arguments:
-        """Arguments of some rows, in this order, with all columns and no graph."""
-        values = [
-            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-            for x in self.values
+    def taken(self, rows: Sequence[int]) -> list[Any]:
+        """The values of some rows, in this order, without their graph."""
+        return [
+            reordered(value.detach() if isinstance(value, Tensor) else value, rows)
+            if is_cut
+            else value
+            for value, is_cut in zip(self.values, self.cut, strict=True)
         ]
-        values = [
-            reordered(value, rows) if is_cut else value
-            for value, is_cut in zip(values, self.cut, strict=True)
-        ]
-        return replace(self, values=values, rows=len(rows), by_length=None)
 
 
 class Signature:
@@ -157,13 +136,11 @@ class Signature:
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         fields, build = take_apart(given, _is_column)
         paths, values = [f.path for f in fields], [f.value for f in fields]
-        is_own = [not self._is_shared(path) for path in paths]
-        tensors = [
-            (path, value)
-            for path, value, own in zip(paths, values, is_own, strict=True)
-            if own and isinstance(value, Tensor) and value.ndim
-        ]
-        rows = self._length(*tensors[0]) if tensors else 1
+        rows = self._num_rows(fields)
+        cut = [_length(value) == rows for value in values]
+        if self._shared:
+            pairs = zip(cut, paths, strict=True)
+            cut = [is_cut and not self._is_shared(path) for is_cut, path in pairs]
         return Arguments(
             values,
             paths,
@@ -171,39 +148,37 @@ class Signature:
             num_by_place=len(args),
             build=None if paths == list(given) else build,
             rows=rows,
-            cut=[
-                own and _num_entries(value) == rows
-                for value, own in zip(values, is_own, strict=True)
-            ],
+            cut=cut,
             devices={each.device for each in values if isinstance(each, Tensor)},
             padded=[()] * len(values),
         )
 
-    def _length(self, path: str, value: Tensor) -> int:
-        """The number of rows of the first tensor."""
-        if not _is_dense(value):
-            kind = "nested" if value.is_nested else str(value.layout)
-            raise TrainkitError(
-                f"{self._module}: its rows must be those of a dense tensor, and "
-                f"{path} is a {kind} tensor. Pad it, or name another module."
-            )
-        return value.shape[0]
+    def _num_rows(self, fields: Sequence[Field]) -> int:
+        """The length of the first tensor that is not shared; 1 if there is none."""
+        for path, value in fields:
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue
+            if self._shared and self._is_shared(path):
+                continue
+            if value.is_nested or value.layout is not torch.strided:
+                kind = "nested" if value.is_nested else str(value.layout)
+                raise TrainkitError(
+                    f"{self._module}: its rows must be those of a dense tensor, and "
+                    f"{path} is a {kind} tensor. Pad it, or name another module."
+                )
+            return value.shape[0]
+        return 1
 
     def _is_shared(self, path: str) -> bool:
-        if not self._shared:
-            return False
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
 
 
-def _is_dense(value: Tensor) -> bool:
-    return not value.is_nested and value.layout is torch.strided
-
-
-def _num_entries(value: Any) -> int:
+def _length(value: Any) -> int:
     """How many entries a value has that may be rows; -1 for other values."""
     if isinstance(value, Tensor):
-        return value.shape[0] if _is_dense(value) and value.ndim else -1
+        is_dense = not value.is_nested and value.layout is torch.strided
+        return value.shape[0] if is_dense and value.ndim else -1
     return len(value) if is_array(value) or is_list(value) else -1
 
 

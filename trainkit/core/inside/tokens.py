@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
@@ -28,7 +29,7 @@ LENGTHS = "attention_mask"
 
 
 class ByTokens:
-    """Cuts calls by a budget of tokens.
+    """Cuts calls by a budget of tokens, and looks whether the loss uses padding.
 
     Args:
         tokens: the most tokens of a chunk: its rows times the columns it keeps.
@@ -42,6 +43,10 @@ class ByTokens:
         self._tokens, self._size = tokens, size
         self._lengths = lengths or LENGTHS
         self._wide: dict[tuple[str, int], bool] = {}  # as wide as the mask, always
+        self._unread: list[tuple[Tensor, str]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_unread": []}
 
     def sort(self, arguments: Arguments, name: str) -> tuple[Arguments, Sizes]:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
@@ -54,7 +59,8 @@ class ByTokens:
             The arguments in the order of their lengths, and the sizes of chunks that
             leave out no columns.
         """
-        values, rows = arguments.values, arguments.rows
+        self.read()  # the device is waited for now
+        paths, values, rows = arguments.paths, arguments.values, arguments.rows
         mask = self._mask(arguments, name)
         spans, width = spans_of(mask), mask.shape[1]
         groups = partition([spans], size=self._size, tokens=self._tokens)
@@ -63,20 +69,17 @@ class ByTokens:
             Chunk(start, stop, columns_of([spans], group)[0])
             for start, stop, group in zip([0, *ends], ends, groups, strict=False)
         ]
-        fields = zip(arguments.paths, values, arguments.cut, strict=True)
+        fields = list(zip(paths, values, arguments.cut, strict=True))
         padded = [self._padded(*each, width) for each in fields]
         if all(chunk.columns == (0, width) for chunk in chunks):
             padded = [()] * len(values)
         order = [row for group in groups for row in group]
+        spans = [spans[row] for row in order]
         found = replace(
             arguments,
-            values=[
-                reordered(x, order) if is_cut else x
-                for x, is_cut in zip(values, arguments.cut, strict=True)
-            ],
-            by_length=ByLength(order, chunks, [spans[row] for row in order]),
+            values=[reordered(x, order) if is_cut else x for _, x, is_cut in fields],
+            by_length=ByLength(order, chunks, spans, width),
             padded=padded,
-            width=width,
         )
         most = max(1, self._tokens // max(width, 1))
         return found, Sizes(min(most, self._size or rows))
@@ -101,19 +104,65 @@ class ByTokens:
     def _padded(
         self, path: str, value: Any, has_rows: bool, width: int
     ) -> tuple[int, ...]:
-        """The dimensions of an argument that have columns."""
         dims = range(has_rows, value.ndim) if isinstance(value, Tensor) else ()
         for dim in dims:
             fits = value.shape[dim] == width
             self._wide[path, dim] = fits and self._wide.get((path, dim), True)
         return tuple(dim for dim in dims if self._wide[path, dim])
 
+    def restored(
+        self, leaves: Sequence[Any], arguments: Arguments, plan: Plan
+    ) -> list[Any]:
+        """The leaves of the output with their rows as they were."""
+        assert arguments.by_length is not None
+        order = arguments.by_length.order
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return [
+            leaf if joint.dim is None else rows_of(leaf, joint, places)
+            for leaf, joint in zip(leaves, plan, strict=True)
+        ]
 
-def restored(leaves: Sequence[Any], order: Sequence[int], plan: Plan) -> list[Any]:
-    """The leaves of the output with their rows as they were, before they got this
-    order."""
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return [
-        leaf if joint.dim is None else rows_of(leaf, joint, places)
-        for leaf, joint in zip(leaves, plan, strict=True)
-    ]
+    def refuse_padding(
+        self,
+        gradients: Sequence[Tensor | None],
+        plan: Plan,
+        chunks: Sequence[Chunk],
+        name: str,
+    ) -> None:
+        """Refuse a gradient where the output was left out. What is on a device is read
+        in the next call, which waits for it anyway, or at the end.
+
+        Args:
+            gradients: of the output's leaves.
+            plan: how they are joined.
+            chunks: of the call.
+            name: of the module, for messages.
+        """
+        for gradient, joint in zip(gradients, plan, strict=True):
+            if gradient is None or not joint.padded:
+                continue
+            used = []
+            for chunk in chunks:
+                rows = chunk.part(gradient, joint.dim, joint.multiple)
+                columns = rows.movedim(joint.padded[0], 0)
+                first, behind = chunk.columns or (0, len(columns))
+                used += [columns[:first].any(), columns[behind:].any()]
+            self._unread.append((torch.stack(used).any(), f"{name}: {joint.name}"))
+            if not runs_later(gradient):
+                self.read()
+
+    def read(self) -> None:
+        """Refuse what was found and not read yet."""
+        unread, self._unread = self._unread, []
+        for is_used, name in unread:
+            if is_used:
+                raise TrainkitError(
+                    f"{name} at padding is used by the loss, and with tokens= it is 0 "
+                    f"where no row of a chunk needs it. Give padding no weight in the "
+                    f"loss (a mask marks tokens by 1 or True), or cut by size= alone."
+                )
+
+
+def runs_later(tensor: Tensor) -> bool:
+    """Whether what is computed from it is read only by waiting for a device."""
+    return tensor.is_cuda

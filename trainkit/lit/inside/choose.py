@@ -55,26 +55,35 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
     Raises:
         TrainkitError: there is none.
     """
-    guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
-    guards, own = [] if guard is None else [guard], None
-    number: Any = "a few"
+    if not pl_module.automatic_optimization:
+        raise _unfit(
+            pl_module,
+            "it runs training_step on a few rows, which a module with "
+            "automatic_optimization=False would take a step with",
+        )
     try:
         rows = FewRows(batch, None, None)
         few = list(range(min(ROWS, rows.num_rows)))
-        own, number = rows.make(few, alike=True), len(few)
-        of = trainer, pl_module, windows
+        own = rows.make(few, alike=True)
+    except (TrainkitError, NotMeasured) as error:
+        raise _unfit(
+            pl_module,
+            f"it runs training_step on a few rows of the batch, and they cannot be "
+            f"cut from {describe(batch)}",
+        ) from error
+    guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
+    guards = [] if guard is None else [guard]
+    of = trainer, pl_module, windows
+    rehearsal = Rehearsal(*of, callbacks=guards, changes=(watch.begin,))
+    try:
         with watch:
-            Rehearsal(*of, callbacks=guards, changes=(watch.begin,)).run([own], [few])
+            rehearsal.run([own], [few])
     except Exception as error:
-        why = "they cannot be cut from " + describe(batch)
-        if own is not None:
-            failed = "" if isinstance(error, NotMeasured) else "that failed: "
-            why = failed + in_one_line(error)
-        paths = paths_within(pl_module, SELF) or ["path"]
-        raise TrainkitError(
-            f'MicroBatching inside="auto": it runs training_step on {number} rows '
-            f"of the batch, and {why}. Name the submodules: "
-            f"inside={(paths[0] if len(paths) == 1 else paths)!r}."
+        why = "" if isinstance(error, NotMeasured) else "that failed: "
+        raise _unfit(
+            pl_module,
+            f"it runs training_step on {len(few)} rows of the batch, and "
+            f"{why}{in_one_line(error)}",
         ) from error
     copied = watch.module.to(pl_module.device)
     with catch_warnings(), random_kept(pl_module.device):
@@ -93,42 +102,62 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
     )
 
 
-class _Watch(saved_tensors_hooks):
-    """Notes the first call of each submodule of a copy, and what its graph keeps.
+def _unfit(pl_module: nn.Module, text: str) -> TrainkitError:
+    found = paths_within(pl_module, SELF) or ["path"]
+    inside = repr(found[0] if len(found) == 1 else found)
+    return TrainkitError(
+        f'MicroBatching inside="auto": {text}. Name the submodules: inside={inside}.'
+    )
 
-    Attributes:
-        module: the copy.
-        calls: of its submodules.
-        total: the bytes of all that the graph has kept.
-    """
+
+class _Watch:
+    """Notes the first call of each submodule of a copy, and what its graph keeps."""
 
     def __init__(self) -> None:
-        super().__init__(self._pack, lambda tensor: tensor)
         self.module: Any = None
         self.calls: dict[nn.Module, _Called] = {}
-        self.total = 1
         self._running: list[_Called] = []
+        self._total = _Called(((), {}))
+        self._handles: list[Any] = []
+        self._saved = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> _Watch:
+        self._saved.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._saved.__exit__(*_)
+        for handle in self._handles:
+            handle.remove()
 
     def begin(self, copied: nn.Module) -> None:
         """Watch the submodules of a copy."""
         self.module = copied
         for module in copied.modules():
-            if module is not copied or type(module).forward is not nn.Module.forward:
-                module.register_forward_pre_hook(self._begin, with_kwargs=True)
-                module.register_forward_hook(self._end, always_call=True)
+            if module is copied and type(module).forward is nn.Module.forward:
+                continue
+            before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            after = module.register_forward_hook(self._end, always_call=True)
+            self._handles += [before, after]
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._running.append(self.calls.setdefault(module, _Called((args, kwargs))))
+        called = self.calls.setdefault(module, _Called((args, kwargs)))
+        self._running.append(called)
 
     def _end(self, *_: Any) -> None:
         self._running.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         size = tensor.untyped_storage().nbytes()
-        self.total += size
+        self._total.bytes += size
         for called in self._running:
             called.bytes += size
         return tensor.detach()  # itself, an output would hold its own graph
+
+    @property
+    def total(self) -> int:
+        """The bytes of all that the graph has kept."""
+        return max(self._total.bytes, 1)
 
 
 @dataclass
@@ -168,13 +197,11 @@ class _Chooser:
         probe = cut.probe
         if self.is_exact and normalising_by_batch(module):
             cut = probe = TapedForward(module, Sizes(1), Ranks(), name)
-        cut.around = refusing_logs(self.pl_module, name)
-        args, kwargs = called.arguments
+        cut.around = refusing_logs(self.pl_module, module, name)
         try:
-            probe(*args, **kwargs)
-            module(*args, **kwargs)
+            probe(*called.arguments[0], **called.arguments[1])
             cached = _tensors_in(module)
-            module(*args, **kwargs)
+            probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:
             return in_one_line(error).removeprefix(f"{name}: ").split(". ")[0]
         now = _tensors_in(module)

@@ -60,8 +60,9 @@ class InsideCuts:
     def around_chunks(self, around: Any) -> None:
         """Let each chunk run in a context, made of its call and its rows."""
         for cut in self.cuts:
+            of = self._module, cut.module, cut.name
             if isinstance(cut, ChunkedForward):
-                cut.around = refusing_logs(self._module, cut.name, around)
+                cut.around = refusing_logs(*of, around)
 
     def stop(self) -> None:
         """Give all submodules their own forward back."""
@@ -88,7 +89,7 @@ class InsideCuts:
             )
         for path in paths:
             cut = self._cut(_submodule(self._module, path), path)
-            cut.around = refusing_logs(self._module, path)
+            cut.around = refusing_logs(self._module, cut.module, path)
             cut.install()
             self.cuts.append(cut)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from trainkit.core.inside.cut import Around, nothing_around
+from torch import nn
+
+from trainkit.core.inside.cut import Around
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import WindowOwner
@@ -27,36 +29,48 @@ def refuse_several_unweighed(
         )
 
 
-def refusing_logs(pl_module: Any, name: str, then: Around = nothing_around) -> Around:
+LOGS = ("log", "log_dict", "log_exact")
+
+
+def refusing_logs(
+    pl_module: Any, module: nn.Module, name: str, then: Around | None = None
+) -> Around:
     """Makes the context of a chunk, in which nothing can be logged.
 
     Args:
         pl_module: what trains.
-        name: of the module which runs in chunks.
+        module: which runs in chunks.
+        name: of it.
         then: makes another context within.
     """
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise TrainkitError(
-            f"self.log within {name}, which runs in chunks of rows, would log each "
-            f"chunk's value, twice: return the value, and log it in training_step."
-        )
-
-    own = vars(pl_module)
-    logs = [
-        each for each in ("log", "log_dict", "log_exact") if hasattr(pl_module, each)
+    owners = [
+        (vars(each), {log: _refusal(log, name) for log in LOGS if hasattr(each, log)})
+        for each in {pl_module, *module.modules()}
+        if hasattr(each, "log") and hasattr(each, "log_dict")
     ]
 
     @contextmanager
     def around(call: Any, chunk: Any) -> Iterator[None]:
-        before = {each: own[each] for each in logs if each in own}
+        before = [(own, {k: own[k] for k in LOGS if k in own}) for own, _ in owners]
         try:
-            own.update(dict.fromkeys(logs, refuse))
-            with then(call, chunk):
+            for own, refusals in owners:
+                own.update(refusals)
+            with then(call, chunk) if then is not None else nullcontext():
                 yield
         finally:
-            for each in logs:
-                own.pop(each, None)
-            own.update(before)
+            for own, held in before:
+                for log in LOGS:
+                    own.pop(log, None)
+                own.update(held)
 
     return around
+
+
+def _refusal(log: str, name: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise TrainkitError(
+            f"self.{log} within {name}, which runs in chunks of rows, would log each "
+            f"chunk's value, twice: return the value, and log it in training_step."
+        )
+
+    return refuse
