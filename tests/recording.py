@@ -92,11 +92,12 @@ class Saving(pl.Callback):
 
 
 class Table(Logger):
-    """A logger that keeps all rows that it is given."""
+    """A logger that keeps all rows, and all hyperparameters, that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
+        self.parameters: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -106,7 +107,8 @@ class Table(Logger):
     def version(self) -> int:
         return 0
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.parameters.append(params)
 
     def log_metrics(
         self, metrics: Mapping[str, float], step: int | None = None

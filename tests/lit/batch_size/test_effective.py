@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import (
     BatchSampler,
@@ -25,7 +26,7 @@ from tests.lit.schedule.scheduling import (
     rows_of,
     token_counts,
 )
-from tests.zoo import Sharded, Stream
+from tests.zoo import Sharded, Stream, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -131,28 +132,26 @@ def test_window_or_batch_beyond_the_epoch_counts_the_epoch(
     assert found == EffectiveBatch(micro_batch=min(batch, 38), accumulate=counted)
 
 
-class Several(Mixed):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
-        return super().training_step(parts[0], batch_idx)
-
-
 class First(AccumulationStrategy):
     """Weighs the samples of the first loader."""
 
     def weight(self, batch: Any) -> int:
-        part = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-        return len(part["ids"])
+        return len(first_of(batch)["ids"])
+
+
+def first_of(batch: Any) -> Any:
+    return next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
 
 
 @pytest.mark.parametrize("second", [4, 2])
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_several_loaders_are_known_if_they_agree(kind: str, second: int) -> None:
-    pair = [batches(4), batches(second)]
-    module = Several()
-    module.accumulation = First()
-    loader = dict(zip("ab", pair, strict=True)) if kind == "dict" else pair
-    asks = asked(loader, module=module)
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return self.loss_of(first_of(batch))
+
+    module = hooked(Mixed, training_step=step)(strategy=First())
+    each = {"a": batches(4), "b": batches(second)}
+    asks = asked(each if kind == "dict" else [*each.values()], module=module)
     (found,) = set(asks.found)
     if second == 4:
         assert found == EffectiveBatch(micro_batch=4, accumulate=WINDOW)
@@ -231,23 +230,19 @@ def test_what_nobody_measures_is_refused(strategy: Any, unit: str, said: str) ->
     assert said in asks.errors[-1]
 
 
-class Uncountable(Mixed):
-    """Asks for its own effective batch, whose samples have no common length."""
-
-    found: EffectiveBatch | None = None
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == WINDOW:
-            self.found = self.effective_batch
-
-
 def test_module_falls_back_on_tokens_where_samples_cannot_be_counted() -> None:
-    ready = [{**b, "odd": torch.zeros(1)} for b in micro_batches(SEQUENCES)]
-    module, loader = Uncountable(), DataLoader(ready, batch_size=None)  # type: ignore[arg-type]
-    fitted("mixin", module=module, loader=loader, accumulate=WINDOW, max_epochs=1)
-    assert module.found is not None
-    assert module.found.unit == "tokens"
-    assert module.found.micro_batch == sum(token_counts()[:WINDOW]) / WINDOW
+    found = []
+
+    def ask(trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] == WINDOW:
+            found.append(pl_module.effective_batch)
+
+    ready: Any = [{**b, "odd": torch.zeros(1)} for b in micro_batches(SEQUENCES)]
+    data = DataLoader(ready, batch_size=None)
+    asks = LambdaCallback(on_train_batch_end=ask)
+    fitted("mixin", asks, loader=data, accumulate=WINDOW, max_epochs=1)
+    assert found[0].unit == "tokens"
+    assert found[0].micro_batch == sum(token_counts()[:WINDOW]) / WINDOW
 
 
 def test_schedule_changes_the_window_and_not_the_micro_batch() -> None:

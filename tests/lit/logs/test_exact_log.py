@@ -38,6 +38,7 @@ from tests.lit.resume.interrupting import (
 from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
 from tests.lit.resume.test_rank_checkpoints import DATA, FromBatch, Save
 from tests.recording import Table
+from tests.zoo import hooked
 from trainkit import AccumulationMixin, PerSample, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.exact_log import KEY
@@ -111,43 +112,42 @@ def test_logged_mean_equals_the_loss_of_one_batch(
 
 
 def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
-    class Weighted(Evaluated):
-        accumulation = PerSample()
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log_exact("index", torch.tensor(float(batch_idx)), weight=batch_idx)
+        self.log_exact("rows", float(batch_idx), batch)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_exact("index", torch.tensor(float(batch_idx)), weight=batch_idx)
-            self.log_exact("rows", float(batch_idx), batch)
-
-    (logged,) = trainer().validate(Weighted(), loader(EVAL, BATCH), verbose=False)
+    module = hooked(Evaluated, accumulation=PerSample(), validation_step=step)()
+    (logged,) = trainer().validate(module, loader(EVAL, BATCH), verbose=False)
     assert logged["index"] == near(sum(i * i for i in range(8)) / sum(range(8)))
     assert logged["rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
 
 
 def test_two_loaders_are_two_names() -> None:
-    class TwoLoaders(Evaluated):
-        def validation_step(  # type: ignore[override]  # Lightning's other signature
-            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
-        ) -> None:
-            self.log_exact(f"val/{dataloader_idx}", token_loss(self.net, batch), batch)
+    def step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log_exact(f"val/{dataloader_idx}", token_loss(self.net, batch), batch)
 
+    module = hooked(Evaluated, validation_step=step)(dtype=torch.float64)
     both: list[DataLoader[Any]] = [loader(TRAIN, 3), loader(EVAL, BATCH)]
     fit = trainer()
-    fit.validate(TwoLoaders(dtype=torch.float64), both, verbose=False)
+    fit.validate(module, both, verbose=False)
     assert float(fit.logged_metrics["val/0"]) == near(one_batch(TRAIN))
     assert float(fit.logged_metrics["val/1"]) == near(one_batch(EVAL))
 
 
-def test_a_vector_and_a_prediction_are_refused() -> None:
-    class Refused(Evaluated):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_exact("val/number", torch.ones(3), batch)
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        ("validate", r"must be one number, .* shape \[3\]"),
+        ("predict", r"log_exact\(\): it logs the mean of an"),
+    ],
+)
+def test_a_vector_and_a_prediction_are_refused(stage: str, text: str) -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log_exact("val/number", torch.ones(3), batch)
 
-        predict_step = Evaluated.validation_step
-
-    with pytest.raises(TrainkitError, match=r"must be one number, .* shape \[3\]"):
-        trainer().validate(Refused(), loader(EVAL, BATCH), verbose=False)
-    with pytest.raises(TrainkitError, match=r"log_exact\(\): it logs the mean of an"):
-        trainer().predict(Refused(), loader(EVAL, BATCH))
+    module = hooked(Evaluated, validation_step=step, predict_step=step)()
+    with pytest.raises(TrainkitError, match=text):
+        getattr(trainer(), stage)(module, loader(EVAL, BATCH))
 
 
 def test_logged_means_in_fit_equal_those_of_one_batch(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +24,7 @@ from tests.helpers import (
     trainer,
 )
 from tests.recording import Table
-from tests.zoo import Manual
+from tests.zoo import Manual, hooked, scaled
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 from trainkit.core.checks import LateReading
 from trainkit.errors import TrainkitError
@@ -99,17 +98,6 @@ class Fused(TokenModule):
         return torch.optim.SGD(self.parameters(), lr=0.5, fused=True)
 
 
-def manual(every: int | None) -> Manual:
-    module = Manual()
-    module.every = every
-    return module
-
-
-def scaled() -> dict[str, Any]:
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
-    return {"plugins": [MixedPrecision("16-mixed", device="cpu", scaler=scaler)]}
-
-
 def double(kind: type[TokenModule] = TokenModule, **options: Any) -> TokenModule:
     return kind(dtype=torch.float64, **options)
 
@@ -127,10 +115,10 @@ SUM: dict[str, Any] = {"reduction": "sum"}
         (double, PerToken(), lambda: {"gradient_clip_val": 1e-3}, 1, 1e-12),
         (lambda: double(**SUM), PerToken(loss_reduction="sum"), dict, 1, 1e-12),
         # A fused optimizer's gradients are still scaled when the hook runs.
-        (double, PerToken(), scaled, 3, 1e-6),
-        (lambda: double(Fused), PerToken(), scaled, 3, 1e-6),
-        (lambda: manual(None), None, dict, 3, 1e-12),
-        (lambda: manual(WINDOW), None, lambda: {"accumulate": 1}, 3, 1e-12),
+        (double, PerToken(), lambda: scaled(256.0), 3, 1e-6),
+        (lambda: double(Fused), PerToken(), lambda: scaled(256.0), 3, 1e-6),
+        (Manual, None, dict, 3, 1e-12),
+        (hooked(Manual, every=WINDOW), None, lambda: {"accumulate": 1}, 3, 1e-12),
     ],
 )
 def test_every_key_equals_the_number_computed_by_hand(

@@ -11,7 +11,6 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim import SGD
 
@@ -27,7 +26,7 @@ from tests.lit.rates.scaled import (
     fit,
     linear,
 )
-from tests.recording import Saving
+from tests.recording import Saving, Table
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -204,30 +203,20 @@ def test_table_says_every_value_and_the_step_once(
 # ---- hyperparameters -----------------------------------------------------------------
 
 
-class Logger(DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parameters: list[dict[str, Any]] = []
-        self.changes: list[tuple[float, float, int | None]] = []
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.parameters.append(params["lr_scaling"])
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if "lr_scaling/k" in metrics:
-            size = metrics["lr_scaling/effective_batch"]
-            self.changes.append((metrics["lr_scaling/k"], size, step))
-
-
 def run(
     scaling: Any, *more: Any, path: Path | None = None, module: Any = None, **how: Any
-) -> tuple[list[dict[str, Any]], list[tuple[float, float, int | None]]]:
+) -> tuple[list[dict[str, Any]], list[tuple[float, ...]]]:
     """The hyperparameters, and the changes, that are logged."""
-    logger = Logger()
-    how |= {"logger": logger, "log_every_n_steps": 1}
+    table = Table()
+    how |= {"logger": table, "log_every_n_steps": 1}
     module = module or Scheduled("CosineAnnealingLR")
     fit(module, scaling, *more, ckpt_path=path, **how)
-    return logger.parameters, logger.changes
+    names = "lr_scaling/k", "lr_scaling/effective_batch", "step"
+    rows = [row for row in table.rows if names[0] in row]
+    return (
+        [each["lr_scaling"] for each in table.parameters],
+        [tuple(row[name] for name in names) for row in rows],
+    )
 
 
 def test_values_before_and_after_are_logged() -> None:

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
 )
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim import SGD
 
 from tests.helpers import trainer
@@ -33,6 +32,7 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
+from tests.recording import Table
 from trainkit import AccumulationCallback, AccumulationSchedule, LRScaling, Uniform
 
 pytestmark = pytest.mark.filterwarnings(
@@ -125,14 +125,9 @@ def test_curve_over_lightnings_own_schedule_equals_each_factor() -> None:
 @pytest.mark.parametrize("unit", ["epoch", "step"])
 def test_monitor_logs_the_scaled_curve_at_its_steps(unit: Any) -> None:
     """At the start of an epoch too, where a schedule has just changed the window."""
-    logged: list[tuple[int, float]] = []
 
-    class Logger(DummyLogger):
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            logged.extend((step or 0, v) for k, v in metrics.items() if "lr-" in k)
-
-    def curve_of(interval: Any) -> list[float]:
-        logged.clear()
+    def curve_of(interval: Any) -> tuple[list[float], dict[float, float]]:
+        table = Table()
         starts = {0: 2, 1: 5} if unit == "epoch" else {0: 2, 5: 5}
         callbacks = [
             LearningRateMonitor(logging_interval=interval),
@@ -140,14 +135,15 @@ def test_monitor_logs_the_scaled_curve_at_its_steps(unit: Any) -> None:
             AccumulationSchedule(starts, unit=unit),
             AccumulationCallback(Uniform()),
         ]
-        how: dict[str, Any] = {"logger": Logger(), "log_every_n_steps": 1}
+        how: dict[str, Any] = {"logger": table, "log_every_n_steps": 1}
         module = fit(Scheduled("ExponentialLR", (0.1,)), *callbacks, window=1, **how)
-        return [row[0] for row in module.curve]
+        rows = [row for row in table.rows if "lr-SGD" in row]
+        by_step = {row["step"]: row["lr-SGD"] for row in rows}
+        return [row[0] for row in module.curve], by_step
 
-    curve = curve_of("epoch")
-    assert [rate for _, rate in logged] == [curve[0], curve[5]]
-    curve = curve_of("step")
-    by_step = dict(logged)
+    curve, by_step = curve_of("epoch")
+    assert [*by_step.values()] == [curve[0], curve[5]]
+    curve, by_step = curve_of("step")
     assert [by_step[i] for i in range(7)] == curve
 
 

@@ -221,25 +221,27 @@ def numbers(make: Any, rule: Any, k: float = K, **how: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("rule", ["adam-sde", "half-life"])
-def test_rule_of_moments_equals_its_formulas(name: str, rule: str) -> None:
-    """And nothing else changes: NAdam's momentum_decay, RMSprop's momentum."""
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        *(("adam-sde", 2.0), ("half-life", 1.0), ("linear", 4.0), ("sqrt", 2.0)),
+        *(("none", 1.0), (math.sqrt, 2.0)),
+    ],
+)
+def test_rule_equals_its_formulas_and_leaves_the_rest(
+    name: str, rule: Any, factor: float
+) -> None:
+    """Such as NAdam's momentum_decay, RMSprop's momentum."""
     before, after = numbers(MADE[name], rule)
-    expected = dict(before)
+    expected = {**before, "lr": factor * before["lr"]}
     if rule == "adam-sde":
-        expected |= {"lr": 0.2, "eps": before["eps"] / 2}
+        expected["eps"] /= 2
         for key in {"beta1", "beta2", "alpha"} & set(before):
             expected[key] = 1 - K * (1 - before[key])
-    else:
+    if rule == "half-life":
         for key in {"beta2", "alpha"} & set(before):
             expected[key] = before[key] ** K
     assert after == pytest.approx(expected, rel=EXACT)
-
-
-@pytest.mark.parametrize("rule", ["linear", "sqrt", "none", math.sqrt])
-def test_rules_of_the_rate_leave_the_rest(rule: Any) -> None:
-    before, after = numbers(AdamW, rule)
-    assert {**after, "lr": None} == {**before, "lr": None}
 
 
 @pytest.mark.parametrize(
@@ -367,25 +369,38 @@ def test_group_added_in_mid_training_is_scaled_but_for_its_rate(
 # ---- refusals ------------------------------------------------------------------------
 
 
+DECAYS: dict[str, Any] = {"rule": "none", "weight_decay": "time-scale"}
+COUPLED = "adds weight decay to the gradient and"
+
+
+def decaying(name: str, **how: Any) -> Any:
+    return partial(getattr(torch.optim, name), weight_decay=0.1, **how)
+
+
 @pytest.mark.parametrize(
-    ("make", "rule", "k", "text"),
+    ("make", "how", "text"),
     [
-        (Adam, "adam-sde", 12, "must stay above 0, and with k = 12 "),
+        (Adam, {"rule": "adam-sde", "k": 12}, "must stay above 0, and with k = 12 "),
         *(
-            (getattr(torch.optim, name), rule, K, f"moments, and {name} has no betas")
+            (getattr(torch.optim, name), {"rule": rule}, f"{name} has no betas")
             for name in ("SGD", "ASGD", "Adagrad", "Adadelta", "Rprop")
             for rule in ("adam-sde", "half-life")
         ),
-        *((SGD, lambda k, v=v: v, K, "must be a positive number") for v in (0, "2")),
+        *((SGD, {"rule": lambda k, v=v: v}, "be a positive number") for v in (0, "2")),
+        *((decaying(name), DECAYS, COUPLED) for name in ("Adam", "NAdam", "Adamax")),
+        *((make, DECAYS, None) for make in (Adam, AdamW, decaying("SGD"))),
+        (decaying("RAdam", decoupled_weight_decay=True), DECAYS, None),
     ],
 )
-def test_what_a_rule_cannot_do_is_refused(
-    make: Any, rule: Any, k: float, text: str
-) -> None:
+def test_what_a_rule_cannot_do_is_refused(make: Any, how: Any, text: Any) -> None:
+    """And then nothing has changed. Weight decay in the gradient has no time scale."""
     optimizer = make([parameter()], lr=0.1)
     before = flat(optimizer.param_groups[0])
+    if text is None:
+        scaled(optimizer, **how)
+        return
     with pytest.raises(TrainkitError, match=text):
-        scaled(optimizer, k, rule=rule)
+        scaled(optimizer, **how)
     assert flat(optimizer.param_groups[0]) == before
 
 
@@ -412,29 +427,3 @@ def test_reach_goes_by_what_beta_is_for_the_reference_batch() -> None:
         make(optimizer)
         with pytest.raises(TrainkitError, match="k = 4 beta = 0.7 becomes -0.2:"):
             scaled(optimizer, rule="adam-sde")
-
-
-@pytest.mark.parametrize(
-    ("make", "refused"),
-    [
-        *(
-            (partial(kind, weight_decay=0.1), True)
-            for kind in (Adam, torch.optim.NAdam)
-        ),
-        (partial(torch.optim.Adamax, weight_decay=0.1), True),
-        (Adam, False),
-        (AdamW, False),
-        (partial(SGD, weight_decay=0.1), False),
-        (
-            partial(torch.optim.RAdam, weight_decay=0.1, decoupled_weight_decay=True),
-            False,
-        ),
-    ],
-)
-def test_time_scale_is_refused_for_coupled_decay(make: Any, refused: bool) -> None:
-    optimizer = make([parameter()], lr=0.1)
-    if not refused:
-        scaled(optimizer, rule="none", weight_decay="time-scale")
-        return
-    with pytest.raises(TrainkitError, match="adds weight decay to the gradient and"):
-        scaled(optimizer, rule="none", weight_decay="time-scale")

@@ -137,6 +137,7 @@ def train(
     others: Sequence[pl.Callback] = (),
     seed: int = 7,
     kind: type[Dropping] = Dropping,
+    proof: Any = None,
     **options: Any,
 ) -> tuple[Dropping, pl.Trainer]:
     """Train from the start, or from `last.ckpt` where there is one.
@@ -144,14 +145,16 @@ def train(
     `kill` ends it early, `last` of all callbacks or first; `without` names those of
     ours that are left out, and `others` are more; `scheduler` is the interval of a
     schedule, "plateau" or "plateau by step"; a `kind` with a mixin brings its callback
-    itself.
+    itself. Without a `proof` only the run that nobody interrupts begins with one, from
+    which the others must not differ.
     """
     torch.manual_seed(seed)
+    proof = proof or ("warn" if kill is None and not resume else "off")
     if issubclass(kind, AccumulationMixin):
         without = [*without, "AccumulationCallback"]
     # All that a run needs to go on exactly.
     ours: list[pl.Callback] = [
-        AccumulationCallback(PerToken()),
+        AccumulationCallback(PerToken(), proof=proof),
         WindowMonitor(every_n_steps=1),
         RandomState(),
         EpochSums(),
@@ -180,7 +183,8 @@ def train(
         logger=logger or MetricsCSVLogger(folder),
         **{**how, **options},
     )
-    module = kind(scheduler=scheduler, logs_late=logs_late)
+    module: Any = kind(scheduler=scheduler, logs_late=logs_late)
+    module.accumulation_proof = proof
     path = folder / "checkpoints" / "last.ckpt"
     trainer.fit(
         module,

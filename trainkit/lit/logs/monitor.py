@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from trainkit.lit._compat import (
     unwrapped,
 )
 from trainkit.lit.callback.base import find_callback, without_module
-from trainkit.lit.logs.rows import LateRows
+from trainkit.lit.logs.rows import LateNumbers
 from trainkit.lit.windows.callback import WindowCallback
 
 _OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
@@ -81,10 +80,10 @@ class WindowMonitor(Callback):
 
     def _begin(self, windows: Any) -> None:
         self._windows = windows
-        self._rows = LateRows(_OF_EACH)
+        self._rows = LateNumbers(_OF_EACH)
 
     def __getstate__(self) -> dict[str, Any]:
-        none = {"_windows": None, "_rows": LateRows(_OF_EACH)}
+        none = {"_windows": None, "_rows": LateNumbers(_OF_EACH)}
         return {**without_module(self), **none}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -136,8 +135,11 @@ class WindowMonitor(Callback):
             }
             known = {prefix + k: n for k, n in numbers.items() if n is not None}
             table = torch.stack([n.to(stats.weight) for n in known.values()])
-            named = partial(_named, list(known))
-            self._rows.add_row(trainer, LateReading(table), named)
+            self._rows.add_row(
+                trainer,
+                LateReading(table),
+                lambda values: dict(zip(known, values, strict=True)),
+            )
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._rows.serve()
@@ -165,10 +167,6 @@ class WindowMonitor(Callback):
             labels = lookup_tensor(batch, strategy.labels, role="labels")
             return labels.long() != strategy.ignore_index
         return None
-
-
-def _named(names: list[str], values: list[float]) -> dict[str, float]:
-    return dict(zip(names, values, strict=True))
 
 
 def _grad_norm(trainer: Any, optimizer: Any, ranks: Ranks) -> Tensor | None:

@@ -94,14 +94,26 @@ class LearningRates(LearningRateMonitor):
 
 
 class LateNumbers:
-    """Calls that wait for numbers on their way from the device; nothing else does."""
+    """Calls and rows that wait for numbers on their way from the device; nothing else
+    does.
 
-    def __init__(self) -> None:
+    Args:
+        known: the last parts of names in rows that callbacks see by another way.
+    """
+
+    def __init__(self, known: Container[str] = ()) -> None:
         self._waiting: deque[tuple[LateReading | None, Callable[[Any], None]]] = deque()
+        self._known = known
 
     def add(self, reading: LateReading | None, then: Callable[[Any], None]) -> None:
         """Call `then` with what arrives, after all that was added before."""
         self._waiting.append((reading, then))
+
+    def add_row(self, trainer: Any, reading: LateReading, numbers: Numbers) -> None:
+        """Log the row of the step that an optimizer is about to make, when it is
+        known."""
+        step = row_step(trainer, ahead=1)
+        self.add(reading, partial(self._log, trainer, step, numbers))
 
     def serve(self, *, wait: bool = False) -> None:
         """Make the calls whose numbers have arrived; `wait` waits for all."""
@@ -111,23 +123,6 @@ class LateNumbers:
                 return
             self._waiting.popleft()
             then(() if reading is None else reading.values())
-
-
-class LateRows(LateNumbers):
-    """Rows that are logged when their numbers have arrived.
-
-    Args:
-        known: the last parts of names that callbacks see by another way.
-    """
-
-    def __init__(self, known: Container[str] = ()) -> None:
-        super().__init__()
-        self._known = known
-
-    def add_row(self, trainer: Any, reading: LateReading, numbers: Numbers) -> None:
-        """Add the row of the step that an optimizer is about to make."""
-        step = row_step(trainer, ahead=1)
-        self.add(reading, partial(self._log, trainer, step, numbers))
 
     def _log(self, trainer: Any, step: int, numbers: Numbers, values: Any) -> None:
         row = {k: value for k, value in numbers(values).items() if value == value}

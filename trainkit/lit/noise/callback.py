@@ -30,7 +30,7 @@ from trainkit.lit.callback.base import (
     without_module,
 )
 from trainkit.lit.callback.table import Row, say, show
-from trainkit.lit.logs.rows import LateRows
+from trainkit.lit.logs.rows import LateNumbers
 
 KEY = "trainkit_noise_scale"
 TOO_FEW = f"it takes {LEAST_BLOCKS} measured windows of several micro-batches each"
@@ -96,11 +96,11 @@ class NoiseScale(OrderedCallback):
     def _forget(self) -> None:
         self._moments: NoiseMoments | None = None
         self._windows: WindowOwner | None = None
-        self._rows = LateRows()
+        self._rows = LateNumbers()
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes without what belongs to a running `fit`."""
-        none = {"_moments": None, "_windows": None, "_rows": LateRows()}
+        none = {"_moments": None, "_windows": None, "_rows": LateNumbers()}
         return {**without_module(self), **none, "_found": self.estimate}
 
     @property
