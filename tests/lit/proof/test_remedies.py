@@ -13,7 +13,6 @@ from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.zoo import (
     Images,
     Tokens,
-    class_weighted,
     classified,
     image_loader,
     token_loader,
@@ -22,7 +21,6 @@ from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
     BatchNormGuard,
-    PerClassWeight,
     PerSample,
     PerToken,
     check,
@@ -114,21 +112,7 @@ def test_what_goes_backward_by_itself_is_not_weighed(kind: Any) -> None:
     assert check(Accumulated(), token_loader()).exact
 
 
-def test_a_strategy_that_needs_the_module_is_set_in_its_init() -> None:
-    (cause,) = check(Tokens(class_weighted), token_loader(), strategy=PerToken()).causes
-    (line,) = cause.remedy
-    name = "self.accumulation = PerClassWeight(weight=self.class_weights"
-    assert line.startswith(name)
-
-    class Pasted(AccumulationMixin, Tokens):
-        def __init__(self) -> None:
-            super().__init__(class_weighted)
-            exec(line, {"self": self, "PerClassWeight": PerClassWeight})
-
-    assert check(Pasted(), token_loader()).exact
-
-
-def test_class_weights_that_nobody_shows_are_solved() -> None:
+def test_class_weights_are_seen_in_the_call() -> None:
     """The control: the number of rows, which the run counts."""
 
     def hidden(module: Any, maps: Tensor, batch: Any) -> Tensor:

@@ -43,7 +43,7 @@ def chosen_parts(
     pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
     batch, all_lengths = rows.make(pool), rows.lengths()
     lengths, labels = [all_lengths[row] for row in pool], _labels(batch, len(pool))
-    named = [each.weigh for each in candidates(batch, {})]
+    named = [each.weigh for each in candidates(batch)]
     counts = rows.counts(pool, named if own is None else [own.weight, *named])
     places = list(range(len(pool)))
     if own is not None:
@@ -109,17 +109,17 @@ def unlike_sizes(rows: int, most: int, *, is_equal: bool) -> list[int]:
 
     Args:
         rows: how many there are.
-        most: how many parts, if there are two rows for each.
+        most: how many parts, if there are three rows for each.
         is_equal: whether all parts have as many rows.
     """
-    number = max(2, min(most, rows // 2))
+    number = max(2, min(most, rows // 3))
     sizes = [rows // number] * number
     if is_equal:
         return sizes
     for place in range(rows % number):
         sizes[-1 - place] += 1
     for place in range(number // 2):  # the first are shorter, the last longer
-        moves = min(sizes[place] - (1 if rows < 4 else 2), number // 2 - place)
+        moves = min(sizes[place] - (1 if rows < 5 else 2), number // 2 - place)
         sizes[place] -= max(moves, 0)
         sizes[-1 - place] += max(moves, 0)
     return sizes
