@@ -111,9 +111,10 @@ WORDS: dict[str, tuple[str, ...]] = {
     "loss": (
         "loss",
         "all modules treat rows apart, and the loss{after} looks across them, as "
-        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
+        "contrastive, Dice or batch-normalised losses do, or is a sum of means over "
+        "unlike numbers; no single strategy can make it exact; the inner cut can",
         INSIDE,
-        "or terms by name, where it is a sum of means over unlike numbers",
+        "or, for such a sum, terms by name, each with the strategy of its own mean",
         "with accumulate_grad_batches=1 and larger loader batches",
     ),
     # ---- documents that share a row --------------------------------------------------
