@@ -198,6 +198,20 @@ def test_autocast_around_a_call_leaves_no_weights_without_a_graph() -> None:
     assert off_by(gradients(own), gradients(big)) <= 2e-2
 
 
+def test_modes_that_a_forward_sets_end_with_it() -> None:
+    class Sets(Trap):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.two(self.one(x)).float()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                return F.linear(pooled(hidden), self.fc.weight.float())
+
+    own, _, net = pair(Sets)
+    assert net(X).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert F.linear(torch.ones(1, 4), own.fc.weight.float()).dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", ["sync", "eval", "spectral"])
 def test_other_layers(kind: str) -> None:
     def make() -> nn.Module:

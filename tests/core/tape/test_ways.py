@@ -40,7 +40,7 @@ def steps(case: Case, size: int | None, *, is_apart: bool = False) -> list[Any]:
     """
     own, found = case.make(), []
     net = own if size is None or is_apart else exact_batch_norm(own, size=size)
-    ways.GLOBAL.update(scale=1.0, is_on=False)
+    ways.GLOBAL.update(is_on=False)
     for number in range(2):
         if number:
             case.change(own)

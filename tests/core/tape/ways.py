@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.core.tape.nets import CLASSES, conv, conv_bn, pooled
 
 FOREIGN = nn.Parameter(torch.ones(4, 1, 1, dtype=torch.float64))
-GLOBAL: dict[str, Any] = {"scale": 1.0, "is_on": False, "kept": None}
+GLOBAL: dict[str, Any] = {"is_on": False, "kept": None}
 ONE = torch.tensor(1.0, dtype=torch.float64)
 
 
@@ -262,11 +260,6 @@ def on_shape(net: Any, x: Tensor) -> Tensor:
     return x + torch.zeros(rows(x), 1, 1, 1, dtype=x.dtype, device=x.device)
 
 
-def listed(net: Any, x: Tensor) -> Tensor:
-    x = x * sum(net.scales) ** net.options["power"] / 9
-    return x if net.shift is None else x.sin() + net.shift
-
-
 def summing(net: Any, x: Tensor) -> Tensor:
     total = torch.zeros(4, 1, 1, dtype=torch.float64)
     total += x.detach().square().sum((0, 2, 3)).view(4, 1, 1) * 0 + 1
@@ -295,10 +288,6 @@ def cached(net: Any, x: Tensor) -> Tensor:
 def overwriting(net: Any, x: Tensor) -> Tensor:
     y = x + 1
     return net.one[1](x) + (y.mul_(2) if GLOBAL["is_on"] else y * 2)
-
-
-def drawing(net: Any, x: Tensor) -> Tensor:
-    return x * (0.5 + random.random() + np.random.rand()) if GLOBAL["is_on"] else x
 
 
 class Drops(nn.Module):

@@ -86,7 +86,6 @@ class Surroundings:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entered: Any = None
         self._kinds = sorted({"cpu", device.type} - {"meta"})
 
     def now(self) -> Settings:
@@ -97,13 +96,9 @@ class Surroundings:
         ]
         return torch.is_grad_enabled(), tuple(casts)
 
-    def enter(self, settings: Settings, *, gradients: bool = True) -> None:
-        """Set what `now` has read; without `gradients`, these stay as they are."""
-        if self._entered == (settings, gradients):
-            return
-        self._entered = settings, gradients
-        if gradients:
-            torch.set_grad_enabled(settings[0])
+    def enter(self, settings: Settings) -> None:
+        """Set what `now` has read."""
+        torch.set_grad_enabled(settings[0])
         for kind, (is_on, dtype) in zip(self._kinds, settings[1], strict=True):
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
@@ -112,14 +107,12 @@ class Surroundings:
     def kept(self) -> Iterator[None]:
         """What is set within it is put back. Autocast keeps no copies of weights, since
         one that was made without a graph would be used with it later."""
-        self._entered = None
         before, caches = self.now(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
             self.enter(before)
-            self._entered = None
             torch.set_autocast_cache_enabled(caches)
 
     def random(self) -> States:
@@ -254,11 +247,11 @@ class Segment:
         for slot in self.copied & self.needed:
             chunk.values[slot] = chunk.values[slot].clone()
         if own is not None:
-            surroundings.enter(own.settings, gradients=False)
+            surroundings.enter(own.settings)
             with torch.set_grad_enabled(again and own.trains):
                 chunk.values[own.y] = own.normalised(chunk.values[own.x], leaves)
         for each in self.operations:
-            surroundings.enter(each.settings, gradients=again)
+            surroundings.enter(each.settings)
             if each.states is not None and again:
                 each.states[number].put_back()
             elif each.states is not None:

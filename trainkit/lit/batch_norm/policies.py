@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -125,7 +124,9 @@ class Momentum(Policy):
     """
 
     def __init__(self) -> None:
-        self._changed: dict[BatchNorm, _Momentum] = {}
+        self._changed: dict[BatchNorm, list[float]] = {}
+        """The momentum before training, in the window before, and in this one: a window
+        that is run again in smaller parts starts with the one before."""
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
         self._changed = {}
@@ -134,40 +135,27 @@ class Momentum(Policy):
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         self._add(layers)
         for layer, momentum in self._changed.items():
-            if layer.momentum in (momentum.set, momentum.before):
-                momentum.before = layer.momentum
-                momentum.set = layer.momentum = momentum_per_micro_batch(
-                    momentum.original, num_micro_batches
-                )
+            if layer.momentum in momentum[1:]:
+                now = momentum_per_micro_batch(momentum[0], num_micro_batches)
+                momentum[1:] = layer.momentum, now
+                layer.momentum = now
 
     def _add(self, layers: dict[str, BatchNorm]) -> None:
         for layer in layers.values():
             if layer.momentum is not None and layer not in self._changed:
-                self._changed[layer] = _Momentum(*[layer.momentum] * 3)
+                self._changed[layer] = [layer.momentum] * 2
 
     def end(self) -> None:
         for layer, momentum in self._changed.items():
-            if layer.momentum in (momentum.set, momentum.before):
-                layer.momentum = momentum.original
+            if layer.momentum in momentum[1:]:
+                layer.momentum = momentum[0]
         self._changed = {}
 
     def summary(self, num_layers: int) -> str:
-        values = sorted({momentum.original for momentum in self._changed.values()})
+        values = sorted({momentum[0] for momentum in self._changed.values()})
         if not values:
             return "momentum=None, the plain mean of all micro-batches, left as it is"
         return "momentum " + ", ".join(f"{m:g} -> 1 - {1 - m:g}^(1/N)" for m in values)
-
-
-@dataclass
-class _Momentum:
-    """A layer's momentum before training, in this window, and in the window before.
-
-    A window that is run again in smaller parts starts with the last of these.
-    """
-
-    original: float
-    set: float
-    before: float
 
 
 class GroupNormInstead(Policy):
