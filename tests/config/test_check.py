@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.config.test_conf import composed
 from trainkit import TrainkitError
+from trainkit.cli.main import main
 from trainkit.config import allow_targets
-from trainkit.config.check import check
+from trainkit.config.check import check, check_limits
+from trainkit.config.unread_keys import refuse_unread
 
 
 class Widget:
@@ -155,3 +159,101 @@ def test_what_must_be_given_is_named_from_the_root() -> None:
     root = OmegaConf.create({"group": {"parts": [{"size": "???"}]}})
     with pytest.raises(TrainkitError, match=r"^group\.parts\[0\]\.size: must be giv"):
         check(root.group, key="group")
+
+
+def limited(key: str = "seed", value: Any = 0) -> None:
+    config = OmegaConf.create(
+        {"trainer": {}, "seed": 0, "mode": "min", "checks": "late"}
+    )
+    OmegaConf.update(config, key, value)
+    check_limits(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("trainer.accumulate_grad_batches", 0, "at least 1"),
+        ("trainer.val_check_interval", 0, "above 0"),
+        ("trainer.val_check_interval", 0.0, "above 0"),
+        ("trainer.val_check_interval", -0.5, "above 0"),
+        ("trainer.val_check_interval", math.nan, "above 0"),
+        ("trainer.check_val_every_n_epoch", 0, "at least 1"),
+        ("trainer.log_every_n_steps", -1, "at least 0"),
+        ("trainer.gradient_clip_val", -1, "at least 0"),
+        ("trainer.gradient_clip_val", math.nan, "at least 0"),
+        ("seed", -1, "from 0 to 4294967295"),
+        ("seed", 2**32, "from 0 to 4294967295"),
+        ("mode", "foo", "min or max"),
+        ("checks", "never", "late or now"),
+    ],
+)
+def test_beyond_a_limit(key: str, value: Any, rule: str) -> None:
+    with pytest.raises(TrainkitError, match=rf"^{key}: must be {rule}, received"):
+        limited(key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.accumulate_grad_batches", 1),
+        ("trainer.val_check_interval", 0.25),
+        ("trainer.val_check_interval", "00:00:05:00"),
+        ("trainer.val_check_interval", {"minutes": 5}),
+        ("trainer.val_check_interval", None),
+        ("trainer.check_val_every_n_epoch", None),
+        ("trainer.log_every_n_steps", 0),
+        ("trainer.gradient_clip_val", 0),
+        ("trainer.gradient_clip_val", None),
+        ("seed", None),
+        ("seed", 2**32 - 1),
+        ("mode", "max"),
+        ("checks", "now"),
+    ],
+)
+def test_within_the_limits(key: str, value: Any) -> None:
+    limited(key, value)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["+max_epochs=3"], "Did you mean trainer.max_epochs?"),
+        (["++lr=0.3"], "Did you mean optimizer.lr?"),
+        (["+seeds=3"], "Did you mean seed?"),
+        (["+size=3", "+resize=${sizes}", "+sizes=4"], "as ${size}"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(words: list[str], meant: str) -> None:
+    with pytest.raises(TrainkitError, match=r"nothing reads this key") as refused:
+        refuse_unread(composed(*words))
+    assert meant in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["+size=3", "trainer.max_steps=${size}"],
+        ["+my={size: 3}", "trainer.max_steps=${my.size}"],
+    ],
+)
+def test_a_key_that_another_value_uses_is_not(words: list[str]) -> None:
+    refuse_unread(composed(*words))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("max_epochs=3", "Did you mean trainer.max_epochs?"),
+        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("trainr.max_steps=3", "Did you mean trainer?"),
+    ],
+)
+def test_no_advice_is_given_that_does_nothing(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra's own advice, `+max_epochs=3`, makes a key that nothing reads."""
+    assert main(["train", "experiment=demo", word]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "To append to your config" not in shown

@@ -1,10 +1,15 @@
-"""What differs between releases of Hydra; see also test_next_hydra.py."""
+"""What differs between releases of Hydra."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import hydra
+import pytest
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -70,3 +75,38 @@ def test_one_folder_of_one_package_is_listed_as_no_group() -> None:
         assert "sweep" in loader.list_groups("")  # as it was before
     hidden, listed = groups
     assert set(listed) - set(hidden) == {"sweep"}
+
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ["hydra-core==1.4.0rc3", "omegaconf==2.4.1rc1"]
+TESTS = [
+    "tests/config/test_conf.py::test_a_strategy_reaches_a_module_of_either_kind",
+    "tests/config/test_targets.py",
+    "tests/cli/train/test_mistakes.py::test_places_with_odd_names",
+    "tests/cli/train/test_mistakes.py::test_a_refusal_is_not_said_twice",
+]
+OF_OTHERS = "ignore:register_new_resolver"  # a launcher calls it by its old name
+
+
+@pytest.mark.environments
+@pytest.mark.timeout(600)
+def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
+    """Beside the installed one, so that nothing is changed by the test."""
+    if "PYTHONPATH" in os.environ:
+        pytest.skip("it is what runs now, or something else is wanted")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target"]
+    got = subprocess.run(
+        [*install, str(tmp_path), *PACKAGES], capture_output=True, timeout=240
+    )
+    if got.returncode != 0:
+        pytest.skip("needs a package index")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + ["-W", OF_OTHERS, *TESTS],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,4 +1,4 @@
-"""Hydra's notation and jsonargparse's say the same."""
+"""What Hydra's notation says, jsonargparse's says too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import TrainkitError
-from trainkit.config.translate import PARTIAL_KEYS, to_class_path, to_target
+from trainkit.config.translate import to_class_path
 
 NAMES = st.sampled_from(["a", "b", "init_args", "class_path", "model", "lr_scheduler"])
 PATHS = st.sampled_from(["trainkit.PerToken", "torch.optim.SGD", "my.module.Net"])
@@ -40,35 +40,30 @@ def class_path_nodes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def with_partials(node: Any, key: object = None) -> Any:
-    """`_partial_: true` on every node that stands under one of `PARTIAL_KEYS`."""
-    if isinstance(node, dict):
-        walked = {name: with_partials(value, name) for name, value in node.items()}
-        if "_target_" in node and key in PARTIAL_KEYS:
-            walked["_partial_"] = True
-        return walked
-    return [with_partials(each) for each in node] if isinstance(node, list) else node
+def made(node: Any) -> Any:
+    """What either notation describes: a class with its arguments, to any depth."""
+    if isinstance(node, list):
+        return [made(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if "_target_" in node:
+        target, arguments = node["_target_"], {**node}
+        del arguments["_target_"]
+    elif "class_path" in node:
+        target, arguments = node["class_path"], node.get("init_args", {})
+    else:
+        target, arguments = None, node
+    return target, {name: made(each) for name, each in arguments.items()}
 
 
 @given(st.recursive(LEAVES, hydra_nodes, max_leaves=20))
-def test_a_hydra_node_comes_back_as_it_was(node: Any) -> None:
-    node = with_partials(node)
-    assert to_target(to_class_path(node)) == node
-
-
-@given(st.recursive(LEAVES, class_path_nodes, max_leaves=20))
-def test_a_class_path_node_comes_back_as_it_was(node: Any) -> None:
-    assert to_class_path(to_target(node)) == node
+def test_a_hydra_node_describes_the_same_object(node: Any) -> None:
+    assert made(to_class_path(node)) == made(node)
 
 
 @given(st.recursive(LEAVES, class_path_nodes, max_leaves=20))
 def test_what_is_a_class_path_already_stays(node: Any) -> None:
     assert to_class_path(node) == node
-
-
-@given(st.recursive(LEAVES, hydra_nodes, max_leaves=20))
-def test_what_is_a_target_already_stays(node: Any) -> None:
-    assert to_target(node) == node
 
 
 def test_a_file_may_mix_both() -> None:
@@ -100,22 +95,10 @@ def test_what_hydra_says_of_the_making_is_left_out() -> None:
     assert to_class_path({**node, "_recursive_": True}) == {"class_path": "my.Net"}
 
 
-def test_partial_stands_under_the_keys_that_are_named() -> None:
-    node = {"optimizer": {"class_path": "O"}, "make_head": {"class_path": "H"}}
-    assert to_target(node, partial=["make_head"]) == {
-        "optimizer": {"_target_": "O"},
-        "make_head": {"_target_": "H", "_partial_": True},
-    }
-
-
-def test_a_dict_that_has_more_than_a_class_path_is_no_node() -> None:
-    record = {"class_path": "runs/7", "score": 0.5}
-    assert to_target(record) == record
-
-
-def test_dict_kwargs_are_arguments_too() -> None:
-    node = {"class_path": "C", "init_args": {"a": 1}, "dict_kwargs": {"b": 2}}
-    assert to_target(node) == {"_target_": "C", "a": 1, "b": 2}
+def test_a_value_that_must_be_given_is_not_given() -> None:
+    node = {"_target_": "my.Net", "width": "???", "depth": 2, "inner": {"a": "???"}}
+    arguments = {"depth": 2, "inner": {}}
+    assert to_class_path(node) == {"class_path": "my.Net", "init_args": arguments}
 
 
 @pytest.mark.parametrize(
@@ -129,24 +112,6 @@ def test_dict_kwargs_are_arguments_too() -> None:
 def test_what_class_path_cannot_say_is_refused(node: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         to_class_path([{"deep": node}])
-
-
-@pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        (
-            {"class_path": "C", "init_args": {"_target_": 1}},
-            "C _target_: Hydra reserves",
-        ),
-        (
-            {"class_path": "C", "init_args": {"a": 1}, "dict_kwargs": {"a": 2}},
-            "C a: given twice, received 2 in dict_kwargs",
-        ),
-    ],
-)
-def test_what_hydra_cannot_say_is_refused(node: Any, text: str) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        to_target({"deep": [node]})
 
 
 def test_translating_imports_neither_side() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
@@ -62,18 +63,24 @@ def built(command: str, words: Sequence[str], folder: str) -> tuple[Any, Any, An
         place = {"default_root_dir": folder}
         cli = without_running(f"{command} fit", words, trainer_defaults=place)
         return cli.trainer, cli.model, cli.datamodule
+    from trainkit.config.build import build
+
+    training = build(composed(words, folder))
+    return training.trainer, training.module, training.data
+
+
+def composed(words: Sequence[str], folder: Path | str) -> Any:
+    """The configuration of a `trainkit train`, whose run is in a given folder."""
     from omegaconf import open_dict
 
     from trainkit.cli.composition import Composition
-    from trainkit.config.build import build
 
     words = options_first(words)
     refuse_another_app(words)
     config = Composition(words).config
     with open_dict(config):
-        config.paths.run_dir = folder
-    training = build(config)
-    return training.trainer, training.module, training.data
+        config.paths.run_dir = str(folder)
+    return config
 
 
 def door_of(words: Sequence[str]) -> Door:

@@ -26,14 +26,13 @@ from trainkit.config.attach import (
     has_own_optimizer,
     is_lightnings,
 )
-from trainkit.config.check import AUTO, check_all
+from trainkit.config.check import AUTO, check_all, refuse_no_end
 from trainkit.config.groups import (
     CALLBACK_GROUPS,
     check_made,
     entries_of,
     is_empty,
 )
-from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin

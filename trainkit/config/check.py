@@ -1,4 +1,4 @@
-"""Refuses wrong keys and types before anything is built.
+"""Refuses wrong keys, types and numbers before anything is built.
 
 The types come from the signature of the target, in trainkit's code or in yours.
 """
@@ -6,26 +6,48 @@ The types come from the signature of the target, in trainkit's code or in yours.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.config.fitting import fits, remedy_for_text
+from trainkit.config.fitting import fits, has_text
 from trainkit.config.groups import check_kind, is_empty, nodes_of
-from trainkit.config.limits import check_limits
 from trainkit.config.schema import TrainSchema
 from trainkit.config.targets import TARGET, locate, targets_of
 from trainkit.config.translate import OF_HYDRA
 from trainkit.config.unread_keys import refuse_unread
+from trainkit.core.checks import Checks
 from trainkit.errors import TrainkitError, did_you_mean
 
 AUTO = "auto"
 """The value of a scheduler's argument that stands for the number of all steps."""
 
+_OF_TEXTS = (
+    "The text is not converted. Write it without quotes, or put ${oc.decode:...} "
+    "around its source. An object, class or function is named by _target_; the last "
+    "two with _partial_: true."
+)
+
 _PARTIAL = ("optimizer", "scheduler")
 """Groups whose first argument exists only when the training begins."""
+
+_LARGEST_SEED = 2**32 - 1
+_NO_VALIDATION = "trainer.limit_val_batches=0 leaves validation out."
+
+_AT_LEAST = {
+    "trainer.accumulate_grad_batches": (1, "1 steps after each micro-batch."),
+    "trainer.check_val_every_n_epoch": (1, f"{_NO_VALIDATION} null counts batches."),
+    "trainer.log_every_n_steps": (0, "0 logs no step."),
+    "trainer.gradient_clip_val": (0, "null and 0 clip nothing."),
+}
+
+_CHOICES = (
+    ("mode", ("min", "max"), "Choose max for a metric that should grow."),
+    ("checks", get_args(Checks), "now stops before the step of a bad loss."),
+)
 
 
 def refuse_other_root(config: DictConfig) -> None:
@@ -134,7 +156,7 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
             return  # an object that is not made yet
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
-        advice = remedy_for_text(value, hint)
+        advice = _OF_TEXTS if has_text(value) else ""
         if _is_mapping(hint):
             advice = f"On the command line: {_word(key, hint)}"
         name = hint.__name__ if isinstance(hint, type) else str(hint)
@@ -159,3 +181,41 @@ def _hints(target: Any) -> Mapping[str, Any]:
         return get_type_hints(function)
     except Exception:  # a hint names something that only a type checker imports
         return {}
+
+
+def check_limits(config: DictConfig) -> None:
+    """Refuse numbers out of range, and unknown choices."""
+    for key, (least, remedy) in _AT_LEAST.items():
+        _check_limit(config, key, least, math.inf, f"at least {least}", remedy)
+    interval = "trainer.val_check_interval"
+    _check_limit(config, interval, math.ulp(0.0), math.inf, "above 0", _NO_VALIDATION)
+    seeds = f"from 0 to {_LARGEST_SEED}"
+    remedy = "null leaves the random generators alone."
+    _check_limit(config, "seed", 0, _LARGEST_SEED, seeds, remedy)
+    for key, choices, remedy in _CHOICES:
+        if config[key] not in choices:
+            known = " or ".join(choices)
+            raise TrainkitError(
+                f"{key}: must be {known}, received {config[key]!r}. {remedy}"
+            )
+
+
+def _check_limit(
+    config: DictConfig, key: str, least: float, most: float, rule: str, remedy: str
+) -> None:
+    value = OmegaConf.select(config, key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not least <= value <= most:
+        raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
+
+
+def refuse_no_end(trainer: DictConfig) -> None:
+    """Refuse a training for which nothing says when it ends."""
+    ends = [trainer.get(key) for key in ("max_epochs", "max_time", "fast_dev_run")]
+    if any(end is not None and end is not False for end in ends):
+        return
+    if trainer.get("max_steps", -1) == -1:
+        raise TrainkitError(
+            "trainer.max_epochs: a training needs an end, and none is given. Add "
+            "trainer.max_epochs=10, or trainer.max_steps=1000."
+        )

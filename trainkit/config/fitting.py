@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
@@ -39,23 +38,15 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def remedy_for_text(value: Any, hint: Any) -> str:
-    """Advice about a text that stands for something of another type.
+def has_text(value: Any) -> bool:
+    """Whether a value is a text or holds one.
 
-    >>> print(remedy_for_text("8", int)[:43])
-    The text is not converted. Write it without
+    >>> has_text("8"), has_text([1, ["2"]]), has_text([1, 2])
+    (True, True, False)
     """
-    if value == (decoded := _decoded(value)) and not isinstance(value, str):
-        return ""
-    if fits(decoded, hint):
-        return (
-            "The text is not converted. Write it without quotes, or put "
-            "${oc.decode:...} around its source."
-        )
-    return (
-        "The text is not converted. An object, class or function is named by _target_; "
-        "the last two with _partial_: true."
-    )
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return any(map(has_text, value)) if isinstance(value, list) else type(value) is str
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
@@ -66,7 +57,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _fits_as_json(value: Any, adapter: TypeAdapter[Any]) -> bool:
-    if isinstance(value, Mapping) and {*map(_decoded, value)} != {*value}:
+    if isinstance(value, Mapping) and any(map(_is_json, value)):
         return False  # in JSON a key that is a number is a text
     try:
         adapter.validate_json(json.dumps(value), strict=True)
@@ -75,13 +66,10 @@ def _fits_as_json(value: Any, adapter: TypeAdapter[Any]) -> bool:
     return True
 
 
-def _decoded(value: Any) -> Any:
-    """A value whose texts are read as YAML, at any depth."""
-    if isinstance(value, str):
-        try:
-            return yaml.safe_load(value)
-        except yaml.YAMLError:
-            return value
-    if isinstance(value, Mapping):
-        return {_decoded(key): _decoded(each) for key, each in value.items()}
-    return [_decoded(each) for each in value] if isinstance(value, list) else value
+def _is_json(key: Any) -> bool:
+    """Whether a key is a text that stands for a number, true, false or null."""
+    try:
+        json.loads(key)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli import ones_own
-from tests.cli.evaluate.runs import result, trained, trainkit
-from tests.cli.training import run_dirs, summary_of
+from tests.cli.evaluate.runs import EPOCHS, OWN, result, trained, trainkit
+from tests.cli.training import run_dirs, summary_of, the_run
 from tests.cli.wandb_runs import folders, records
+from tests.startup import forked
 from trainkit.cli.comparison import table
 from trainkit.cli.runs.folder import RunFolder
 
@@ -111,3 +114,35 @@ def test_it_is_in_the_one_run_of_wandb(private_wandb: Path) -> None:
     assert "val/loss" in shown
     assert "test/loss" in shown
     assert "'type': 'exit'" in shown
+
+
+TWO_RANKS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+
+
+@pytest.mark.slow
+def test_each_row_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine rows to test are ten on two ranks, and nine on one device."""
+    own = [f"model._target_={OWN}.Net", f"data._target_={OWN}.Data", "test=true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", "train", *own, *EPOCHS, *TWO_RANKS],
+        cwd=tmp_path,
+        env=dict(os.environ, TRAINKIT_ALLOW="tests", **forked()),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "; on 2 ranks some rows may count twice" in done.stdout
+    run = the_run(tmp_path)
+    at_end = summary_of(run)["test"]
+    assert at_end == result(run, "test")
+    assert trainkit("test", run) == 0
+    assert "the run had trainer.devices=2" in capsys.readouterr().out
+    once = result(run, "test")
+    assert once["step"] == at_end["step"]
+    assert once["metrics"] != at_end["metrics"]  # of nine rows, one counted twice
+    assert trainkit("test", run, "trainer=cpu") == 0
+    assert result(run, "test")["metrics"] == once["metrics"]

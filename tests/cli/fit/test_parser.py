@@ -81,9 +81,6 @@ def test_an_argument_after_a_file_changes_it() -> None:
     path = CONF / "accumulation" / "per_token.yaml"
     cli = make(f"--accumulation={path}", "--accumulation.ignore_index=-3")
     assert strategy_of(cli) == PerToken(ignore_index=-3)
-    path = CONF / "optimizer" / "adamw.yaml"
-    cli = make(f"--optimizer={path}", "--optimizer.lr=0.25", model=WithoutOptimizer)
-    assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
 
 
 def test_an_optimizer_group_file_serves_here() -> None:

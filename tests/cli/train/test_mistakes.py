@@ -111,9 +111,6 @@ REMOVED: Any = object()
     [
         ("optimizer._partial_", REMOVED, "optimizer: AdamW needs params, which exists"),
         ("seed", -1, "seed: must be from 0 to 4294967295, received -1"),
-        ("trainer.val_check_interval", 0, "val_check_interval: must be above 0, rec"),
-        ("trainer.accumulate_grad_batches", 0, "must be at least 1, received 0"),
-        ("trainer.check_val_every_n_epoch", 0, "every_n_epoch: must be at least 1"),
         ("callbacks.monitor.every_n_steps", 0, "WindowMonitor every_n_steps: must be"),
         ("mode", "foo", "mode: must be min or max, received 'foo'"),
         (
@@ -130,8 +127,6 @@ REMOVED: Any = object()
         ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
         ("model._target_", REMOVED, "model: must have a _target_, received"),
         ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
-        ("callbacks.mine", 1, "callbacks.mine: must have a _target_ or be null"),
-        ("logger.mine", {"a": 1}, "logger.mine: must have a _target_ or be null"),
         ("micro_batching.size", 3, "size: needs an option of micro_batching"),
         (
             "lr_scaling.rule",

@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.cli.train.fake_noise import Given
-from tests.cli.training import summary_of, the_run, train
+from tests.cli.training import run_dirs, summary_of, the_run, train
 from trainkit.cli.main import main
 from trainkit.cli.runs.summary import _noise
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
+from trainkit.lit.noise.callback import NoiseScale
 
 FEW = ["~callbacks.noise_scale", "data.batch_size=2", "trainer.max_steps=4"]
 
 
+class Given(NoiseScale):
+    """Logs one noise scale in the rows of every second step.
+
+    Args:
+        samples: the noise scale; its interval is 30 % wide on either side.
+        why_not: why there is none.
+        bounded: whether the interval has an upper end.
+    """
+
+    def __init__(
+        self,
+        samples: float = 0,
+        why_not: str | None = None,
+        bounded: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.why_not, self._samples, self._bounded = why_not, samples, bounded
+        self._seen = 0
+
+    @property
+    def estimate(self) -> NoiseEstimate | None:  # type: ignore[override]
+        if not self._samples:
+            return None
+        ends = (self._samples / 1.3, self._samples * 1.3)
+        if not self._bounded:
+            ends = (ends[0], float("inf"))
+        return NoiseEstimate(self._samples, *ends, 8.0, 100.0, 10 * self._seen)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.show_table(trainer, pl_module)
+
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[tuple[str, str]]:
+        return super().table_rows(trainer, pl_module) if self.why_not else []
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        self._seen += 1
+        if self._seen % 2 == 0 and self._samples:
+            found = {"window/noise_scale": self._samples}
+            trainer.loggers[0].log_metrics(found, step=trainer.global_step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self._seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seen = state_dict["windows"]
+
+
 def given(**values: Any) -> str:
     pairs = "".join(f", {name}: {value}" for name, value in values.items())
-    return f"+callbacks.noise={{_target_: tests.cli.train.fake_noise.Given{pairs}}}"
+    return f"+callbacks.noise={{_target_: tests.cli.train.test_noise.Given{pairs}}}"
 
 
 def test_the_lines_are_everywhere_and_a_resumed_run_continues_them(
@@ -78,3 +132,124 @@ def test_the_summary_has_the_number_or_why_there_is_none(
     assert all(text in line for text, line in zip(said, lines, strict=True))
     is_open = bool(number) and found["noise_scale"]["high"] is None
     assert is_open == any("at least" in line for line in lines)
+
+
+GAIN = [
+    "lr_scaling=gain",
+    "lr_scaling.reference_batch=2",
+    "scheduler=none",
+    "trainer.log_every_n_steps=1",
+]
+KEPT = "++lr_scaling.noise_scale=43.25"
+
+
+def earlier_run(name: str = "earlier", samples: float = 43.25) -> Path:
+    facts = NoiseEstimate(samples, samples / 2, 2 * samples, 32.0, 1.0, 50).facts()
+    Path(name).mkdir(exist_ok=True)
+    Path(name, "summary.json").write_text(json.dumps({"noise_scale": facts}))
+    return Path(name)
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    return yaml.safe_load((run / "config.yaml").read_text())
+
+
+def words_of(run: Path) -> list[str]:
+    return yaml.safe_load((run / "overrides.yaml").read_text())
+
+
+def rate_of(run: Path) -> float:
+    """The last that was logged: a checkpoint holds that of a run without scaling."""
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    (name,) = (each for each in rows[0] if each.startswith("lr-"))
+    return [float(row[name]) for row in rows if row[name]][-1]
+
+
+def test_the_run_keeps_the_number_of_the_folder(tmp_path: Path, capsys: Any) -> None:
+    folder = earlier_run()
+    assert train(*GAIN, "lr_scaling.noise_scale=earlier") == 0
+    assert "noise scale 43.25 from earlier, reference 2)" in capsys.readouterr().out
+    run = the_run(tmp_path)
+    assert config_of(run)["lr_scaling"]["noise_scale"] == 43.25
+    assert KEPT in words_of(run)
+    assert not any("earlier" in word for word in words_of(run))
+    factor = ((1 + 43.25 / 2) / (1 + 43.25 / 8)) ** 0.5
+    base = config_of(run)["optimizer"]["lr"]
+    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
+
+    shutil.rmtree(folder)
+    assert train("ckpt_path=last", "trainer.max_steps=3", small=[]) == 0
+    assert "noise scale 43.25, reference 2)" in capsys.readouterr().out
+    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
+
+    earlier_run(samples=1.0)  # what is given now counts
+    again = ["ckpt_path=last", "lr_scaling.noise_scale=earlier", "trainer.max_steps=4"]
+    assert train(*again, small=[]) == 0
+    assert config_of(run)["lr_scaling"]["noise_scale"] == 1.0
+    assert [word for word in words_of(run) if "noise" in word] == [
+        "++lr_scaling.noise_scale=1.0"
+    ]
+    factor = ((1 + 1.0 / 2) / (1 + 1.0 / 8)) ** 0.5
+    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
+
+
+def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
+    tmp_path: Path, capsys: Any
+) -> None:
+    folder = earlier_run()
+    same = ["ckpt_path=auto", *GAIN, "lr_scaling.noise_scale=earlier"]
+    assert train(*same) == 0
+    run = the_run(tmp_path)
+    before = rate_of(run)
+    shutil.rmtree(folder)
+    assert train(*same, "trainer.max_steps=3") == 0
+    assert "noise scale: 43.25, as read when this run began" in capsys.readouterr().out
+    assert rate_of(run) == before
+    assert KEPT in words_of(run)
+    assert train(*same, "lr_scaling.noise_scale=null") == 2  # this is no folder
+    # The control: a number is a change of the command.
+    assert train(*same, "trainer.max_steps=4", "lr_scaling.noise_scale=9") == 0
+    assert config_of(run)["lr_scaling"]["noise_scale"] == 9
+    assert "++lr_scaling.noise_scale=9" in words_of(run)
+    assert rate_of(run) < 0.9 * before
+
+
+def test_each_run_of_several_keeps_its_own_and_a_number_stays_a_word(
+    tmp_path: Path,
+) -> None:
+    earlier_run()
+    words = [*GAIN, "lr_scaling.noise_scale=earlier,40", "trainer.max_steps=1"]
+    assert train("-m", *words) == 0
+    of_folder, of_number = run_dirs(tmp_path)
+    assert config_of(of_folder)["lr_scaling"]["noise_scale"] == 43.25
+    assert config_of(of_number)["lr_scaling"]["noise_scale"] == 40
+    assert "lr_scaling.noise_scale=40" in words_of(of_number)
+
+
+def test_a_folder_that_a_file_names_is_kept_as_its_number_too(tmp_path: Path) -> None:
+    earlier_run()
+    file = tmp_path / "conf" / "lr_scaling" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    text = "_target_: trainkit.LRScaling\nrule: gain\nreference_batch: 2\n"
+    file.write_text(f"{text}noise_scale: earlier\n")
+    assert train("lr_scaling=mine") == 0
+    run = the_run(tmp_path)
+    assert config_of(run)["lr_scaling"]["noise_scale"] == 43.25
+    assert words_of(run)[-1] == KEPT
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (GAIN, "lr_scaling.noise_scale: must be given. Add lr_scaling.noise_scale=..."),
+        ([*GAIN, "lr_scaling.noise_scale=no"], "received 'no', and there is no such f"),
+        ([*GAIN, "lr_scaling.noise_scale=."], "noise_scale: . must be the folder of a"),
+    ],
+)
+def test_a_wrong_line_is_refused_and_leaves_no_run(
+    tmp_path: Path, words: list[str], said: str, capsys: Any
+) -> None:
+    assert train(*words) == 2
+    assert said in capsys.readouterr().err
+    assert run_dirs(tmp_path) == []

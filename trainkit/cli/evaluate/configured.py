@@ -50,8 +50,8 @@ def configured(verb: str, place: Place, words: Sequence[str]) -> Training:
 def _of_train(verb: str, place: Place, words: Sequence[str]) -> Training:
     from omegaconf import open_dict
 
-    from trainkit.cli.composition import Composition
     from trainkit.cli.runs.resume import words_of_run
+    from trainkit.cli.training_words import composed
     from trainkit.cli.words import options_first
     from trainkit.config.build import build
 
@@ -66,9 +66,8 @@ def _of_train(verb: str, place: Place, words: Sequence[str]) -> Training:
                 f"first word: trainkit {verb} RUN/checkpoints/last.ckpt"
             )
     own = words_of_run(place.folder, given, but="logger")
-    config = Composition(options_first(own)).config
+    config = composed(own, place.folder.path)
     with open_dict(config):
-        config.paths.run_dir = str(place.folder.path)
         config.logger = config.ckpt_path = None
         _adapt(verb, config.trainer, {key_of(word) for word in given})
     return build(config)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import yaml
@@ -25,8 +24,6 @@ from trainkit.errors import TrainkitError
 
 MODE = "trainkit"
 """The `parser_mode` with which jsonargparse reads this YAML."""
-
-_MISSING = "???"
 
 # Lines of jsonargparse's messages about its own internals: an optional value is a
 # union with None, and a nested option is an object.
@@ -127,7 +124,7 @@ def load(text: str, path: str = "") -> Any:
             return found
         if "${" in text:
             found = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
-        return to_class_path(_without_missing(found))
+        return to_class_path(found)
     except yaml.YAMLError as error:
         raise TrainkitError(
             f"{place}must be YAML, and cannot be read as YAML: {error}"
@@ -140,18 +137,6 @@ def load(text: str, path: str = "") -> Any:
         ) from error
     except TrainkitError as error:
         raise TrainkitError(f"{place}{error}") from error
-
-
-def _without_missing(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        return {
-            name: _without_missing(value)
-            for name, value in node.items()
-            if value != _MISSING
-        }
-    if isinstance(node, list):
-        return [_without_missing(value) for value in node]
-    return node
 
 
 # At import: a process of ddp_spawn gets its parser as a pickle.

@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import overrides
+from trainkit.cli.door import spoken
 from trainkit.cli.loading import say_loading
 from trainkit.cli.plan.report import BY_NOISE, Reference, Scale, make_report
 from trainkit.cli.plan.words import describe, table
-from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
+from trainkit.cli.training_words import composed
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
+    find_modules_here,
+)
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.scaling import RULES
@@ -86,14 +94,46 @@ def main(argv: list[str]) -> int:
 
 
 def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
-    say_loading("plan", ["--json"] if args.json else [])
-    from trainkit.cli.plan.probe import probe  # loads torch and lightning
+    """Measure sizes for what `trainkit train` would train; it leaves no files.
 
-    return probe(
-        [*overrides.places_in(args), *args.overrides],
-        target=args.target,
-        max_micro_batch=args.max_micro_batch,
-    )
+    Returns:
+        What was found, on the first rank; None on the others.
+    """
+    say_loading("plan", ["--json"] if args.json else [])
+    from trainkit.cli.runs.ranks import ranks_of_one_run
+    from trainkit.config.build import build
+    from trainkit.lit.probe.find import find_micro_batch
+    from trainkit.lit.quiet import without_advice
+
+    find_modules_here()
+    folders = tempfile.TemporaryDirectory(prefix="trainkit-plan-")
+    with without_advice(), spoken("train"), folders as folder:
+        config = composed([*overrides.places_in(args), *args.overrides], folder)
+        _refuse_without_key(config.data or {})
+        training = build(config)
+        trainer: Any = training.trainer
+        with ranks_of_one_run(trainer):
+            found = find_micro_batch(
+                trainer,
+                training.module,
+                training.data,
+                target=args.target,
+                max_micro_batch=args.max_micro_batch,
+                verbose=False,
+            )
+    return found if trainer.is_global_zero else None
+
+
+def _refuse_without_key(data: Any) -> None:
+    """Refuse a configuration that cannot take the size as an override."""
+    if "batch_size" not in data:
+        names = ", ".join(key for key in map(str, data) if not key.startswith("_"))
+        raise TrainkitError(
+            f"trainkit plan --probe: needs data.batch_size, the size of the training "
+            f"loader's batches, and the configuration's data has {names or 'none'}. "
+            f"Give the data module an argument batch_size, and name it in its "
+            f"configuration."
+        )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
