@@ -27,6 +27,7 @@ from trainkit import (
     BatchNormGuard,
     LRScaling,
     PerSample,
+    exact_batch_norm,
 )
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
@@ -44,6 +45,7 @@ POLICIES = get_args(PolicyName)
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("melt", {}, r"policy: must be one of \['warn', .*received 'melt'"),
     ("sync", {}, r"Trainer\(sync_batchnorm=True\)"),
+    ("renorm", {}, "take 'group_norm'"),
     ("warn", {"min_samples": 0}, "min_samples: .* whole number from 1 to .* 0"),
     ("warn", {"min_samples": 1.5}, "min_samples: .* from 1 to .* received 1.5"),
     ("warn", {"min_samples": "4"}, "min_samples: .* from 1 to .* received '4'"),
@@ -274,3 +276,10 @@ def test_table_says_what_was_replaced(capsys: Any) -> None:
     assert "GroupNorm (3 with 1 group)" in capsys.readouterr().out
     fit(POLICY, max_epochs=1)
     assert "GroupNorm (1 with 1 group, 2 with 2 groups)" in capsys.readouterr().out
+
+
+def test_the_option_memory_of_earlier_versions_is_taken_and_named_as_idle() -> None:
+    with pytest.warns(UserWarning, match="memory= has no effect any more"):
+        BatchNormGuard("exact", memory="host")
+    with pytest.warns(UserWarning, match="exact_batch_norm: memory= has no effect"):
+        exact_batch_norm(nn.BatchNorm1d(3), size=2, memory="device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -164,8 +165,18 @@ class ExactBatchNorm(InPlaceOf):
     """
 
 
+def warn_of_memory(name: str, memory: Any) -> None:
+    """Say that an option of earlier versions does nothing."""
+    if memory is not None:
+        warnings.warn(
+            f"{name}: memory= has no effect any more, and goes with the next release: "
+            f"a call takes the memory of one chunk. Leave memory= out.",
+            stacklevel=3,
+        )
+
+
 def exact_batch_norm(
-    module: nn.Module, *, size: int, process_group: Any = None
+    module: nn.Module, *, size: int, process_group: Any = None, memory: Any = None
 ) -> ExactBatchNorm:
     """Let the BatchNorm layers of a module see the whole batch, in any loop.
 
@@ -187,7 +198,9 @@ def exact_batch_norm(
         module: which holds the layers.
         size: the most rows in a chunk.
         process_group: of the ranks that share a batch; default: all.
+        memory: has no effect any more.
     """
+    warn_of_memory("exact_batch_norm", memory)
     check_cut("exact_batch_norm", module, size)
     ranks = find_ranks(None, "none", process_group)
     return ExactBatchNorm(module, TapedForward(module, Sizes(size), ranks))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.core.plan.options import check_choice, check_whole_number
+from trainkit.core.tape.forward import warn_of_memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
@@ -35,6 +36,13 @@ PolicyName = Literal[
     "group_norm",
 ]
 
+ELSEWHERE = {
+    "sync": "Lightning does it: Trainer(sync_batchnorm=True)",
+    "renorm": "Batch Renormalization is no longer part of trainkit; take 'group_norm', "
+    "or 'exact', which needs no correction",
+}
+"""Where to go for what was a policy, or might be taken for one."""
+
 POLICIES: dict[str, Callable[..., Policy]] = {
     "warn": Announce,
     "error": partial(Announce, "error"),
@@ -55,10 +63,8 @@ def make_policy(policy: str, options: dict[str, Any]) -> Policy:
         TrainkitError: there is no such policy, an option is not a number as it should
             be, or it belongs to another policy.
     """
-    if policy == "sync":
-        raise TrainkitError(
-            "BatchNormGuard('sync'): Lightning does it: Trainer(sync_batchnorm=True)."
-        )
+    if policy in ELSEWHERE:
+        raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
     check_choice("BatchNormGuard policy", policy, list(POLICIES))
     for name in ("min_samples", "num_batches", "groups"):
         check_whole_number(f"BatchNormGuard {name}", options[name])
@@ -112,6 +118,7 @@ class BatchNormGuard(OrderedCallback):
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
+        memory: has no effect any more.
     """
 
     order = 3
@@ -126,8 +133,10 @@ class BatchNormGuard(OrderedCallback):
         exact: bool = True,
         forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
+        memory: Any = None,
     ) -> None:
         super().__init__()
+        warn_of_memory("BatchNormGuard", memory)
         self.policy = policy
         options = {
             "min_samples": min_samples,
