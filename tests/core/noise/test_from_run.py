@@ -27,9 +27,10 @@ def test_what_a_run_has_written_is_what_is_read(tmp_path: Path) -> None:
 
 
 def test_no_folder_and_no_summary_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "gone", tmp_path):
-        with pytest.raises(TrainkitError, match=rf"'{path}', which has no summary.jso"):
-            read_noise_scale(path)
+    with pytest.raises(TrainkitError, match=r"'.*gone', and there is no such folder"):
+        read_noise_scale(tmp_path / "gone")
+    with pytest.raises(TrainkitError, match=r"has no summary.json"):
+        read_noise_scale(tmp_path)
 
 
 @pytest.mark.parametrize(

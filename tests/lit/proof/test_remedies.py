@@ -21,6 +21,7 @@ from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
     BatchNormGuard,
+    PerClassWeight,
     PerSample,
     PerToken,
     check,
@@ -123,4 +124,5 @@ def test_class_weights_are_seen_in_the_call() -> None:
     (cause,) = check(module, image_loader(), strategy=PerSample()).causes
     line = "PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)"
     assert cause.remedy == (f"accumulation = {line}",)
-    assert check(module, image_loader(), strategy=eval(line)).exact
+    strategy = PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)
+    assert check(module, image_loader(), strategy=strategy).exact

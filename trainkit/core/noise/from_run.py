@@ -20,16 +20,21 @@ def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:
     """The noise scale of the run in a folder, which has an upper end.
 
     Raises:
-        TrainkitError: there is no summary, the run has measured none, or its interval
-            has no upper end.
+        TrainkitError: there is no such folder, it has no summary, the run has measured
+            none, or its interval has no upper end.
     """
     folder = Path(path)
+    if not folder.is_dir():
+        raise TrainkitError(
+            f"noise_scale: must be a positive number or the folder of a run, received "
+            f"{str(path)!r}, and there is no such folder."
+        )
     file = folder / SUMMARY
     if not file.is_file():
         raise TrainkitError(
-            f"noise_scale: must be a positive number or the folder of a run that has "
-            f"ended, received {str(path)!r}, which has no {SUMMARY}. Name the folder "
-            f"that the run's last line names, or let the run end."
+            f"noise_scale: {folder} must be the folder of a run that has ended, and it "
+            f"has no {SUMMARY}. Name the folder that the run's last line names, or let "
+            f"the run end."
         )
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
