@@ -207,6 +207,7 @@ def test_workers_of_ray_train_are_one_process(
 
 
 @pytest.mark.environments
+@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")
 def test_its_rows_tell_plain_accumulation_from_the_big_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
