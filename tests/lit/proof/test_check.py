@@ -18,7 +18,12 @@ from tests.lit.proof.zoo import (
     Images,
     Noisy,
     NormalisedTokens,
+    Pooling,
+    Positioned,
     Tokens,
+    TwoTerms,
+    WithCentre,
+    WithMomentumCopy,
     image_loader,
     token_loader,
 )
@@ -30,6 +35,7 @@ from trainkit import (
     PerToken,
     Report,
     TrainkitError,
+    Uniform,
 )
 
 ROUNDING = 1e-12
@@ -50,35 +56,108 @@ def check_quickly(module: Any, data: Any, *args: Any, **options: Any) -> Report:
     return check(module, data, *args, **{"rows": 10, **options})
 
 
-@pytest.mark.parametrize(
-    ("module", "strategy", "place"),
-    [
-        (lambda: Images(zoo.mixup), PerSample(), "randperm at proof/zoo.py"),
-        (lambda: wrongs.Dropping(by_row=False), PerToken(), "rand at proof/wrongs.py"),
-    ],
-)
-def test_what_rows_share_is_a_draw(module: Any, strategy: Any, place: str) -> None:
-    """The control: noise by row is exact."""
+EXACT: list[tuple[Any, Any, Any, Any]] = [
+    (Tokens, token_loader, PerToken(), None),
+    (Tokens, token_loader, PerToken(), SPLIT),
+    (Tokens, token_loader, PerToken(), MicroBatching(tokens=30)),
+    (lambda: Tokens(zoo.shifted), token_loader, PerToken(shift=True), None),
+    (lambda: Tokens(zoo.masked), token_loader, MASKED, None),
+    (lambda: Tokens(zoo.row_mean), token_loader, PerSample(), None),
+    (lambda: Tokens(zoo.token_sum), token_loader, TOTAL, None),
+    (lambda: Tokens(zoo.class_weighted), token_loader, CLASSES, None),
+    (Noisy, token_loader, PerToken(), None),
+    (Noisy, token_loader, PerToken(), SPLIT),
+    (lambda: wrongs.Dropping(by_row=True), token_loader, PerToken(), None),
+    (lambda: wrongs.Dropping(by_row=True), token_loader, PerToken(), SPLIT),
+    (lambda: Attending(has_mask=True), token_loader, PerToken(), None),
+    (Positioned, token_loader, PerToken(), None),
+    (lambda: Images(zoo.classified), image_loader, PerSample(), None),
+    (lambda: Images(zoo.sample_weighted), image_loader, PerSample(mask=2), None),
+    (ByHand, image_loader, PerSample(), None),
+    (TwoTerms, token_loader, TERMS, SPLIT),
+]
+
+
+@pytest.mark.parametrize(("module", "data", "strategy", "micro_batches"), EXACT)
+def test_what_is_exact_is_called_exact(
+    module: Any, data: Any, strategy: Any, micro_batches: Any
+) -> None:
+    """The control: plain accumulation of the same parts, or its own line below."""
+    how = {"strategy": strategy, "micro_batches": micro_batches}
+    report = check_quickly(module(), data(), **how)
+    report.assert_exact()
+    assert report.deviation < ROUNDING
+    assert report.causes == ()
+    assert report.precision == "float64"
+
+
+@pytest.mark.parametrize("rows", [4, 8, 12])
+def test_plain_accumulation_of_few_rows_is_not_called_exact(rows: int) -> None:
+    """Parts of one size would hide that it weighs them alike."""
+    report = check(Images(zoo.classified), image_loader(), rows=rows)
+    assert not report.exact
+    assert report.deviation > 1e-3
+
+
+NORMALISED = lambda: Images(zoo.classified, nn.BatchNorm2d)  # noqa: E731
+INSIDE, STEP, MOVE = 'inside="auto"', "training_step", "on_before_optimizer_step"
+CLASSES_OF = "= PerClassWeight(weight=self.class_weights, labels='labels')"
+
+DENOMINATORS: list[tuple[Any, Any, str]] = [
+    (Tokens, None, "= PerToken()"),
+    (Tokens, PerSample(), "= PerToken()"),
+    (Tokens, Uniform(), "= PerToken()"),
+    (lambda: Tokens(zoo.shifted), PerToken(), "= PerToken(shift=True)"),
+    (lambda: Tokens(zoo.masked), PerToken(), "= PerToken(mask='attention_mask')"),
+    (lambda: Tokens(zoo.row_mean), PerToken(), "= PerSample()"),
+    (lambda: Images(zoo.sample_weighted), PerSample(), "= PerSample(mask=2)"),
+    (lambda: Tokens(zoo.class_weighted), PerToken(), CLASSES_OF),
+    (lambda: Tokens(zoo.token_sum), PerToken(), 'loss_reduction="total"'),
+    (lambda: Tokens(zoo.two_means), PerToken(), '"one": PerSample(), "other": PerTok'),
+]
+OTHERS: list[tuple[Any, Any, str, str, str]] = [
+    (lambda: Tokens(zoo.root), PerToken(), "loss", STEP, "return the mean itself"),
+    (NormalisedTokens, PerToken(), "rows", "norm", "BatchNormGuard"),
+    (NORMALISED, PerSample(), "rows", "net.1", "BatchNormGuard"),
+    (lambda: Images(zoo.dice), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Images(zoo.nt_xent), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Images(zoo.vicreg), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Tokens(zoo.balanced), PerToken(), "loss", STEP, INSIDE),
+    (lambda: Tokens(zoo.focal_over_batch), PerToken(), "loss", STEP, INSIDE),
+    (lambda: Images(zoo.mixup), PerSample(), "randomness", "randperm at proof/zoo.py",
+     "draw in the data set"),
+    (lambda: wrongs.Dropping(by_row=False), PerToken(), "randomness",
+     "rand at proof/wrongs.py", "draw in the data set"),
+    (lambda: Attending(has_mask=False), PerToken(), "padding", "layer.self_attn",
+     "mask padding"),
+    (Positioned, PerToken(), "padding", "body", "mask padding"),
+    (Pooling, PerSample(), "padding", "head", "mask padding"),
+    (WithMomentumCopy, MASKED, "state", "target.weight", MOVE),
+    (WithCentre, PerToken(), "state", "centre", MOVE),
+]  # fmt: skip
+WRONG = [(m, s, "denominator", "", line) for m, s, line in DENOMINATORS] + OTHERS
+
+
+@pytest.mark.parametrize(("module", "strategy", "kind", "place", "line"), WRONG)
+def test_what_is_not_exact_is_explained(
+    module: Any, strategy: Any, kind: str, place: str, line: str
+) -> None:
     made = module()
     data = image_loader() if isinstance(made, Images) else token_loader()
+    if (kind, place) == ("padding", "body"):
+        data = token_loader(zoo.padded_left)
     report = check_quickly(made, data, strategy=strategy)
     assert not report.exact
     (cause,) = report.causes
-    assert cause.kind == "randomness"
+    assert cause.kind == kind
     assert cause.place.startswith(place)
-    assert "draw in the data set" in cause.remedy[0]
-    with pytest.raises(AssertionError, match="cannot say"):
+    assert line in "\n".join(cause.remedy)
+    if kind != "state":
+        assert report.deviation > 1e-3
+        assert report.parameters[0][1] > 1e-3
+    verdict = "cannot say" if kind == "randomness" else "not the big batch"
+    with pytest.raises(AssertionError, match=verdict):
         report.assert_exact()
-
-
-@pytest.mark.parametrize("kind", [ByHand, Tokens])
-def test_what_knows_nothing_of_trainkit_is_measured(kind: Any) -> None:
-    """Two optimizers by hand, and plain accumulation."""
-    if kind is ByHand:
-        assert check_quickly(kind(), image_loader(), strategy=PerSample()).exact
-    else:
-        (cause,) = check_quickly(kind(), token_loader()).causes
-        assert cause.remedy[0] == "accumulation = PerToken()"
 
 
 def test_a_count_of_the_whole_batch_is_named() -> None:

@@ -13,6 +13,7 @@ from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.zoo import (
     Images,
     Tokens,
+    class_weighted,
     classified,
     image_loader,
     token_loader,
@@ -113,7 +114,21 @@ def test_what_goes_backward_by_itself_is_not_weighed(kind: Any) -> None:
     assert check(Accumulated(), token_loader()).exact
 
 
-def test_class_weights_are_seen_in_the_call() -> None:
+def test_a_strategy_that_needs_the_module_is_set_in_its_init() -> None:
+    (cause,) = check(Tokens(class_weighted), token_loader(), strategy=PerToken()).causes
+    (line,) = cause.remedy
+    name = "self.accumulation = PerClassWeight(weight=self.class_weights"
+    assert line.startswith(name)
+
+    class Pasted(AccumulationMixin, Tokens):
+        def __init__(self) -> None:
+            super().__init__(class_weighted)
+            exec(line, {"self": self, "PerClassWeight": PerClassWeight})
+
+    assert check(Pasted(), token_loader()).exact
+
+
+def test_class_weights_that_nobody_shows_are_solved() -> None:
     """The control: the number of rows, which the run counts."""
 
     def hidden(module: Any, maps: Tensor, batch: Any) -> Tensor:
@@ -124,5 +139,4 @@ def test_class_weights_are_seen_in_the_call() -> None:
     (cause,) = check(module, image_loader(), strategy=PerSample()).causes
     line = "PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)"
     assert cause.remedy == (f"accumulation = {line}",)
-    strategy = PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)
-    assert check(module, image_loader(), strategy=strategy).exact
+    assert check(module, image_loader(), strategy=eval(line)).exact

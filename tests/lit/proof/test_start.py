@@ -21,15 +21,19 @@ from tests.helpers import raise_rank_errors, run_ranks, trainer
 from tests.lit.proof import wrongs, zoo
 from tests.lit.proof.starting import (
     ALARM,
+    CLASSES,
     SPLIT,
     fit,
     images,
+    images_by_class,
+    padded_to_14,
     said,
     tokens,
 )
-from tests.lit.proof.zoo import Images, Noisy, Tokens
+from tests.lit.proof.zoo import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
 from trainkit import (
     AccumulationCallback,
+    AccumulationMixin,
     BatchNormGuard,
     MicroBatching,
     PerSample,
@@ -45,6 +49,140 @@ IMAGES, BATCH_NORM = (lambda: Images(zoo.classified), lambda: Images(
     zoo.classified, nn.BatchNorm2d
 ))  # fmt: skip
 INSIDE = MicroBatching(inside="net", size=4)
+TERMS = {"tokens": PerToken(), "rows": PerSample()}
+
+EXACT: dict[str, tuple[Any, ...]] = {
+    "tokens": (Tokens, tokens, PerToken()),
+    "in few rows": (Tokens, lambda: tokens(2), PerToken()),
+    "split": (Tokens, tokens, PerToken(), SPLIT),
+    "split by tokens": (Tokens, tokens, PerToken(), MicroBatching(tokens=40)),
+    "shifted": (lambda: Tokens(zoo.shifted), tokens, PerToken(shift=True)),
+    "rows": (lambda: Tokens(zoo.row_mean), tokens, PerSample()),
+    "a total": (lambda: Tokens(zoo.token_sum), tokens,
+     PerToken(loss_reduction="total")),
+    "a sum": (lambda: Tokens(zoo.token_sum), tokens, PerToken(loss_reduction="sum")),
+    "classes": (lambda: Tokens(zoo.class_weighted), tokens, CLASSES),
+    "dropout and noise": (Noisy, tokens, PerToken()),
+    "dropout and noise, split": (Noisy, tokens, PerToken(), SPLIT),
+    "attention": (lambda: Attending(has_mask=True), tokens, PerToken()),
+    "not trimmed": (lambda: Attending(has_mask=False), tokens, PerToken(), SPLIT),
+    "positions": (Positioned, tokens, PerToken()),
+    "one width": (Positioned, lambda: tokens(collate=padded_to_14), PerToken()),
+    "images": (IMAGES, images, PerSample()),
+    "alike": (IMAGES, lambda: images(15), Uniform()),
+    "one class": (IMAGES, images_by_class, PerSample()),
+    "one length": (Tokens, lambda: tokens(8, rows=wrongs.all_labels()), PerToken()),
+    "one length in all": (wrongs.Bidirectional, lambda: tokens(4,
+     rows=wrongs.all_labels()[:6] * 4), PerToken()),
+    "one row": (Tokens, lambda: tokens(1), PerToken()),
+    "one image": (IMAGES, lambda: images(1), PerSample()),
+    "random collate": (Tokens, lambda: tokens(collate=wrongs.masked_at_random),
+     PerToken()),
+    "terms": (TwoTerms, tokens, TERMS, SPLIT),
+    "linear hooks": (wrongs.Scales, tokens, PerToken()),
+    "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
+    "noise by row": (lambda: wrongs.Scaling(by_row=True), images, PerSample()),
+    "by hand": (wrongs.ByHand, images),
+    "said": (wrongs.Saying, tokens),
+    "inner cut": (lambda: Images(zoo.nt_xent), images, None, INSIDE),
+    "found inner cut": (lambda: Images(zoo.nt_xent), images, None,
+     MicroBatching(inside="auto", size=4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_is_said_to_be_and_required(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control: the wrong ones below."""
+    module, data, *how = EXACT[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "MicroBatching: the model sees its padding")
+        fit(module(), data(), *how, proof="require")
+    found = re.match(r"exact on \d of your rows: off by (\S+) in f", said(capsys))
+    assert found is not None
+    assert float(found[1]) < 1e-6
+
+
+OFF: dict[str, tuple[Any, ...]] = {
+    "another count": (Tokens, tokens, PerSample(), None, "PerToken() counts"),
+    "another count, split": (Tokens, tokens, PerSample(), SPLIT, "PerToken() counts"),
+    "no shift": (lambda: Tokens(zoo.shifted), tokens, PerToken(), None,
+     "PerToken(shift=True) counts"),
+    "no mask": (lambda: Tokens(zoo.masked), tokens, PerToken(), None,
+     "attention_mask"),
+    "a sum": (lambda: Tokens(zoo.token_sum), tokens, PerToken(), None,
+     "sum over rows"),
+    "no classes": (wrongs.ClassWeighted, images, PerSample(), None, "self.rates"),
+    "one class": (wrongs.ClassWeighted, images_by_class, PerSample(), None,
+     "self.rates"),
+    "weights of rows": (lambda: Images(zoo.sample_weighted), images, PerSample(),
+     None, "mask=2"),
+    "unlike sizes": (IMAGES, images, Uniform(), None, "PerSample() counts"),
+    "BatchNorm": (BATCH_NORM, images, PerSample(), None, "BatchNorm2d normalises"),
+    "BatchNorm, split": (BATCH_NORM, images, PerSample(), SPLIT, "BatchNorm2d"),
+    "Dice": (lambda: Images(zoo.dice), images, PerSample(), None, "looks across"),
+    "NT-Xent": (lambda: Images(zoo.nt_xent), images, PerSample(), None, "across"),
+    "two terms": (lambda: Tokens(zoo.two_means), tokens, PerToken(), None, "across"),
+    "a root": (lambda: Tokens(zoo.root), tokens, PerToken(), None, "square root"),
+    "own division": (wrongs.OwnDivision, tokens, PerToken(), None, "accumulate_grad"),
+    "over batches": (wrongs.OverBatches, tokens, PerToken(), None, "num_training"),
+    "by index": (wrongs.ByIndex, tokens, PerToken(), None, "batch_idx"),
+    "a second pass": (wrongs.SecondPass, tokens, PerToken(), None, "backward of"),
+    "backward in step": (wrongs.BackwardInStep, tokens, PerToken(), None,
+     ".backward"),
+    "early clipping": (wrongs.ClipsEarly, tokens, PerToken(), None, "on_after_back"),
+    "hooks": (wrongs.Clamps, tokens, PerToken(), None, "hook of embed.weight"),
+    "own step": (wrongs.DividesInStep, tokens, PerToken(), None, "optimizer_step"),
+    "set before": (wrongs.SetsBefore, tokens, PerToken(), None, "across"),
+    "transfer": (wrongs.Centring, images, PerSample(), None,
+     "on_after_batch_transfer"),
+    "forward hook": (wrongs.CentringHook, tokens, PerToken(), None, "body"),
+    "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
+    "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
+     PerSample(), None, "padded to"),
+    "left padding": (Positioned, lambda: tokens(collate=zoo.padded_left), PerToken(),
+     None, "padded to"),
+    "one length, another count": (Tokens, lambda: tokens(4, rows=wrongs.all_labels()),
+     PerSample(), None, "PerToken() counts"),
+    "one length, padding seen": (wrongs.Bidirectional, lambda: tokens(4,
+     rows=wrongs.one_length(zoo.sequences())), PerToken(), None, "padded to"),
+    "one length, left padding": (Positioned, lambda: tokens(4,
+     rows=wrongs.one_length(zoo.sequences()), collate=zoo.padded_left), PerToken(),
+     None, "padded to"),
+    "a target": (wrongs.Bootstrap, images, PerSample(), None, "on_train_batch_end"),
+    "a copy": (zoo.WithMomentumCopy, tokens, PerToken(mask="attention_mask"), None,
+     "(target.weight)"),
+    "a centre": (zoo.WithCentre, tokens, PerToken(), None, "(centre)"),
+    "by hand": (lambda: wrongs.ByHandUniform(zoo.sample_weighted), images, None, None,
+     "mask=2"),
+    "said": (wrongs.SayingRows, tokens, None, None, "what self.weigh gets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_what_is_not_exact_is_refused_before_anything_moves(name: str) -> None:
+    module, data, strategy, cut, cause = OFF[name]
+    made = module()
+    if isinstance(made, AccumulationMixin):
+        made.accumulation_proof = "require"
+    before = [each.detach().clone() for each in made.parameters()]
+    with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}') as caught:
+        fit(made, data(), strategy, cut, proof="require")
+    assert cause in str(caught.value)
+    pairs = zip(before, made.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_what_is_not_exact_is_said_and_warned_of_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module, data, strategy, cut, cause = OFF["another count"]
+    with pytest.warns(UserWarning, match=ALARM) as caught:
+        fit(module(), data(), strategy, cut)
+    (text,) = (str(w.message) for w in caught if ALARM in str(w.message))
+    assert cause in text
+    assert f"proof: {said(capsys)}" == text
 
 
 def test_what_a_callback_does_to_gradients_is_measured() -> None:

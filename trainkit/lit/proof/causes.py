@@ -26,7 +26,13 @@ from trainkit.lit.proof.places import (
 from trainkit.lit.proof.rehearse import may_change_steps
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.subject import Subject
-from trainkit.lit.proof.weights import Alone, denominator, own_weights, unknown
+from trainkit.lit.proof.weights import (
+    Alone,
+    denominator,
+    own_weights,
+    two_denominators,
+    unknown,
+)
 from trainkit.lit.proof.words import STEP, cause
 
 HOOKS = (
@@ -193,6 +199,7 @@ class Causes:
         event = first_unlike(whole, part, places, len(subject.all_rows))
         if event is None:
             found = denominator(subject, Alone(subject), self._most)
+            found = found or two_denominators(subject, self._most)
             after = f" after {whole[-1].path}" if whole else ""
             looks = cause("one row") if _share_one_row(subject) else None
             self.found.append(found or looks or cause("loss", after=after))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ MOST_PARTS = 20
 
 EMPTY = object()
 """What is in a cell that nothing was put in."""
-
-OF_TORCH = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what has a name of its own."""
 
 _OURS = "trainkit.lit."
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -237,13 +234,23 @@ def _remove_our_hooks(module: nn.Module) -> None:
 
 def _culprit(value: Any, memo: dict[int, Any], path: str) -> tuple[str, str]:
     """The path and the type of what cannot be copied within a value."""
-    inside: Any = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    if isinstance(value, list | tuple):
-        inside = dict(enumerate(value))
-    for name, inner in inside.items():
+    for name, inner in _inside(value):
         try:
             copy.deepcopy(inner, dict(memo))
         except Exception:
-            is_torch = isinstance(value, nn.Module) and name in OF_TORCH
-            return _culprit(inner, memo, path if is_torch else f"{path}.{name}")
+            is_module = isinstance(value, nn.Module) and name in (
+                "_modules",
+                "_parameters",
+                "_buffers",
+            )
+            return _culprit(inner, memo, path if is_module else f"{path}.{name}")
     return path, type(value).__name__
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((str(key), each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), each) for index, each in enumerate(value))
+    else:
+        yield from getattr(value, "__dict__", {}).items()

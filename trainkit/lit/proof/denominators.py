@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.nested import Path, holds_named_tensors, take_apart
@@ -23,9 +23,6 @@ from trainkit.errors import TrainkitError
 
 IGNORED = (-100, 0, -1, 255, 1)
 """Labels that often do not count: cross_entropy's own, and paddings."""
-
-MOST_SHOWN = 32
-"""Weights of more classes are not written out."""
 
 OFTEN_MEANT = 4
 """What a loss divides by as a rule is at most so far from simple."""
@@ -74,15 +71,29 @@ class Candidate:
 SUM = Candidate(None, 3, "a sum over rows")
 """A loss that is a sum over rows: every part counts once, undivided."""
 
+CONSTANT = Candidate(None, 3, "what no row changes")
+"""A term of a loss that is alike for every part, such as a decay of weights."""
+
 UNIFORM = Candidate(Uniform(), 9)
 
 
-def candidates(batch: Any, class_weights: Sequence[Tensor] = ()) -> list[Candidate]:
+def class_weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Weights of classes that a module may hold, by their path."""
+    found: dict[str, Tensor] = {}
+    for path, each in module.named_modules():
+        for name, value in {**vars(each), **each._buffers}.items():
+            is_vector = isinstance(value, Tensor) and value.ndim == 1
+            if is_vector and 1 < len(value) <= 4096 and bool((value >= 0).all()):
+                found[f"{path}.{name}".lstrip(".")] = value.detach().cpu().double()
+    return found
+
+
+def candidates(batch: Any, vectors: Mapping[str, Tensor]) -> list[Candidate]:
     """The denominators that a batch may hold, those first that are often meant.
 
     Args:
         batch: as `training_step` gets it.
-        class_weights: that some loss was given.
+        vectors: weights of classes, by their path.
     """
     found = []
     for strategy in (PerSample(), PerSample(size="")):
@@ -92,13 +103,12 @@ def candidates(batch: Any, class_weights: Sequence[Tensor] = ()) -> list[Candida
             break
     for path, tensor in _tensors(batch):
         if tensor.ndim and tensor.numel():
-            at = int(path) if path.isdigit() else path
-            found += _of_tensor(at, tensor, class_weights)
+            found += _of_tensor(int(path) if path.isdigit() else path, tensor, vectors)
     return sorted(found, key=lambda each: each.simplicity)
 
 
 def _of_tensor(
-    at: Path, tensor: Tensor, class_weights: Sequence[Tensor]
+    at: Path, tensor: Tensor, vectors: Mapping[str, Tensor]
 ) -> Iterator[Candidate]:
     yield Candidate(PerSample(size=at), 5)
     shifts = (False, True) if tensor.ndim > 1 and tensor.shape[-1] > 1 else (False,)
@@ -108,8 +118,8 @@ def _of_tensor(
             for shift in shifts:
                 strategy = PerToken(labels=at, ignore_index=ignored, shift=shift)
                 yield Candidate(strategy, 1 + 2 * (number > 0) + shift)
-        for each in class_weights:
-            yield from _of_classes(at, tensor, each)
+        for name, vector in vectors.items():
+            yield from _of_classes(at, tensor, name, vector)
     if tensor.dtype is torch.bool or bool((tensor >= 0).all()):
         simplicity = 2 if bool(((tensor == 0) | (tensor == 1)).all()) else 6
         if tensor.ndim == 1:
@@ -119,17 +129,31 @@ def _of_tensor(
             yield Candidate(PerToken(mask=at, shift=shift), simplicity + shift)
 
 
-def _of_classes(at: Path, labels: Tensor, weights: Tensor) -> Iterator[Candidate]:
-    numbers = [round(each, 6) for each in weights.tolist()]
-    shown = f"{numbers}" if len(numbers) <= MOST_SHOWN else "[...]"
+def _of_classes(
+    at: Path, labels: Tensor, name: str, vector: Tensor
+) -> Iterator[Candidate]:
+    """Weights of classes, which the module holds under a name."""
     for ignored in IGNORED[:4]:
         within = labels[labels != ignored]
-        if within.numel() and bool(((within >= 0) & (within < len(weights))).all()):
-            strategy = PerClassWeight(weight=weights, labels=at, ignore_index=ignored)
-            options = [f"weight={shown}", f"labels={at!r}"]
+        if within.numel() and bool(((within >= 0) & (within < len(vector))).all()):
+            strategy = PerClassWeight(weight=vector, labels=at, ignore_index=ignored)
+            options = [f"weight=self.{name}", f"labels={at!r}"]
             options += [f"ignore_index={ignored}"] if ignored != -100 else []
             line = f"PerClassWeight({', '.join(options)})"
             yield Candidate(strategy, OFTEN_MEANT + (ignored != -100), line)
+
+
+def class_counts(batch: Any, most: int = 64) -> dict[Path, Tensor]:
+    """How many labels of each class a batch has, for each field that may hold them."""
+    found: dict[Path, Tensor] = {}
+    for path, tensor in _tensors(batch):
+        if tensor.ndim and not (tensor.is_floating_point() or tensor.is_complex()):
+            labels = tensor.long().flatten()
+            labels = labels[labels >= 0]
+            if labels.numel() and int(labels.max()) < most:
+                counts = torch.bincount(labels, minlength=most).double()
+                found[int(path) if path.isdigit() else path] = counts.cpu()
+    return found
 
 
 def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:

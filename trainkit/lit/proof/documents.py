@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from trainkit.core.terms import leading
 from trainkit.lit.proof.places import Event, alike, record_events
 from trainkit.lit.proof.report import Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.subject import Subject, in_arithmetic
-from trainkit.lit.proof.verdict import ALARM
+from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING
 from trainkit.lit.proof.weights import Alone
 from trainkit.lit.proof.words import cause
 
@@ -56,16 +56,11 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
     if not chosen:
         return None
     own = leading(subject.strategies) if subject.strategies else None
-    rows = FewRows(batch, MicroBatching(size=1, documents=documents.by), own)
-    row, found = rows.of(rows.make(chosen)), None
-    packed, off, _ = in_arithmetic(
-        _each_alone(subject, row),
-        precisions,
-        lambda used: (Alone(used).least_off(), ()),
-    )
-    dtype = packed.rehearsal.dtype
+    rows = OneRow(batch, MicroBatching(size=1, documents=documents.by), own)
+    packed, off = _off(_each_alone(subject, rows.of(chosen)), precisions)
+    dtype, row, found = packed.rehearsal.dtype, rows.of(chosen), None
     if off <= ALARM[dtype]:
-        clean = _without_labels_across(row, documents.by)
+        clean = _without_labels_across(row)
         off = 0.0 if clean is None else _off_from(packed, clean)
         if off <= ALARM[dtype]:
             return None
@@ -77,14 +72,14 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         num_rows=len(chosen),
         precision=str(dtype).removeprefix("torch."),
         cuts=(Cut("each document alone", (1,) * len(chosen), off),),
-        causes=(found or _cause_of(packed, documents.by),),
+        causes=(found or _cause_of(packed, row),),
     )
 
 
-def _cause_of(subject: Subject, by: str) -> Cause:
+def _cause_of(subject: Subject, row: OneRow) -> Cause:
     """Why documents are not what they are alone; that they are not is certain."""
     try:
-        return _Look(subject, by).cause()
+        return _Look(subject, row).cause()
     except Exception:  # such as a forward that no hooks can watch
         return cause("mixed documents")
 
@@ -101,21 +96,73 @@ def _neighbours(documents: Documents) -> list[int]:
     return min(best)[2] if best else []
 
 
-def _each_alone(subject: Subject, row: FewRows) -> Subject:
+@dataclass(frozen=True)
+class OneRow:
+    """Documents of a batch, a few of which can be had in a row of their own.
+
+    Attributes:
+        batch: a loader batch.
+        options: by which its documents are told apart.
+        strategy: of the run.
+    """
+
+    batch: Any
+    options: MicroBatching
+    strategy: Any
+
+    @property
+    def rows(self) -> FewRows:
+        """The documents, each a row."""
+        return FewRows(self.batch, self.options, self.strategy)
+
+    @property
+    def documents(self) -> Documents:
+        """Where they lie."""
+        found = find_documents(self.batch, self.options.documents)
+        assert found is not None
+        return found
+
+    def of(self, chosen: Sequence[int]) -> OneRow:
+        """Some of them, one behind the other."""
+        return replace(self, batch=self.rows.make(chosen))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> OneRow:
+        """Documents that lie alike in another batch."""
+        return replace(self, batch=with_tensors(self.batch, change))
+
+
+def _each_alone(subject: Subject, row: OneRow) -> Subject:
     """A subject of a few documents in one row, each of which is a part."""
-    parts = [[place] for place in range(row.num_rows)]
+    parts = [[place] for place in range(len(row.documents.spans))]
     return replace(
-        subject, rows=row, parts=parts, options=None, has_batches=True, are_alike=False
-    )
+        subject, rows=row.rows, parts=parts, options=None, has_batches=True,
+        are_alike=False,
+    )  # fmt: skip
 
 
-def _without_labels_across(row: FewRows, by: str) -> FewRows | None:
+def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, float]:
+    """How far documents in one row are from each alone, however they are weighed."""
+    failed: Exception | None = None
+    found: tuple[Subject, float] | None = None
+    for dtype in precisions:
+        try:
+            used = subject.varied(dtype=dtype)
+            found = used, Alone(used).least_off()
+        except Exception as error:  # not every operation knows float64
+            failed = error
+            continue
+        if dtype is torch.float64 or found[1] <= SURELY_ROUNDING:
+            break
+    if found is None:
+        assert failed is not None
+        raise failed
+    return found
+
+
+def _without_labels_across(row: OneRow) -> OneRow | None:
     """The documents without labels that are the first token of the next one; None if
     labels are not those of next tokens, or none of them is across a bound."""
-    fields, ends = (
-        take_apart(row.batch)[0],
-        [s.stop - 1 for s in _within(row, by).spans],
-    )
+    fields, ends = take_apart(row.batch)[0], [s.stop - 1 for s in row.documents.spans]
     tensors = [(path, value) for path, value in fields if isinstance(value, Tensor)]
     for (path, labels), (_, ids) in itertools.permutations(tensors, 2):
         if "label" not in path.lower() or labels.shape != ids.shape or not labels.ndim:
@@ -124,10 +171,10 @@ def _without_labels_across(row: FewRows, by: str) -> FewRows | None:
         if bool((counts & (labels[..., :-1] != ids[..., 1:])).any()):
             continue
         if bool(counts[..., ends[:-1]].any()):
-            others = {id(labels): labels.clone()}
-            others[id(labels)][..., ends[:-1]] = row.ignored
-            change = partial(_of, others)
-            return row.of(with_tensors(row.batch, change))
+            clean = {id(labels): labels.clone()}
+            ignored = getattr(row.strategy, "ignore_index", -100)
+            clean[id(labels)][..., ends[:-1]] = ignored
+            return row.changed(partial(_of, clean))
     return None
 
 
@@ -135,17 +182,10 @@ def _of(others: Mapping[int, Tensor], value: Tensor) -> Tensor:
     return others.get(id(value), value)
 
 
-def _within(row: FewRows, by: str) -> Documents:
-    """The documents of a row."""
-    found = find_documents(row.batch, by)
-    assert found is not None
-    return found
-
-
-def _off_from(subject: Subject, row: FewRows) -> float:
+def _off_from(subject: Subject, row: OneRow) -> float:
     """How far a batch of documents is from another one of them."""
     try:
-        return subject.whole().off_from(replace(subject, rows=row).whole())
+        return subject.whole().off_from(replace(subject, rows=row.rows).whole())
     except Exception:  # the step refuses what was changed
         return 0.0
 
@@ -179,75 +219,101 @@ class _Look:
 
     Args:
         subject: the documents, each a part.
-        by: the field that tells them apart.
+        row: where they lie.
     """
 
-    def __init__(self, subject: Subject, by: str) -> None:
-        self._subject, self._by = subject, by
-        found = _within(subject.rows, by)
-        self._columns = [torch.arange(span.start, span.stop) for span in found.spans]
-        self._width = found.numbers.shape[1]
-        self._whole = self._events(subject)
+    def __init__(self, subject: Subject, row: OneRow) -> None:
+        self._subject, self._row, self._documents = subject, row, row.documents
+        self._width = self._documents.numbers.shape[1]
 
     def cause(self) -> Cause:
         """The first cause that is found: content, then places, then a label."""
         for name, look in (("content", self._content), ("place", self._place)):
-            if (event := next(look(), None)) is not None:
+            if (place := look()) is not None:
                 cached = name == "content" and self._is_exact_without_cache()
-                return cause("a cache" if cached else name, self._place_of(event))
+                return cause("a cache" if cached else name, place)
         if self._counts_first_labels():
             return cause("first label")
         return cause("loss over documents")
 
-    def _content(self) -> Iterator[Event]:
-        """Where outputs of documents change with the ids of another."""
-        for number, changed in enumerate(self._columns):
+    def _content(self) -> str | None:
+        """Where outputs of a document change with the ids of another."""
+        whole = self._events(self._subject)
+        for changed in range(len(self._documents.spans)):
             row = self._exchanged(changed)
-            events = self._events(replace(self._subject, rows=row))
-            others = torch.cat([c for n, c in enumerate(self._columns) if n != number])
-            yield from self._unlike(events, others, self._width, others)
+            others = self._events(replace(self._subject, rows=row.rows))
+            columns = torch.cat(
+                [self._columns(place) for place in self._others(changed)]
+            )
+            place = self._first_unlike(whole, others, columns, columns, self._width)
+            if place is not None:
+                return place
+        return None
 
-    def _place(self) -> Iterator[Event]:
+    def _place(self) -> str | None:
         """Where outputs of a document are not what they are alone."""
-        for number, columns in reversed([*enumerate(self._columns)]):
-            events = self._events(replace(self._subject, parts=[[number]]))
-            yield from self._unlike(events, columns, len(columns), slice(None))
+        whole = self._events(self._subject)
+        for place in reversed(range(len(self._documents.spans))):
+            alone = self._events(replace(self._subject, parts=[[place]]))
+            columns, width = self._columns(place), self._documents.lengths[place]
+            found = self._first_unlike(
+                whole, alone, columns, torch.arange(width), width
+            )
+            if found is not None:
+                return found
+        return None
 
     def _events(self, subject: Subject) -> list[Event]:
         return subject.changed(record_events).whole().result
 
-    def _unlike(
-        self, other: Sequence[Event], columns: Tensor, width: int, others: Any
-    ) -> Iterator[Event]:
-        """The events in which some columns are not those of another step."""
-        for mine, theirs in zip(self._whole, other, strict=False):
-            if (mine.path, mine.is_output) != (theirs.path, theirs.is_output):
-                return
-            for one, two in zip(mine.values, theirs.values, strict=False):
-                dims = [d for d, size in enumerate(one.shape) if size == self._width]
-                if not dims or not one.is_floating_point() or one.ndim != two.ndim:
-                    continue
-                if two.shape[dims[0]] != width:
-                    continue
-                one, two = one.movedim(dims[0], 0), two.movedim(dims[0], 0)
-                if not alike(one[columns], two[others]):
-                    yield mine
+    def _others(self, place: int) -> list[int]:
+        return [n for n in range(len(self._documents.spans)) if n != place]
 
-    def _exchanged(self, columns: Tensor) -> FewRows:
+    def _columns(self, place: int) -> Tensor:
+        span = self._documents.spans[place]
+        return torch.arange(span.start, span.stop)
+
+    def _exchanged(self, place: int) -> OneRow:
         """The batch in which one document has what stands elsewhere in the row."""
-        batch = self._subject.rows.batch
-        fields = {id(value): path for path, value in take_apart(batch)[0]}
-        kept = (self._by, "label", "mask", "position", "seq_idx", "cu_")
+        fields = {id(value): path for path, value in take_apart(self._row.batch)[0]}
+        width, columns = self._width, self._columns(place)
+        kept = (self._documents.by, "label", "mask", "position", "seq_idx", "cu_")
 
         def exchanged(value: Tensor) -> Tensor:
             path = fields[id(value)].lower()
-            dim = next((d for d, n in enumerate(value.shape) if n == self._width), None)
+            dim = next((d for d, n in enumerate(value.shape) if n == width), None)
             if dim is None or any(each.lower() in path for each in kept):
                 return value
             turned = value.flip(dim).index_select(dim, columns)
             return value.index_copy(dim, columns, turned)
 
-        return self._subject.rows.of(with_tensors(batch, exchanged))
+        return self._row.changed(exchanged)
+
+    def _first_unlike(
+        self,
+        whole: Sequence[Event],
+        other: Sequence[Event],
+        columns: Tensor,
+        others: Tensor,
+        width: int,
+    ) -> str | None:
+        """The place of the first event in which some columns differ."""
+        before: list[Event] = []
+        for one, two in zip(whole, other, strict=False):
+            if (one.path, one.is_output) != (two.path, two.is_output):
+                return None
+            pairs = zip(one.values, two.values, strict=False)
+            for mine, theirs in pairs:
+                if not mine.is_floating_point():
+                    continue
+                mine = _taken(mine, columns, self._width)
+                theirs = _taken(theirs, others, width)
+                if mine is None or theirs is None or mine.shape != theirs.shape:
+                    continue
+                if not alike(mine, theirs):
+                    return _place_of(one, before)
+            before.append(one)
+        return None
 
     def _is_exact_without_cache(self) -> bool:
         """Whether no document sees another once the model makes no cache."""
@@ -259,24 +325,11 @@ class _Look:
 
     def _counts_first_labels(self) -> bool:
         """Whether a document but the first begins with a label that counts."""
-        starts = [columns[0] for columns in self._columns[1:]]
-        for path, value in take_apart(self._subject.rows.batch)[0]:
+        starts = torch.tensor([span.start for span in self._documents.spans[1:]])
+        for path, value in take_apart(self._row.batch)[0]:
             if "label" in path.lower() and value.shape[-1:] == (self._width,):
                 return bool((value[..., starts] != -100).any())
         return False
-
-    def _place_of(self, event: Event) -> str:
-        """Where something happened: in a module, or between two of its own."""
-        parent, _, name = event.path.rpartition(".")
-        owner, before = event.path if event.is_output else parent, ""
-        for each in self._whole[: self._whole.index(event)]:
-            inside, _, child = each.path.rpartition(".")
-            if each.is_output and inside == owner:
-                before = child
-        if event.is_output:
-            return f"{event.path} (after {before})" if before else event.path
-        where = f"between {before} and {name}" if before else f"before {name}"
-        return f"{owner or 'training_step'} ({where})"
 
 
 def _without_cache(module: Any) -> None:
@@ -284,3 +337,24 @@ def _without_cache(module: Any) -> None:
         config: Any = getattr(each, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False
+
+
+def _taken(value: Tensor, columns: Tensor, width: int) -> Tensor | None:
+    """Some columns of a value, if a dimension of it is as wide as the row."""
+    dim = next((d for d, size in enumerate(value.shape) if size == width), None)
+    return None if dim is None else value.index_select(dim, columns.to(value.device))
+
+
+def _place_of(event: Event, before: Sequence[Event]) -> str:
+    """Where something happened, in words: in a module, or between two of its own."""
+    parent, _, name = event.path.rpartition(".")
+    owner = event.path if event.is_output else parent
+    inner = [
+        e.path for e in before if e.path.rpartition(".")[0] == owner and e.is_output
+    ]
+    last = inner[-1].rpartition(".")[2] if inner else ""
+    if event.is_output:
+        return f"{event.path} (after {last})" if last else event.path
+    if not last:
+        return f"{owner or 'training_step'} (before {name})"
+    return f"{owner or 'training_step'} (between {last} and {name})"

@@ -58,7 +58,6 @@ class Draws(TorchFunctionMode):
 
     Attributes:
         has_dropout: whether some dropout was turned off.
-        class_weights: that a loss was given.
         unlike: the places of draws that are not by row.
         seeds: for each place that draws from a generator of the user's own, its seeds.
     """
@@ -72,7 +71,7 @@ class Draws(TorchFunctionMode):
         fixes: bool = False,
     ) -> None:
         super().__init__()
-        self.has_dropout, self.class_weights = False, list[Tensor]()
+        self.has_dropout = False
         self.unlike: set[str] = set()
         self.seeds: dict[str, set[int]] = {}
         self._rows_now = rows_now
@@ -118,8 +117,6 @@ class Draws(TorchFunctionMode):
             return self._undropped(func, args, kwargs)
         if "dropout_p" in kwargs and kwargs["dropout_p"]:
             self.has_dropout, kwargs = True, {**kwargs, "dropout_p": 0.0}
-        if func is F.cross_entropy and kwargs.get("weight") is not None:
-            self.class_weights.append(kwargs["weight"].detach().double().cpu())
         if self._shared:
             self._refuse_writing(func, args)
         if self._widens:

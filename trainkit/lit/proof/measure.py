@@ -17,9 +17,9 @@ from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows, collates_by_itself
-from trainkit.lit.proof.subject import Subject, in_arithmetic
+from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
-from trainkit.lit.proof.verdict import ALARM, NotMeasured
+from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
 
 FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
 
@@ -94,7 +94,7 @@ def _unlike(
 def _count_alike(subject: Subject) -> bool:
     """Whether these rows count alike by all that labels and masks may count."""
     rows, of = subject.rows, subject.all_rows
-    named = [c for c in candidates(rows.make(of)) if c.simplicity <= 2]
+    named = [c for c in candidates(rows.make(of), {}) if c.simplicity <= 2]
     own = leading(subject.strategies)
     counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
     counts = counts[:, counts.sum(0) != 0]
@@ -105,8 +105,8 @@ def _count_alike(subject: Subject) -> bool:
 
 
 def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
-    subject, off, (whole, window) = in_arithmetic(subject, precisions, _rehearsed)
-    dtype = subject.rehearsal.dtype
+    subject, whole, window = _rehearsed(subject, precisions)
+    off, dtype = window.off_from(whole), subject.rehearsal.dtype
     report = Report(
         exact=off <= subject.most_rounding,
         deviation=off,
@@ -145,15 +145,29 @@ def _is_uniform_by_chance(subject: Subject) -> bool:
     return is_mean and len(set(map(len, subject.parts))) > 1
 
 
-def _rehearsed(subject: Subject) -> tuple[float, tuple[Taken, Taken]]:
-    """How far the window is off, the whole and the window."""
-    whole = subject.whole()
-    if not whole.size:
-        raise NotMeasured("the gradient of these rows is zero")
-    if not whole.size < float("inf"):
-        raise NotMeasured("the gradient of these rows is not finite")
-    window = subject.window()
-    return window.off_from(whole), (whole, window)
+def _rehearsed(
+    subject: Subject, precisions: Sequence[torch.dtype]
+) -> tuple[Subject, Taken, Taken]:
+    """The whole and the window, in the first arithmetic in which they run; where what
+    differs in float32 may be more than rounding, in the next."""
+    found, failed = None, list[Exception]()
+    for dtype in precisions:
+        try:
+            used = subject.varied(dtype=dtype)
+            whole = used.whole()
+            if not whole.size:
+                raise NotMeasured("the gradient of these rows is zero")
+            if not whole.size < float("inf"):
+                raise NotMeasured("the gradient of these rows is not finite")
+            found = used, whole, used.window()
+        except Exception as error:  # not every operation knows float64
+            failed.append(error)
+            continue
+        if dtype is torch.float64 or found[2].off_from(whole) <= SURELY_ROUNDING:
+            break
+    if found is None:
+        raise failed[0]
+    return found
 
 
 def _causes(subject: Subject) -> tuple[Cause, ...]:

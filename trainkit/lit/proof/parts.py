@@ -43,7 +43,7 @@ def chosen_parts(
     pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
     batch, all_lengths = rows.make(pool), rows.lengths()
     lengths, labels = [all_lengths[row] for row in pool], _labels(batch, len(pool))
-    named = [each.weigh for each in candidates(batch)]
+    named = [each.weigh for each in candidates(batch, {})]
     counts = rows.counts(pool, named if own is None else [own.weight, *named])
     places = list(range(len(pool)))
     if own is not None:

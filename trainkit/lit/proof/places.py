@@ -113,39 +113,41 @@ def _views(
     whole: Tensor, part: Tensor, rows: Sequence[int], num_rows: int
 ) -> list[Tensor]:
     """What a tensor of all rows may hold of a tensor of some, or of narrower ones."""
+    if whole.shape == part.shape:
+        return [whole]  # shared by all rows, such as positions
     if whole.ndim != part.ndim:
         return []
-    found = [whole, whole]  # if all rows share it, such as positions
-    for dim, (number, size) in enumerate(zip(whole.shape, part.shape, strict=True)):
-        if number == size:
-            continue
-        orders = _orders(number, size, rows, num_rows)
-        if not orders or (dim == 0 and len(rows) == num_rows):
-            return []
-        found = [
-            view.index_select(dim, order.to(whole.device))
-            for view, order in zip(found, orders, strict=True)
-        ]
+    unlike = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
+    if len(rows) == num_rows:
+        return _narrowed(whole, part, unlike)
+    return _chosen(whole, part, unlike[0], rows, num_rows) if len(unlike) == 1 else []
+
+
+def _narrowed(whole: Tensor, part: Tensor, dims: list[int]) -> list[Tensor]:
+    """The tensor without padding at its end, and without padding at its beginning."""
+    if 0 in dims or any(whole.shape[dim] < part.shape[dim] for dim in dims):
+        return []
+    found = [whole, whole]
+    for dim in dims:
+        size = part.shape[dim]
+        starts = 0, whole.shape[dim] - size
+        found = [v.narrow(dim, at, size) for v, at in zip(found, starts, strict=True)]
     return found
 
 
-def _orders(
-    number: int, size: int, rows: Sequence[int], num_rows: int
-) -> tuple[Tensor, ...]:
-    """Two ways in which fewer entries may lie in a dimension.
-
-    Without padding: at its beginning, or at its end. Some rows: the entries of each
-    stand together, or apart, as where two views are concatenated.
-    """
-    places = torch.arange(number)
-    if len(rows) == num_rows:
-        return (places[:size], places[number - size :]) if size < number else ()
-    times, rest = divmod(number, num_rows)
-    if rest or size != times * len(rows):
-        return ()
+def _chosen(
+    whole: Tensor, part: Tensor, dim: int, rows: Sequence[int], num_rows: int
+) -> list[Tensor]:
+    """Some rows of a tensor. Several entries of a row may stand together, or apart, as
+    where two views are concatenated."""
+    times, rest = divmod(whole.shape[dim], num_rows)
+    if rest or part.shape[dim] != times * len(rows):
+        return []
+    places = torch.arange(num_rows * times)
     together = places.view(num_rows, times)[list(rows)]
     apart = places.view(times, num_rows)[:, list(rows)]
-    return together.flatten(), apart.flatten()
+    orders = [each.flatten().to(whole.device) for each in (together, apart)]
+    return [whole.index_select(dim, each) for each in orders]
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -186,8 +188,14 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The names whose values differ, or that are there only once."""
-    names = {**before, **after}
-    return [n for n in names if not _is_same(before.get(n), after.get(n))]
+    names = dict.fromkeys([*before, *after])
+    return [
+        name
+        for name in names
+        if name not in before
+        or name not in after
+        or not _is_same(before[name], after[name])
+    ]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -47,7 +47,6 @@ class FewRows:
         is_stream: whether they are rows of a stream, of which only the first are known.
 
     Attributes:
-        batch: all rows.
         num_rows: how many there are.
         collates: whether batches are put together anew.
         can_widen: whether rows can also be had as wide as all rows are together, where
@@ -76,7 +75,7 @@ class FewRows:
         self.collates = collate is not None and bool(samples)
         if self.collates and self._looks_at_one():
             self.collates, samples = False, ()
-        self.batch = self._collated(range(len(samples))) if self.collates else batch
+        self._batch = self._collated(range(len(samples))) if self.collates else batch
         self._fewer: tuple[list[str], Sequence[int]] = [], ()
         yields_samples = options is not None and options.collate is not None
         how = MicroBatching(size=1) if yields_samples or options is None else options
@@ -84,7 +83,7 @@ class FewRows:
         rows = Rows(-1)
         try:
             with _unheard():
-                rows = self._cutter.measure(self.batch)
+                rows = self._cutter.measure(self._batch)
         except Exception as error:
             if not self.collates:
                 text = "the rows of the batch cannot be told apart"
@@ -136,10 +135,6 @@ class FewRows:
             batch = self._cut(rows, wide=alike or not self._narrows)
         return self._changed(batch, rows)
 
-    def of(self, batch: Any, *, pads: bool = False) -> FewRows:
-        """The rows of another batch, which is cut as this one."""
-        return FewRows(batch, self._options, self._strategy, pads=pads)
-
     def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
         if self._options is not None and self._options.collate is not None:
@@ -158,7 +153,7 @@ class FewRows:
         """Rows of the batch, with the columns that are padding in all of them or
         without."""
         with _unheard():
-            return self._cutter.pair(self.batch, list(rows))[wide]
+            return self._cutter.pair(self._batch, list(rows))[wide]
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None
@@ -182,7 +177,7 @@ class FewRows:
     def whole_numbers(self) -> list[str]:
         """The paths of single numbers, which may count the loader batch."""
         found = []
-        for path, value in take_apart(self.batch)[0]:
+        for path, value in take_apart(self._batch)[0]:
             is_single = isinstance(value, Tensor) and value.ndim == 0
             number: Any = value.item() if is_single else value
             if type(number) in (int, float) and path and number > 1:
@@ -210,8 +205,8 @@ class FewRows:
         shorter = self.with_fewer_labels(rows)
         if shorter is None or shorter.has_classes:
             return None
-        batch = shorter._changed(self.batch, range(self.num_rows), is_shorter=True)
-        found = self.of(batch, pads=True)
+        batch = shorter._changed(self._batch, range(self.num_rows), is_shorter=True)
+        found = FewRows(batch, self._options, self._strategy, pads=True)
         counts = found.counts(rows, [self._strategy.weight])
         return found if bool((counts > 0).all()) else None
 
@@ -221,7 +216,7 @@ class FewRows:
         options = self._options
         if options is None or options.lengths is not None or self.collates:
             return None
-        marks = marks_of(self.batch, (), self._strategy)
+        marks = marks_of(self._batch, (), self._strategy)
         are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
         return marks[0] if are_alone else None
 
@@ -237,11 +232,12 @@ class FewRows:
         batch = self._cut(rows, wide=True)
         own = lookup(batch, path)
         ended = own.clone()
-        ended[:, stop:] = self.ignored
-        return self.of(with_tensors(batch, lambda x: ended if x is own else x))
+        ended[:, stop:] = self._ignored
+        batch = with_tensors(batch, lambda each: ended if each is own else each)
+        return FewRows(batch, self._options, self._strategy)
 
     @property
-    def ignored(self) -> int:
+    def _ignored(self) -> int:
         return getattr(self._strategy, "ignore_index", -100)
 
     def _changed(
@@ -254,7 +250,7 @@ class FewRows:
         if not at or not fields:
             return batch
         own = [value for value in fields if value.ndim > 1]
-        stop = max((_half(value[at] != self.ignored) for value in own), default=0)
+        stop = max((_half(value[at] != self._ignored) for value in own), default=0)
         if is_shorter:
             stop = min(stop, *(value.shape[1] - 1 for value in own))
 
@@ -265,7 +261,7 @@ class FewRows:
             if value.ndim == 1:
                 value[at] += 1 if value.min() == 0 else -1
             else:
-                value[at, stop:] = 0 if _is_mask(value) else self.ignored
+                value[at, stop:] = 0 if _is_mask(value) else self._ignored
             return value
 
         return with_tensors(batch, changed)
@@ -274,7 +270,7 @@ class FewRows:
         """Masks and labels, of which all rows have equally many."""
         fields = [
             (path, value)
-            for path, value in take_apart(self.batch)[0]
+            for path, value in take_apart(self._batch)[0]
             if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
             if not (value.is_floating_point() or value.is_complex())
         ]

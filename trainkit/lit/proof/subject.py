@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
@@ -16,7 +14,7 @@ from trainkit.core.terms import ONE
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.rows import FewRows, Parts
 from trainkit.lit.proof.taken import Taken, combined
-from trainkit.lit.proof.verdict import MOST_ROUNDING, SURELY_ROUNDING, NotMeasured
+from trainkit.lit.proof.verdict import MOST_ROUNDING, NotMeasured
 
 
 @dataclass
@@ -204,31 +202,3 @@ class Subject:
 def as_given(strategies: Strategies) -> Any:
     """Strategies as a user writes them; None if there are none."""
     return strategies.get(ONE, dict(strategies)) if strategies else None
-
-
-def in_arithmetic(
-    subject: Subject,
-    precisions: Sequence[torch.dtype],
-    run: Callable[[Subject], tuple[float, Any]],
-) -> tuple[Subject, float, Any]:
-    """Run in the first arithmetic that can; in the next, too, where what differs in
-    float32 may be more than rounding.
-
-    Args:
-        subject: the rows, and how they are run.
-        precisions: that first which is tried first.
-        run: returns how far something is off, and what else was found.
-    """
-    found, failed = None, list[Exception]()
-    for dtype in precisions:
-        try:
-            used = subject.varied(dtype=dtype)
-            found = used, *run(used)
-        except Exception as error:  # not every operation knows float64
-            failed.append(error)
-            continue
-        if dtype is torch.float64 or found[1] <= SURELY_ROUNDING:
-            break
-    if found is None:
-        raise failed[0]
-    return found

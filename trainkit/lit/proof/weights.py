@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.core.terms import leading
 from trainkit.lit.proof.denominators import (
+    CONSTANT,
     OFTEN_MEANT,
     SUM,
     UNIFORM,
     Candidate,
     candidates,
+    class_counts,
+    class_weights_of,
     line_of,
 )
 from trainkit.lit.proof.report import Cause
+from trainkit.lit.proof.rows import Parts
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
-from trainkit.lit.proof.words import BY_HAND, STEP, WITH_MIXIN, cause
+from trainkit.lit.proof.words import BY_HAND, STEP, TOTAL, WITH_MIXIN, cause
 
 MOST_COORDINATES = 200_000
 
@@ -32,22 +39,21 @@ class Alone:
 
     Args:
         subject: the rows, and how they are run.
+        parts: the rows of each part, where they are not the subject's.
 
     Attributes:
         whole: some coordinates of the gradient of all rows, always the same ones.
         parts: those of the parts, one row each.
         loss: of all rows.
         losses: of the parts.
-        class_weights: that some loss was given.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, parts: Parts | None = None) -> None:
         taken = subject.whole()
-        self.class_weights = taken.draws.class_weights
         self._sizes = {key: each.numel() for key, each in taken.gradients.items()}
         self.whole, self.loss = self.vector(taken), sum(taken.losses)
         gradients, losses = [], []
-        for part in subject.parts:
+        for part in parts or subject.parts:
             taken = subject.whole(part)
             gradients.append(self.vector(taken))
             losses.append(sum(taken.losses))
@@ -128,7 +134,7 @@ def denominator(
     if not fits:
         return None
     (first, function), said = (fits[0].candidate, fits[0].function), _said(subject)
-    line = f"accumulation = {first.line}"
+    line = _line(first.strategy, first.line)
     if function:
         return cause("function", function=function, line=first.line, strategy=line)
     if first is SUM and number:
@@ -136,10 +142,10 @@ def denominator(
     if first is SUM:
         own = leading(subject.strategies) if subject.strategies else None
         kept = own if isinstance(own, PerSample | PerToken) else PerSample()
-        total = line_of(replace(kept, loss_reduction="total")).replace(
-            "'total'", '"total"'
+        total = line_of(replace(kept, loss_reduction="total"))
+        return cause(
+            "sum", said=said, strategy=_line(None, total.replace("'total'", '"total"'))
         )
-        return cause("sum", said=said, strategy=f"accumulation = {total}")
     ways = _ways_in(subject)
     if first is UNIFORM:
         return cause("uniform", STEP, *ways, said=said, strategy=line)
@@ -154,9 +160,31 @@ def denominator(
 def unknown(subject: Subject, alone: Alone) -> Cause:
     """Weights that make the parts the whole, and that nothing in the batch counts."""
     weights = alone.best()
+    found = _of_classes(subject, weights)
+    if found is not None:
+        return found
     least = min((abs(each) for each in weights.tolist() if each), default=1.0)
     shares = ", ".join(f"{each / least:.4g}" for each in weights.tolist())
     return cause("unknown", STEP, *_ways_in(subject), shares=shares)
+
+
+def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
+    """Weights of classes that the labels of the parts add up to; None if none do."""
+    batches = [class_counts(subject.batch(part)) for part in subject.parts]
+    for at in batches[0]:
+        counts = torch.stack([each[at] for each in batches if at in each])
+        counts = counts[:, : int(counts.sum(0).nonzero().max()) + 1]
+        if len(counts) <= counts.shape[1] or len(counts) < len(weights):
+            continue
+        if int(torch.linalg.matrix_rank(counts)) < counts.shape[1]:
+            continue
+        solved = torch.linalg.lstsq(counts, weights[:, None]).solution[:, 0]
+        is_right = torch.allclose(counts @ solved, weights, rtol=1e-6)
+        if is_right and bool((solved > 0).all()):
+            numbers = [round(each, 6) for each in (solved / solved.min()).tolist()]
+            line = f"PerClassWeight(weight={numbers}, labels={at!r})"
+            return cause("classes", numbers=numbers, strategy=_line(None, line))
+    return None
 
 
 def _fitting(subject: Subject, alone: Alone, most: float) -> list[_Fit]:
@@ -167,20 +195,18 @@ def _fitting(subject: Subject, alone: Alone, most: float) -> list[_Fit]:
         scales["square root"] = alone.losses / alone.loss
         scales["logarithm"] = (alone.losses - alone.loss).exp()
     weights = {_Fit(SUM): ones, _Fit(UNIFORM): ones / len(ones)}
-    for candidate, counts, total in _counted(subject, alone.class_weights):
+    for candidate, counts, total in _counted(subject):
         for function, scale in scales.items():
             weights[_Fit(candidate, function)] = counts / total * scale
     found = [fit for fit, each in weights.items() if alone.off(each) <= most]
     return sorted(found, key=lambda fit: (fit.function != "", fit.candidate.simplicity))
 
 
-def _counted(
-    subject: Subject, class_weights: list[Tensor]
-) -> Iterator[tuple[Candidate, Tensor, float]]:
+def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
     """What each part counts, and the whole, by each denominator."""
     batches = [subject.batch(part) for part in subject.parts]
     whole = subject.batch(subject.all_rows)
-    for each in candidates(whole, class_weights):
+    for each in candidates(whole, class_weights_of(subject.module)):
         try:
             numbers = [each.weigh(batch) for batch in batches]
             total = each.weigh(whole)
@@ -189,6 +215,43 @@ def _counted(
         counts = torch.tensor(numbers, dtype=torch.float64)
         if total and abs(float(counts.sum()) - total) <= 1e-6 * abs(total):
             yield each, counts, total
+
+
+def two_denominators(subject: Subject, most: float) -> Cause | None:
+    """Two terms of a loss that make up the gradients of all unions of four parts, each
+    with a denominator of its own. A term may be a sum, or a constant."""
+    groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
+    if not all(groups) or not subject.module.automatic_optimization:
+        return None
+    sizes = range(1, 5)
+    unions = [u for size in sizes for u in itertools.combinations(range(4), size)]
+    rows = [sorted(row for n in union for row in groups[n]) for union in unions]
+    gradients = Alone(subject, rows).parts
+    members = torch.tensor([[n in u for n in range(4)] for u in unions]).double()
+    columns = {
+        candidate: members / (members @ counts)[:, None]
+        for candidate, counts, _ in _counted(replace(subject, parts=groups))
+        if candidate.simplicity <= OFTEN_MEANT and bool((counts > 0).all())
+    }
+    columns |= {SUM: members, CONSTANT: torch.ones(len(unions), 1).double()}
+    size, found = float(torch.linalg.matrix_norm(gradients)), []
+    for one, other in itertools.combinations(columns, 2):
+        basis = torch.cat([columns[one], columns[other]], 1)
+        inside = basis @ torch.linalg.lstsq(basis, gradients, driver="gelsd").solution
+        off = float(torch.linalg.matrix_norm(gradients - inside)) / size
+        if off <= most:
+            found.append((basis.shape[1], off, one, other))
+    if not found:
+        return None
+    # A constant is a mean of anything: what has fewer columns says more.
+    one, other = min(found, key=lambda each: each[:2])[2:]
+    terms = [
+        each.line if each.strategy is None else f"a mean over {each.line}"
+        for each in (one, other)
+    ]
+    lines = [TOTAL if each is SUM else each.line for each in (one, other)]
+    name = "constant" if other is CONSTANT else "two"
+    return cause(name, one=terms[0], other=terms[1], first=lines[0], second=lines[1])
 
 
 def _said(subject: Subject) -> str:
@@ -208,3 +271,14 @@ def _ways_in(subject: Subject) -> list[str]:
     if not subject.module.automatic_optimization:
         return [BY_HAND]
     return [] if subject.strategies else [WITH_MIXIN]
+
+
+def _line(strategy: Any, line: str) -> str:
+    """The line that chooses a strategy."""
+    if "self." not in line:
+        return f"accumulation = {line}"
+    said = f"self.accumulation = {line}  # in __init__, at its end"
+    if isinstance(strategy, PerClassWeight):
+        numbers = [round(float(each), 6) for each in strategy.class_weights]
+        said += f"; with its numbers: PerClassWeight(weight={numbers})"
+    return said

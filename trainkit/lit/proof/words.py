@@ -10,6 +10,7 @@ STEP = "training_step"
 
 INSIDE = 'micro_batching = MicroBatching(size=8, inside="auto")'
 NO_STRATEGY = "no strategy can make it exact; the inner cut can"
+TOTAL = 'PerSample(loss_reduction="total")'
 
 WITH_MIXIN = (
     "where it stands: in a class of (AccumulationMixin, LightningModule); or, for a "
@@ -111,10 +112,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "loss": (
         "loss",
         "all modules treat rows apart, and the loss{after} looks across them, as "
-        "contrastive, Dice or batch-normalised losses do, or is a sum of means over "
-        "unlike numbers; no single strategy can make it exact; the inner cut can",
+        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
         INSIDE,
-        "or, for such a sum, terms by name, each with the strategy of its own mean",
         "with accumulate_grad_batches=1 and larger loader batches",
     ),
     # ---- documents that share a row --------------------------------------------------
@@ -191,6 +190,11 @@ WORDS: dict[str, tuple[str, ...]] = {
         "the loss divides by what {line} counts, and not by {said}{also}",
         "{strategy}",
     ),
+    "classes": (
+        "denominator",
+        "the loss divides by the sum of class weights, which are as {numbers}",
+        "{strategy}",
+    ),
     "unknown": (
         "denominator",
         "the parts of the loss add up to the whole, but with weights that nothing in "
@@ -198,6 +202,20 @@ WORDS: dict[str, tuple[str, ...]] = {
         "accumulation = Weighed(), and in training_step self.weigh(n) with the number "
         "that the loss divides by",
         "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
+    ),
+    "constant": (
+        "denominator",
+        "the loss is made of {one} and of {other}; each micro-batch adds the latter "
+        "anew",
+        "return the mean over rows from training_step, to which a constant may be "
+        "added, or give the decay to the optimizer (weight_decay=...)",
+    ),
+    "two": (
+        "denominator",
+        "the loss is made of {one} and of {other}",
+        'return {{"loss": {{"one": first, "other": second}}}} from training_step',
+        'accumulation = {{"one": {first}, "other": {second}}}',
+        'micro_batching = MicroBatching("auto")',
     ),
     "host": (
         "host",
