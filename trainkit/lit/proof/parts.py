@@ -109,10 +109,10 @@ def unlike_sizes(rows: int, most: int, *, is_equal: bool) -> list[int]:
 
     Args:
         rows: how many there are.
-        most: how many parts, if there are three rows for each.
+        most: how many parts, if there are two rows for each, and one more.
         is_equal: whether all parts have as many rows.
     """
-    number = max(2, min(most, rows // 3))
+    number = max(2, min(most, (rows if is_equal else rows - 1) // 2))
     sizes = [rows // number] * number
     if is_equal:
         return sizes
