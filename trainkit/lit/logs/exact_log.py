@@ -99,7 +99,7 @@ class ExactMeans:
             total, weight = torch.stack([mean["sums"] for mean in held]).sum(0)
             pl_module.log(
                 name,
-                (total / weight).to(torch.get_default_dtype()),
+                (total / weight).to(pl_module.device, torch.get_default_dtype()),
                 on_step=False,
                 on_epoch=True,
                 batch_size=1,
