@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -147,3 +149,23 @@ def test_a_quiet_trainer_stands_where_another_is_and_leaves_signals_alone() -> N
     live.fit(Small(), DataLoader(torch.ones(4, 1)))  # type: ignore[arg-type]
     assert handlers[0] is handlers[1]
     assert live.global_step == 20
+
+
+def test_a_quiet_trainer_has_no_callbacks_of_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "adding-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: adding\nVersion: 1.0")
+    group = "lightning.pytorch.callbacks_factory"
+    (about / "entry_points.txt").write_text(f"[{group}]\nit = adding:make\n")
+    code = "from lightning.pytorch import Callback\nmake = lambda: [Callback()]\n"
+    (tmp_path / "adding.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def number(trainer: Any) -> int:
+        return [type(each) for each in trainer.callbacks].count(Callback)
+
+    live = quick()
+    assert number(live) == 1
+    assert number(quiet_trainer(live, callbacks=[])) == 0

@@ -176,6 +176,9 @@ def leaves_fit(trainer: Any) -> BaseException:
 def quiet_trainer(live: Any, **options: Any) -> Any:
     """A Trainer beside one that trains: on its device alone, silent, without saving.
 
+    It has no callbacks but those that it is given, also where installed packages add
+    theirs to each Trainer.
+
     Args:
         live: the Trainer that trains.
         **options: of the new one.
@@ -195,23 +198,25 @@ def quiet_trainer(live: Any, **options: Any) -> Any:
         )
 
     is_gpu = device.type == "cuda"
-    trainer = Quiet(
-        accelerator="gpu" if is_gpu else device.type,
-        devices=[device.index or 0] if is_gpu else 1,
-        strategy=strategy,
-        plugins=[environments.LightningEnvironment()],
-        logger=of(f"{package}.loggers.logger").DummyLogger(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        max_epochs=live.max_epochs,
-        max_steps=live.max_steps,
-        default_root_dir=live.default_root_dir,
-        **options,
-    )
+    connector = of(f"{package}.trainer.connectors.callback_connector")
+    with replaced(connector, _load_external_callbacks=lambda group: []):
+        trainer = Quiet(
+            accelerator="gpu" if is_gpu else device.type,
+            devices=[device.index or 0] if is_gpu else 1,
+            strategy=strategy,
+            plugins=[environments.LightningEnvironment()],
+            logger=of(f"{package}.loggers.logger").DummyLogger(),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            max_epochs=live.max_epochs,
+            max_steps=live.max_steps,
+            default_root_dir=live.default_root_dir,
+            **options,
+        )
     signals = trainer._signal_connector
     signals.register_signal_handlers = signals.teardown = lambda: None
     trainer._data_connector.prepare_data = lambda: None  # it waits for all ranks

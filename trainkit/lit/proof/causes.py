@@ -26,6 +26,7 @@ from trainkit.lit.proof.places import (
 from trainkit.lit.proof.rehearse import may_change_steps
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.weights import (
     Alone,
     denominator,
@@ -59,14 +60,17 @@ class Causes:
 
     Args:
         subject: what was measured, and is off.
+        whole: its rows as one batch.
 
     Attributes:
         found: the causes, in the order in which they were found.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, whole: Taken) -> None:
+        self._whole = whole
         self._subject, self._most = subject, subject.most_rounding
         self._is_split = subject.is_split
+        self._alones: dict[Subject, Alone] = {}
         self.found: list[Cause] = []
 
     def look(self) -> None:
@@ -88,12 +92,26 @@ class Causes:
             self._subject = subject
         return vanishes
 
+    def _alone(self, subject: Subject) -> Alone:
+        """The gradients of a subject's parts, which run once."""
+        if subject not in self._alones:
+            self._alones[subject] = Alone(subject)
+        return self._alones[subject]
+
+    def _gap(self, subject: Subject) -> float:
+        """How far the window is from its parts, each run by itself and weighed."""
+        alone = self._alone(subject)
+        return alone.off(own_weights(subject), alone.vector(subject.window()))
+
+    def _apart(self, subject: Subject) -> float:
+        """How far the parts are from the whole, however they are weighed."""
+        return self._alone(subject).least_off()
+
     # ---- before all else -------------------------------------------------------------
 
     def _draws_unseen(self) -> bool:
         """Find draws that rows cannot share, and fix them for what follows."""
-        whole = self._subject.whole()
-        draws = whole.draws
+        draws = self._whole.draws
         # One that no row seeds anew: no two passes draw alike.
         own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
         self.found += [cause("draws", place) for place in sorted(draws.unlike | own)]
@@ -102,7 +120,7 @@ class Causes:
         if draws.unlike:
             self._subject = self._subject.varied(fixes_draws=True)
             return self._subject.off() <= self._most
-        if self._subject.whole(seed=1).off_from(whole) > self._most:
+        if self._subject.whole(seed=1).off_from(self._whole) > self._most:
             self.found.append(cause("unseen draws"))
             return True
         return False
@@ -151,7 +169,7 @@ class Causes:
             of_hook = _of_state(place) if is_around else cause("hook", place)
             variations.append((without, of_hook))
         for variation, found in variations:
-            if self._vanishes(_gap, variation):
+            if self._vanishes(self._gap, variation):
                 self.found += [] if found is None else [found]
                 return
         names = _moved(subject)
@@ -164,11 +182,11 @@ class Causes:
     def _explain_parts(self) -> None:
         """Find what keeps parts from adding up, then by which weights they do."""
         for _ in range(4):
-            if self._vanishes(_apart, self._subject):
+            if self._vanishes(self._apart, self._subject):
                 self._explain_weights()
                 return
             for variation, found in self._variations():
-                if self._vanishes(_apart, variation):
+                if self._vanishes(self._apart, variation):
                     self.found.append(found())
                     break
             else:
@@ -198,7 +216,7 @@ class Causes:
         whole, part, places = self._both()
         event = first_unlike(whole, part, places, len(subject.all_rows))
         if event is None:
-            found = denominator(subject, Alone(subject), self._most)
+            found = denominator(subject, self._alone(subject), self._most)
             found = found or two_denominators(subject, self._most)
             after = f" after {whole[-1].path}" if whole else ""
             looks = cause("one row") if _share_one_row(subject) else None
@@ -226,7 +244,7 @@ class Causes:
     def _explain_weights(self) -> None:
         """Name the weights with which the parts are the whole."""
         subject = self._subject
-        alone = Alone(subject)
+        alone = self._alone(subject)
         numbers = subject.rows.whole_numbers() if self._is_split else []
         number = numbers[0] if numbers else ""
         if alone.off(own_weights(subject)) <= self._most:
@@ -248,17 +266,6 @@ def _of_rows(event: Event, layer: nn.Module, number: int = 1) -> Cause:
     name = "BatchNorm" if isinstance(layer, BatchNorm) else "rows"
     where, kind = "in" if event.is_output else "before", type(layer).__name__
     return cause(name, event.path, layer=kind, more=more, where=where)
-
-
-def _gap(subject: Subject) -> float:
-    """How far the window is from its parts, each run by itself and weighed."""
-    alone = Alone(subject)
-    return alone.off(own_weights(subject), alone.vector(subject.window()))
-
-
-def _apart(subject: Subject) -> float:
-    """How far the parts are from the whole, however they are weighed."""
-    return Alone(subject).least_off()
 
 
 def _events(subject: Subject, rows: Sequence[int]) -> list[Event]:

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from trainkit.core._compat import backward_in_modes
+from trainkit.core.generators import seed_torch
 from trainkit.lit.proof.verdict import NotMeasured
 
 _DROPOUTS = {
@@ -139,7 +140,7 @@ class Draws(TorchFunctionMode):
         if func is torch.randperm:
             return torch.arange(*args[:1])
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED + self._num_calls)
+            seed_torch(SEED + self._num_calls)
             return func(*args, **kwargs)
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -165,7 +166,7 @@ class Draws(TorchFunctionMode):
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(found)):
             values = []
             for place, row in enumerate(rows):
-                torch.manual_seed(SEED + 8191 * self._num_calls + row)
+                seed_torch(SEED + 8191 * self._num_calls + row)
                 own = _of_row(func, args, kwargs, place, len(rows))
                 values.append(_drawn_once(func, *own).clone())
             return found.copy_(torch.cat(values))

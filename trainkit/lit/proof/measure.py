@@ -99,7 +99,7 @@ def _count_alike(subject: Subject) -> bool:
     counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
     counts = counts[:, counts.sum(0) != 0]
     places = [[of.index(row) for row in part] for part in subject.parts]
-    shares = shares_of(counts, places)
+    shares = shares_of(counts, [places])[0]
     shares = shares if isinstance(own, Uniform) else shares[:, :-1]
     return bool((shares - shares[:, :1]).abs().max() < 1e-6)
 
@@ -124,7 +124,7 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
                 f"field {numbers[0]!r} is a number of the whole loader batch, which "
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
-        causes = _causes(subject)
+        causes = _causes(subject, whole)
         is_width = [each.kind for each in causes] == ["padding"] and rows.is_stream
         return replace(
             report,
@@ -170,8 +170,8 @@ def _rehearsed(
     return found
 
 
-def _causes(subject: Subject) -> tuple[Cause, ...]:
-    causes = Causes(subject)
+def _causes(subject: Subject, whole: Taken) -> tuple[Cause, ...]:
+    causes = Causes(subject, whole)
     with contextlib.suppress(Exception):  # what is found so far is said
         causes.look()
     return tuple(causes.found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def chosen_parts(
     if own is not None:
         counting = [place for place in places if float(counts[place, 0]) > 0]
         places = counting if len(counting) >= number else places
-    draw, best = random.Random(0), list[tuple[Any, Parts]]()
+    draw, choices = random.Random(0), list[Parts]()
     bounds = [0, *itertools.accumulate(sizes)]
     for _ in range(TRIES // 8 if is_split else TRIES):
         order = draw.sample(places, number)
@@ -57,48 +58,74 @@ def chosen_parts(
         if is_split:
             cut = rows.cut([pool[place] for place in sorted(order)], max(sizes))
             parts = [[pool.index(row) for row in part] for part in cut]
-        apart = _apart(counts, parts, has_own=own is not None)
-        least = float(apart.min()) if len(apart) else 0.0
+        choices.append(parts)
+    apart = _apart(counts, choices, has_own=own is not None)
+
+    def merit(choice: int) -> tuple[float, ...]:
+        parts = choices[choice]
         widths = {max(lengths[place] for place in part) for part in parts}
         # Parts of one class each would look alike to what counts classes.
-        kinds = {_kind(labels[part]) for part in parts}
-        best.append(((len(widths), len(kinds), len(apart), least), parts))
-    parts = max(best, key=lambda each: each[0])[1]
-    return [[pool[place] for place in part] for part in parts]
+        kinds = {_kind(labels, part) for part in parts}
+        return len(widths), len(kinds), *apart[choice]
+
+    best = choices[max(range(len(choices)), key=merit)]
+    return [[pool[place] for place in part] for part in best]
 
 
-def _apart(counts: Tensor, parts: Parts, *, has_own: bool) -> Tensor:
-    """How far denominators are apart by the shares of parts, where that is clear; the
-    first one from the others, if it is the run's own."""
-    shares = shares_of(counts, parts)
+def _apart(
+    counts: Tensor, choices: Sequence[Parts], *, has_own: bool
+) -> list[tuple[float, float]]:
+    """For each choice of parts, how many denominators are clearly apart by what the
+    parts weigh, and how far at least; the first one from the others, if it is the
+    run's own."""
+    shares = shares_of(counts, choices)
     if has_own:
-        apart = (shares - shares[:, :1]).norm(dim=0)
-        apart[:-1] *= counts[sum(parts, [])].sum(0) != 0  # else it says nothing
+        apart = (shares - shares[..., :1]).norm(dim=1)
+        apart[:, :-1] *= shares[..., :-1].sum(1) > 0.5  # else it says nothing
     else:
-        apart = torch.pdist(shares.T)
-    return apart[apart > CLEAR]
+        one, other = torch.triu_indices(shares.shape[-1], shares.shape[-1], 1)
+        apart = (shares[..., one] - shares[..., other]).norm(dim=1)
+    is_clear = apart > CLEAR
+    least = apart.where(is_clear, torch.inf).amin(1)
+    number = is_clear.sum(1)
+    return list(zip(number.tolist(), least.where(number > 0, 0).tolist(), strict=True))
 
 
-def _labels(batch: Any, number: int) -> Tensor:
-    """The fields of a batch that have one label a row, side by side."""
-    found = [torch.zeros(number, dtype=torch.float64)]
-    for each in tensors(batch):
-        if each.shape == (number,) and not each.is_floating_point():
-            found.append(each.double().cpu())
-    return torch.stack(found, 1)
+def _labels(batch: Any, number: int) -> list[list[float]]:
+    """The fields of a batch that have one label a row."""
+    return [
+        each.tolist()
+        for each in tensors(batch)
+        if each.shape == (number,) and not each.is_floating_point()
+    ]
 
 
-def _kind(labels: Tensor) -> tuple[Any, ...]:
-    """How often each label occurs, whichever it is."""
-    counts = [column.unique(return_counts=True)[1].tolist() for column in labels.T]
-    return tuple(tuple(sorted(each)) for each in counts)
+def _kind(labels: Sequence[Sequence[float]], part: Sequence[int]) -> tuple[Any, ...]:
+    """How often each label occurs, whichever it is; of no label, how many rows."""
+    counts = (Counter(column[row] for row in part) for column in labels)
+    return len(part), *(tuple(sorted(each.values())) for each in counts)
 
 
-def shares_of(counts: Tensor, parts: Parts) -> Tensor:
-    """What each part weighs of all, by each denominator, and if all weigh alike."""
-    in_parts = torch.stack([counts[part].sum(0) for part in parts])
-    shares = in_parts / in_parts.sum(0).clamp_min(1e-9)
-    return torch.cat([shares, torch.full((len(parts), 1), 1 / len(parts))], 1)
+def shares_of(counts: Tensor, choices: Sequence[Parts]) -> Tensor:
+    """What each part of several choices weighs, of all of its choice.
+
+    Args:
+        counts: what each row counts, rows x denominators.
+        choices: rows in parts; where one has fewer parts, these weigh nothing.
+
+    Returns:
+        Choices x parts x denominators, and one more, by which all parts weigh alike.
+    """
+    most = max(map(len, choices))
+    members = torch.zeros(len(choices), most, len(counts) + 1, dtype=counts.dtype)
+    for choice, parts in enumerate(choices):
+        for place, part in enumerate(parts):
+            members[choice, place, part] = 1
+            members[choice, place, -1] = 1
+    rows = torch.nn.functional.pad(counts, (0, 1, 0, 1))
+    rows[-1, -1] = 1
+    in_parts = members @ rows
+    return in_parts / in_parts.sum(1, keepdim=True).clamp_min(1e-9)
 
 
 def unlike_sizes(rows: int, most: int, *, is_equal: bool) -> list[int]:

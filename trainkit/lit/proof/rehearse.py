@@ -169,7 +169,7 @@ class Rehearsal:
         """Let a copy be what a step needs, and no more."""
         own = vars(module)
         own["configure_callbacks"] = _no_callbacks if has_driver else no_callbacks
-        own.update({name: _nothing for name in NOT_AGAIN if name in dir(module)})
+        own.update(dict.fromkeys({*NOT_AGAIN} & {*dir(module)}, _nothing))
         self._take_away(module, LightningModule)
         is_narrow = any(p.dtype.itemsize < 4 for p in module.parameters())
         if self.dtype is torch.float64 or is_narrow:

@@ -17,7 +17,7 @@ from trainkit.lit.proof.taken import Taken, combined
 from trainkit.lit.proof.verdict import MOST_ROUNDING, NotMeasured
 
 
-@dataclass
+@dataclass(eq=False)
 class Subject:
     """Rows of a training, and the ways to run them.
 
