@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -73,6 +75,7 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (Positioned, token_loader, PerToken(), None),
     (lambda: Images(zoo.classified), image_loader, PerSample(), None),
     (lambda: Images(zoo.sample_weighted), image_loader, PerSample(mask=2), None),
+    (lambda: wrongs.Choosing(dim=1), image_loader, PerSample(), None),
     (ByHand, image_loader, PerSample(), None),
     (TwoTerms, token_loader, TERMS, SPLIT),
 ]
@@ -128,6 +131,10 @@ OTHERS: list[tuple[Any, Any, str, str, str]] = [
      "draw in the data set"),
     (lambda: wrongs.Dropping(by_row=False), PerToken(), "randomness",
      "rand at proof/wrongs.py", "draw in the data set"),
+    (lambda: wrongs.Augmenting(random.Random(0)), PerSample(), "randomness", STEP,
+     "draw with torch"),
+    (lambda: wrongs.Augmenting(np.random.default_rng(0)), PerSample(), "randomness",
+     STEP, "draw with torch"),
     (lambda: Attending(has_mask=False), PerToken(), "padding", "layer.self_attn",
      "mask padding"),
     (Positioned, PerToken(), "padding", "body", "mask padding"),
@@ -200,6 +207,18 @@ def test_a_trainer_that_accumulates_split_windows_is_followed(
     report = check(module(), token_loader(), **how, **two)
     assert not report.exact
     assert [cause.kind for cause in report.causes] == [kind]
+
+
+def test_what_rows_draw_together_is_named_and_nothing_else() -> None:
+    """As many numbers as there are rows, which nobody can draw alike for parts."""
+    report = check(wrongs.Choosing(dim=0), image_loader(), strategy=PerSample())
+    assert [cause.kind for cause in report.causes] == ["randomness"] * 2
+    assert [cause.place.split()[0] for cause in report.causes] == [
+        "gumbel_softmax",
+        "multinomial",
+    ]
+    with pytest.raises(AssertionError, match="cannot say"):
+        report.assert_exact()
 
 
 def test_several_causes_are_all_found() -> None:

@@ -82,6 +82,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
     "noise by row": (lambda: wrongs.Scaling(by_row=True), images, PerSample()),
+    "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
     "inner cut": (lambda: Images(zoo.nt_xent), images, None, INSIDE),

@@ -4,6 +4,7 @@ do not."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,6 +183,38 @@ class Scaling(Images):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         shape = (len(batch[0]), 1, 1, 1) if self.by_row else (1, 1)
         return super().training_step([batch[0] * torch.rand(shape), *batch[1:]], 0)
+
+
+class Augmenting(Images):
+    """Scales the images of a step alike, by a generator that an object of it holds."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(classified)
+        self.augment = SimpleNamespace(generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = 1 + self.augment.generator.random()
+        return super().training_step([batch[0] * scale, *batch[1:]], 0)
+
+
+class Choosing(Images):
+    """Chooses among classes at random: for each row, or among the rows.
+
+    Args:
+        dim: along which it chooses.
+    """
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__(classified)
+        self.dim = dim
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.head(self.net(batch[0]).mean((2, 3)))
+        choice = F.gumbel_softmax(logits, dim=self.dim)
+        shares = logits.detach().softmax(self.dim)
+        if self.dim == 0:
+            return (choice * torch.multinomial(shares.T, 1).T).mean()
+        return (choice * (1 + torch.multinomial(shares, 1))).square().sum(1).mean()
 
 
 class Dropping(Tokens):

@@ -114,12 +114,16 @@ class Causes:
         draws = self._whole.draws
         # One that no row seeds anew: no two passes draw alike.
         own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
-        self.found += [cause("draws", place) for place in sorted(draws.unlike | own)]
+        places = sorted({*draws.unlike, *own})
+        self.found += [cause("draws", place) for place in places]
         if own:
             return True
         if draws.unlike:
             self._subject = self._subject.varied(fixes_draws=True)
-            return self._subject.off() <= self._most
+            whole, window = self._subject.whole(), self._subject.window()
+            # Draws as many as there are rows could not be fixed.
+            is_other = whole.draws.unlike != window.draws.unlike
+            return is_other or window.off_from(whole) <= self._most
         if self._subject.whole(seed=1).off_from(self._whole) > self._most:
             self.found.append(cause("unseen draws"))
             return True

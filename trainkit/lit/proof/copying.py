@@ -87,6 +87,13 @@ class Copies:
             ) from error
         return copied
 
+    def move_generators(self) -> None:
+        """Let Python's and NumPy's generators that the module holds draw once."""
+        for key in filter(self._memo.__contains__, self._seen):
+            copied = self._memo[key]
+            if is_generator(copied) and hasattr(copied, "random"):  # not torch's
+                copied.random()
+
     def _leave_out(self, trainer: Any, module: nn.Module) -> list[str]:
         """Leave out what belongs to the run; returns which methods are compiled."""
         compiled = vars(module).get("_compiler_ctx")

@@ -32,7 +32,10 @@ _BY_ROW = {
     Tensor.geometric_,
 }  # fmt: skip
 
-_OTHERS = {torch.randperm, torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
+_ALONG_A_ROW = {torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
+"""They draw for each row of a matrix; of a vector, or along the rows, for all."""
+
+_DRAWS = _BY_ROW | _ALONG_A_ROW | {torch.randperm}
 
 _WIDENED = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,7 +62,7 @@ class Draws(TorchFunctionMode):
 
     Attributes:
         has_dropout: whether some dropout was turned off.
-        unlike: the places of draws that are not by row.
+        unlike: the places of draws that are not by row, each with their shapes.
         seeds: for each place that draws from a generator of the user's own, its seeds.
     """
 
@@ -73,7 +76,7 @@ class Draws(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.has_dropout = False
-        self.unlike: set[str] = set()
+        self.unlike: dict[str, set[torch.Size]] = {}
         self.seeds: dict[str, set[int]] = {}
         self._rows_now = rows_now
         self._widens, self._shared = dtype is torch.float64, shared
@@ -122,26 +125,30 @@ class Draws(TorchFunctionMode):
             self._refuse_writing(func, args)
         if self._widens:
             func, args, kwargs = _widened(func, args, kwargs)
-        if func not in _BY_ROW and func not in _OTHERS:
+        if func not in _DRAWS:
             return func(*args, **kwargs)
         if (own := kwargs.get("generator")) is not None:
             self.seeds.setdefault(_draw_of(func), set()).add(own.initial_seed())
             return func(*args, **kwargs)
-        if func in _BY_ROW:
+        if _is_by_row(func, args, kwargs):
             return self._drawn(func, args, kwargs)
         return self._of_all(func, args, kwargs)
 
     def _of_all(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw that rows share."""
-        if self._rows_now() is not None:
-            self.unlike.add(_draw_of(func))
         if not self._fixes:
-            return func(*args, **kwargs)
-        if func is torch.randperm:
-            return torch.arange(*args[:1])
-        with torch.random.fork_rng(devices=[]):
-            seed_torch(SEED + self._num_calls)
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+        elif func is torch.randperm:
+            found = torch.arange(*args[:1])
+        else:
+            with torch.random.fork_rng(devices=[]):
+                seed_torch(SEED + self._num_calls)
+                found = func(*args, **kwargs)
+        if self._rows_now() is not None:
+            # Any number of rows that stay where they are is fixed.
+            shape = torch.Size() if func is torch.randperm else found.shape
+            self.unlike.setdefault(_draw_of(func), set()).add(shape)
+        return found
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         names = "input", "p", "training" if func.__module__ != "torch" else "train"
@@ -163,13 +170,18 @@ class Draws(TorchFunctionMode):
             return found
         if not found.ndim or found.shape[0] != len(rows):
             return self._of_all(func, args, kwargs)
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(found)):
-            values = []
+        has_gradient = func is F.gumbel_softmax
+        values = []
+        with (
+            torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()),
+            torch.random.fork_rng(devices=_devices(found)),
+        ):
             for place, row in enumerate(rows):
                 seed_torch(SEED + 8191 * self._num_calls + row)
                 own = _of_row(func, args, kwargs, place, len(rows))
                 values.append(_drawn_once(func, *own).clone())
-            return found.copy_(torch.cat(values))
+            drawn = torch.cat(values)
+            return drawn if has_gradient else found.copy_(drawn)
 
     def _refuse_writing(self, func: Any, args: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -184,6 +196,15 @@ class Draws(TorchFunctionMode):
 
 class WritesShared(NotMeasured):
     """A step writes a frozen parameter, which its copy must not share."""
+
+
+def _is_by_row(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether each row may have draws of its own."""
+    if func not in _ALONG_A_ROW:
+        return func is not torch.randperm
+    of = args[0] if args else kwargs.get("input", kwargs.get("logits"))
+    last = kwargs.get("dim", -1) in (-1, of.ndim - 1) and len(args) < 5
+    return of.ndim > 1 and last
 
 
 def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

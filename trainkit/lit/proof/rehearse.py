@@ -154,6 +154,8 @@ class Rehearsal:
         )
         stand_where(trainer, self.trainer)
         vars(trainer)["save_checkpoint"] = _nothing  # callbacks of the user's may
+        if seed != SEED:
+            copies.move_generators()
         for change in self.changes:
             taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
