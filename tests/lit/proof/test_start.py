@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import threading
@@ -81,7 +82,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "terms": (TwoTerms, tokens, TERMS, SPLIT),
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
-    "noise by row": (lambda: wrongs.Scaling(by_row=True), images, PerSample()),
+    "noise by row": (lambda: wrongs.Scaling(None), images, PerSample()),
     "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
@@ -338,8 +339,11 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),
      PerToken(), "count alike, so PerSample and PerToken look the same on them; "
      "where one ends earlier, the gradient is off"),
-    "one draw for all": (lambda: wrongs.Scaling(by_row=False), images, PerSample(),
-     "(rand at proof/wrongs.py:"),
+    # As many numbers as a part may have rows.
+    **{f"{n} draws for all": (functools.partial(wrongs.Scaling, n), images, PerSample(),
+        "(rand at proof/wrongs.py:", *how)
+        for n, how in ((1, []), (2, [SPLIT]), (3, [SPLIT]))},
+    "a distribution": (wrongs.Mixing, images, PerSample(), "(_sample_dirichlet at "),
     "mixup": (lambda: Images(zoo.mixup), images, PerSample(),
      "randperm at proof/zoo"),
     "one row": (Tokens, lambda: stream(zoo.sequences(), 1), PerToken(),
@@ -355,13 +359,13 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
 def test_what_cannot_be_told_is_not_called_exact(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, data, strategy, why = DOUBTFUL[name]
-    fit(module(), data(), strategy)
+    module, data, strategy, why, *cut = DOUBTFUL[name]
+    fit(module(), data(), strategy, *cut)
     text = said(capsys)
     assert text.startswith("not measured: ")
     assert why in text
     with pytest.raises(TrainkitError, match='proof="require": not measured: '):
-        fit(module(), data(), strategy, proof="require")
+        fit(module(), data(), strategy, *cut, proof="require")
 
 
 class Decays(Images):

@@ -174,15 +174,29 @@ class ClassWeighted(Images):
 
 
 class Scaling(Images):
-    """Scales images at random: all alike, or each by itself."""
+    """Scales images at random: all by some numbers, or each by one of its own."""
 
-    def __init__(self, *, by_row: bool) -> None:
+    def __init__(self, numbers: int | None) -> None:
         super().__init__(classified)
-        self.by_row = by_row
+        self.numbers = numbers
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        shape = (len(batch[0]), 1, 1, 1) if self.by_row else (1, 1)
-        return super().training_step([batch[0] * torch.rand(shape), *batch[1:]], 0)
+        images, *labels = batch
+        shape = (len(images), 1, 1, 1)
+        scale = torch.rand(self.numbers).mean() if self.numbers else torch.rand(shape)
+        return super().training_step([images * scale, *labels], 0)
+
+
+class Mixing(Images):
+    """Mixes each image with its mirror image, all by one number."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = torch.distributions.Beta(0.4, 0.4).sample()
+        mixed = share * batch[0] + (1 - share) * batch[0].flip(-1)
+        return super().training_step([mixed, *batch[1:]], 0)
 
 
 class Augmenting(Images):

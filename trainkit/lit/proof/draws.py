@@ -29,7 +29,7 @@ _BY_ROW = {
     torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
     Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
     Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
-    Tensor.geometric_,
+    Tensor.geometric_, torch.binomial, torch._standard_gamma, torch._sample_dirichlet,
 }  # fmt: skip
 
 _ALONG_A_ROW = {torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
@@ -58,6 +58,8 @@ class Draws(TorchFunctionMode):
         rows_now: gives the rows of the micro-batch under way.
         dtype: in float64, narrower types that the module asks for become float64.
         shared: parameters that must not be written, by the address of their memory.
+        by_row: for each place that draws, whether it draws by row. What is not there
+            yet is noted by the number of rows.
         fixes: whether what is not by row is drawn alike in all passes.
 
     Attributes:
@@ -71,10 +73,12 @@ class Draws(TorchFunctionMode):
         rows_now: Callable[[], tuple[Any, Sequence[int]] | None],
         dtype: torch.dtype,
         shared: dict[int, str],
+        by_row: dict[str, set[bool]],
         *,
         fixes: bool = False,
     ) -> None:
         super().__init__()
+        self._by_row, self._known = by_row, frozenset(by_row)
         self.has_dropout = False
         self.unlike: dict[str, set[torch.Size]] = {}
         self.seeds: dict[str, set[int]] = {}
@@ -161,6 +165,7 @@ class Draws(TorchFunctionMode):
         found, now = func(*args, **kwargs), self._rows_now()
         if now is None or not isinstance(found, Tensor):
             return found
+        place = _draw_of(func)
         number, rows = now
         if number != self._micro_batch:
             self._micro_batch, self._num_calls = number, 0
@@ -168,7 +173,10 @@ class Draws(TorchFunctionMode):
         self._num_calls += 1
         if not rows:
             return found
-        if not found.ndim or found.shape[0] != len(rows):
+        is_by_row = found.ndim > 0 and found.shape[0] == len(rows)
+        if place not in self._known:
+            self._by_row.setdefault(place, set()).add(is_by_row)
+        if not is_by_row or True not in self._by_row[place]:
             return self._of_all(func, args, kwargs)
         has_gradient = func is F.gumbel_softmax
         values = []
@@ -176,9 +184,9 @@ class Draws(TorchFunctionMode):
             torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()),
             torch.random.fork_rng(devices=_devices(found)),
         ):
-            for place, row in enumerate(rows):
+            for at, row in enumerate(rows):
                 seed_torch(SEED + 8191 * self._num_calls + row)
-                own = _of_row(func, args, kwargs, place, len(rows))
+                own = _of_row(func, args, kwargs, at, len(rows))
                 values.append(_drawn_once(func, *own).clone())
             drawn = torch.cat(values)
             return drawn if has_gradient else found.copy_(drawn)

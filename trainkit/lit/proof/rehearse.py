@@ -8,7 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -74,6 +74,8 @@ class Rehearsal:
         changes: what else is done to the copy before it runs, one after another.
         fixes_draws: whether what rows share is drawn alike for all parts.
         shares: whether large frozen parameters are shared with the copy.
+        by_row: for each place that draws, whether it draws by row, as the first of all
+            rehearsals has found: a part may have as many rows by chance.
     """
 
     trainer: Any
@@ -85,6 +87,7 @@ class Rehearsal:
     changes: tuple[Callable[[Any], Any], ...] = ()
     fixes_draws: bool = False
     shares: bool = True
+    by_row: dict[str, set[bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.callbacks is None:
@@ -138,7 +141,11 @@ class Rehearsal:
         own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, self.trainer.train_dataloader)
         draws = Draws(
-            loader.rows_now, self.dtype, copies.shared, fixes=self.fixes_draws
+            loader.rows_now,
+            self.dtype,
+            copies.shared,
+            self.by_row,
+            fixes=self.fixes_draws,
         )
         draws.turn_off(module)
         taken = Taken(draws)
