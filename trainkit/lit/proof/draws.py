@@ -29,7 +29,8 @@ _BY_ROW = {
     torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
     Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
     Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
-    Tensor.geometric_, torch.binomial, torch._standard_gamma, torch._sample_dirichlet,
+    Tensor.geometric_, torch.binomial,
+    torch._standard_gamma, torch._sample_dirichlet,  # type: ignore[attr-defined]
 }  # fmt: skip
 
 _ALONG_A_ROW = {torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
