@@ -182,7 +182,8 @@ def _may_tell(batch: Any) -> bool:
     fields = fields_of(batch)
     if fields is None:
         parts = batch if isinstance(batch, list | tuple) else ()
-        return sum(map(_may_tell, parts)) == 1  # several may be samples
+        nested = [each for each in parts if not isinstance(each, Tensor)]
+        return sum(map(_may_tell, nested)) == 1  # several may be samples
     if not KNOWN.isdisjoint(fields):
         return True
     return any(not isinstance(value, Tensor) for value in fields.values())

@@ -174,7 +174,7 @@ class FirstWindows:
         self._num_windows += 1
         self.is_complete = len(self) >= NUM_MEASURED
         totals = stats.totals
-        number = scalar(num_batches or totals[COUNT], totals.device)
+        number = scalar(num_batches, totals.device) if num_batches else totals[COUNT]
         sums = torch.stack([totals[SAMPLES], totals[WEIGHT], number])
         self._sums = sums if self._sums is None else self._sums + sums
 

@@ -50,6 +50,7 @@ class LayoutReader:
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options, self._strategy = options, strategy
+        self._documents = documents_option(options, strategy)
         self._always: dict[str, bool] = {}  # by path
 
     def read(self, batch: Any) -> Layout:
@@ -63,7 +64,7 @@ class LayoutReader:
             rows = rows_of_samples(batch, options.length_paths)
             samples = [Field("", list(batch))]
             return Layout(samples, lambda values: collate(next(values)), [()], rows)
-        documents = find_flattened(batch, documents_option(options, strategy))
+        documents = find_flattened(batch, self._documents)
         if documents is not None:
             whole = [lookup(batch, path) for path in options.shared]
             return Flattened.read([batch], [documents], whole)
