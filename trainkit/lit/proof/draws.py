@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainkit.core._compat import backward_in_modes
 from trainkit.core.generators import seed_torch
+from trainkit.lit.proof.bounds import CHECKED, refuse_below_zero
 from trainkit.lit.proof.verdict import NotMeasured
 
 _DROPOUTS = {
@@ -122,6 +123,8 @@ class Draws(TorchFunctionMode):
         if func is Tensor.backward:  # in which forward passes may run again
             with self:
                 return backward_in_modes(*args, **kwargs)
+        if func in CHECKED:
+            refuse_below_zero(func, args, kwargs)
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
         if "dropout_p" in kwargs and kwargs["dropout_p"]:

@@ -163,8 +163,9 @@ def unknown(subject: Subject, alone: Alone) -> Cause:
     found = _of_classes(subject, weights)
     if found is not None:
         return found
-    least = min((abs(each) for each in weights.tolist() if each), default=1.0)
-    shares = ", ".join(f"{each / least:.4g}" for each in weights.tolist())
+    clear = weights.where(weights.abs() > 1e-9 * weights.abs().max(), 0).tolist()
+    least = min((abs(each) for each in clear if each), default=1.0)
+    shares = ", ".join(f"{each / least:.4g}" for each in clear)
     return cause("unknown", STEP, *_ways_in(subject), shares=shares)
 
 
