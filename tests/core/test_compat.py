@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers import raise_rank_errors, run_ranks, start_gloo
 from trainkit.core import _compat
 
 
@@ -87,6 +89,7 @@ def test_transforms_of_torch_func_are_seen() -> None:
 
 
 def test_operators_run_as_they_are_told() -> None:
+    start_gloo()
     seen = []
 
     def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -113,3 +116,28 @@ def test_hooks_around_are_left_out() -> None:
     assert len(packed) == 1
     with _compat.without_hooks():
         assert torch.func.grad(torch.sin)(torch.zeros(())) == 1
+
+
+def _numbers_seen(rank: int, world_size: int) -> list[tuple[int, int, float]]:
+    start_gloo()
+    seen = []
+
+    def see() -> None:
+        total = torch.tensor(float(1 + rank))
+        dist.all_reduce(total)
+        seen.append((dist.get_rank(), dist.get_world_size(), float(total)))
+
+    see()
+    with _compat.alone_among_ranks():
+        for _ in range(1 + rank):  # nobody waits for anybody
+            see()
+    see()
+    with _compat.alone_among_ranks():
+        see()
+    return seen
+
+
+def test_a_rank_can_be_alone_for_a_while() -> None:
+    one, other = raise_rank_errors(run_ranks(_numbers_seen, 2))
+    assert one == [(0, 2, 3.0), (0, 1, 1.0), (0, 2, 3.0), (0, 1, 1.0)]
+    assert other == [(1, 2, 3.0), *[(0, 1, 2.0)] * 2, (1, 2, 3.0), (0, 1, 2.0)]

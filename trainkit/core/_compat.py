@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +100,23 @@ def has_reduced(module: DistributedDataParallel) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def alone_among_ranks() -> Iterator[None]:
+    """Within it, this process is the only rank of the default group, and exchanges with
+    no other; a group that is named keeps its ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    own: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    world: Any = dist.GroupMember
+    everybody, world.WORLD = world.WORLD, own
+    try:
+        yield
+    finally:
+        world.WORLD = everybody
+        dist.destroy_process_group(own)
 
 
 def communication_hooks(module: DistributedDataParallel) -> list[Any]:

@@ -31,6 +31,15 @@ class UnlikeOnOne(Tokens):
         return super().training_step(batch, batch_idx)
 
 
+class Exchanges(UnlikeOnOne):
+    """It sums over ranks by itself, and one of them rehearses more often."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ranks = torch.ones(())
+        torch.distributed.all_reduce(ranks)
+        return super().training_step(batch, batch_idx) * ranks
+
+
 class Gathers(Tokens):
     def features(self, batch: Any) -> Any:
         everywhere: Any = self.all_gather(super().features(batch))
@@ -44,6 +53,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "BatchNorm, split": (NormalisedTokens, {"micro_batches": SPLIT}),
     "a hook": (ClipsEarly, {}),
     "unlike on one rank": (UnlikeOnOne, {}),
+    "exchanges": (Exchanges, {}),
     "an error on one rank": (FailsOnOne, {}),
     "gathers": (Gathers, {}),
 }
@@ -80,6 +90,7 @@ def test_both_ranks_say_what_one_has_found() -> None:
     assert one["a hook"][:2] == (False, ["order"])
     assert one["unlike on one rank"][:2] == (False, ["denominator"])
     assert "these are rank 1's" in one["unlike on one rank"][2]
+    assert one["exchanges"][:2] == (False, ["denominator"])
     reports = [name for name in one if isinstance(one[name], tuple)]
     assert [one[name] for name in reports] == [other[name] for name in reports]
     assert other["an error on one rank"].startswith("RuntimeError: only here")

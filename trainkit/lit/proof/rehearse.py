@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 
+from trainkit.core._compat import alone_among_ranks
 from trainkit.core.generators import random_kept, seed_all
 from trainkit.core.nested import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
@@ -166,7 +167,7 @@ class Rehearsal:
         for change in self.changes:
             taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
-        with kept, _aside(self.dtype), draws:
+        with kept, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
             with contextlib.suppress(Ended):
                 trainer.fit(module, **self._data(loader))
