@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,19 @@ from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
 from tests.cli.plan.test_main import report
 from tests.cli.training import SMALL, the_run, train
+from tests.lit.probe.finding import larger_is_faster
 from trainkit.cli.plan.main import main
 from trainkit.errors import TrainkitError
-from trainkit.lit.probe.attempt import Attempts
 
 PROBE = ["--probe", "--target", "16", *SMALL]
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """In a folder of its own, where larger sizes are faster."""
     monkeypatch.chdir(tmp_path)
-    seconds = itertools.count()
-    attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
+    with larger_is_faster():
+        yield
 
 
 def test_what_it_finds_is_a_plan_with_the_sizes_tried(

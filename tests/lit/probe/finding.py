@@ -6,15 +6,15 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from tests.helpers import trainer
+from tests.helpers import trainer as quick
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
@@ -160,15 +160,11 @@ MAKERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def larger_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every measure takes one second, so that memory alone decides."""
+def larger_is_faster() -> Any:
+    """Within a `with` block a measure takes one second, and memory alone decides."""
     seconds = itertools.count()
     attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
-
-
-def quick(accumulate: int = 1, **options: Any) -> pl.Trainer:
-    return trainer(accumulate, **options)
+    return mock.patch("trainkit.lit.probe.find.Attempts", attempts)
 
 
 def exact() -> pl.Callback:
@@ -180,9 +176,3 @@ def found(
 ) -> FoundMicroBatch:
     options.setdefault("target", TARGET)
     return find_micro_batch(fit or quick(), module, data, verbose=False, **options)
-
-
-def fit_data(data: Any) -> dict[str, Any]:
-    if isinstance(data, DataLoader):
-        return {"train_dataloaders": data}
-    return {"datamodule": data}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from trainkit.lit.probe.attempt import ROUNDS
 
 
 @pytest.fixture(autouse=True)
-def _memory_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    larger_is_faster(monkeypatch)
+def _memory_alone_decides() -> Iterator[None]:
+    with larger_is_faster():
+        yield
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +15,16 @@ from torch import Tensor
 
 from tests.cli.training import SMALL
 from tests.helpers import RankError, raise_rank_errors, run_cases, run_ranks, weights
-from tests.lit.probe.finding import Data, Limited, Net, exact, found, quick
+from tests.lit.probe.finding import (
+    Data,
+    Limited,
+    Net,
+    exact,
+    found,
+    larger_is_faster,
+    quick,
+)
 from tests.startup import forked
-from trainkit.lit.probe.attempt import Attempts
 
 WORLD = 2
 
@@ -49,9 +53,7 @@ def fitted(
     if by_hand is not None:
         data.batch_size, fit.accumulate_grad_batches = by_hand
     else:
-        seconds = itertools.count()
-        attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-        with mock.patch("trainkit.lit.probe.find.Attempts", attempts):
+        with larger_is_faster():
             found(module, data, fit, target=32)
     fit.fit(module, data)
     sizes = data.batch_size, fit.accumulate_grad_batches

@@ -22,16 +22,12 @@ from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
 from trainkit.lit.probe.setting import BY_HAND
 
-FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+FITS, OUT_OF_MEMORY, FAILED = range(3)
 """The outcomes of an attempt; the worst one of all ranks counts."""
 
 ROUNDS = 3
 """How often each batch is timed. The fastest time counts, as in `timeit`: other work on
 the machine can only add to a time."""
-
-MOST_SKIPPED = 30
-"""The most steps that a gradient scaler may skip. It halves its scale with each, and
-begins at 65,536."""
 
 
 @dataclass
@@ -66,22 +62,22 @@ class Attempts:
     def try_size(self, size: int) -> Trial:
         """Find out whether a size fits on every rank, and how fast it is."""
         device = self.trainer.strategy.root_device
-        is_gpu, seconds, peak = device.type == "cuda", 0.0, 0.0
+        is_gpu, peak = device.type == "cuda", None
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        try:
-            with muted(self._module):
-                for half in (self._prove, self._measure):
-                    fits, seconds, peak = self._on_every_rank(half, size)
-                    if not fits:
-                        return Trial(size=size, fits=False)
-        finally:
-            self._snapshot.restore()
+        with self._snapshot, muted(self._module):
+            seconds = self._on_every_rank(self._prove, size)
+            if seconds is not None:
+                seconds = self._on_every_rank(self._measure, size)
+            if seconds is None:
+                return Trial(size=size, fits=False)
+            if is_gpu:
+                (peak,) = self._most(torch.cuda.max_memory_allocated(device))
         return Trial(
             size=size,
             fits=True,
             samples_per_second=size * self.num_batches / max(seconds, 1e-9),
-            peak_bytes=int(peak) if is_gpu else None,
+            peak_bytes=None if peak is None else int(peak),
         )
 
     def does_not_fit(self) -> TrainkitError:
@@ -101,13 +97,11 @@ class Attempts:
         return 0.0
 
     def _measure(self, size: int) -> float:
-        self._step()
-        for _ in range(0 if scaler_of(self.trainer) is None else MOST_SKIPPED):
-            if all(optimizer.state for optimizer in self.trainer.optimizers):
-                break  # the scaler has not skipped the step
-            self._module.zero_grad()
-            self._prove(size)
-            self._step()
+        if scaler_of(self.trainer) is not None:
+            # It would skip a step with infinite gradients, and so make no state.
+            self._module.zero_grad(set_to_none=False)
+        for optimizer in self.trainer.optimizers:
+            self.trainer.strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
         self._prove(size)
         batches = [self.rows.in_order(size, i) for i in range(self.num_batches)]
         return sum(min(self._seconds_for(b) for _ in range(ROUNDS)) for b in batches)
@@ -137,10 +131,6 @@ class Attempts:
                 optimizers = self.trainer.optimizers
                 strategy.backward(loss, optimizers[0] if optimizers else None)
 
-    def _step(self) -> None:
-        for optimizer in self.trainer.optimizers:
-            self.trainer.strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
-
     def _now(self) -> float:
         device = self.trainer.strategy.root_device
         if device.type == "cuda":
@@ -149,36 +139,30 @@ class Attempts:
 
     # ---- agreement -------------------------------------------------------------------
 
-    def _on_every_rank(
-        self, half: Callable[[int], float], size: int
-    ) -> tuple[bool, float, float]:
-        """Run a half on every rank.
-
-        Returns:
-            Whether it fits, the seconds of the slowest rank, and the highest peak.
-        """
-        error: Exception | None = None
-        outcome, seconds, peak = FITS, 0.0, 0.0
-        strategy = self.trainer.strategy
-        device = strategy.root_device
+    def _on_every_rank(self, half: Callable[[int], float], size: int) -> float | None:
+        """The seconds of the slowest rank for a half; None if one has no room."""
+        outcome, seconds, failure = FITS, 0.0, None
         try:
             seconds = half(size)
-        except Exception as raised:
-            error = raised
-            outcome = OUT_OF_MEMORY if is_out_of_memory(raised) else FAILED
-        if error is not None and outcome == OUT_OF_MEMORY:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._most(FAILED, seconds)  # the others wait for it
+                raise
+            outcome, failure = OUT_OF_MEMORY, error
+        if failure is not None:
+            self._failure = failure
             self._module.zero_grad(set_to_none=True)
-            self._failure = error
-            release(error)
-        if device.type == "cuda":
-            peak = float(torch.cuda.max_memory_allocated(device))
-        row = torch.tensor([outcome, seconds, peak], device=device)
-        worst, seconds, peak = strategy.reduce(row, reduce_op="max").tolist()
-        if error is not None and outcome == FAILED:
-            raise error
+            release(failure)
+        worst, seconds = self._most(outcome, seconds)
         if worst == FAILED:
             raise TrainkitError(
                 "find_micro_batch: another rank failed, and not because its memory "
                 "was full. Look at the error that it printed."
             )
-        return worst == FITS, seconds, peak
+        return seconds if worst == FITS else None
+
+    def _most(self, *numbers: float) -> list[float]:
+        """The highest of each number over all ranks."""
+        strategy = self.trainer.strategy
+        row = torch.tensor(numbers, device=strategy.root_device)
+        return strategy.reduce(row, reduce_op="max").tolist()

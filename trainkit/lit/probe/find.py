@@ -126,14 +126,11 @@ def find_micro_batch(
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()
     probe = _Probe(setting, start, target, max_micro_batch, margin, num_batches)
-    fit_aside(
-        trainer,
-        module,
-        datamodule,
-        probe,
-        prepare=probe.write_test_size,
-        last=lambda: setting.write(start),
-    )
+    try:
+        setting.write(probe.test_size)
+        fit_aside(trainer, module, datamodule, probe)
+    finally:
+        setting.write(start)
     found = probe.found
     if found is None:
         raise TrainkitError(
@@ -161,14 +158,10 @@ class _Probe(Callback):
     found: FoundMicroBatch | None = None
 
     @property
-    def _test_size(self) -> int:
+    def test_size(self) -> int:
         """A size other than the user's, to see whether the loader uses the attribute.
         It is small, since Lightning loads one batch."""
         return 2 if self.start == 1 else 1
-
-    def write_test_size(self) -> None:
-        if self.setting.name is not None:
-            self.setting.write(self._test_size)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -176,7 +169,13 @@ class _Probe(Callback):
         refuse(trainer, pl_module)
         loader = trainer.train_dataloader
         refuse_own_batches(loader)
-        self._refuse_unused_setting(loader)
+        used, text = loader_batch_size(loader), self.setting.text
+        if used != self.test_size:
+            raise TrainkitError(
+                f"find_micro_batch: {text} was set to {self.test_size}, but the "
+                f"training loader's batch size is {used}. Let train_dataloader() use "
+                f"it: DataLoader(..., batch_size=self.{self.setting.name})."
+            )
         rows, ranks = Rows(loader), {"world_size": num_replicas(trainer)}
         number = torch.tensor(len(rows), device=trainer.strategy.root_device)
         most = int(trainer.strategy.reduce(number, reduce_op="min"))
@@ -191,13 +190,3 @@ class _Probe(Callback):
         plan = BatchPlan.make(target=self.target, max_micro_batch=chosen, **ranks)
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)
-
-    def _refuse_unused_setting(self, loader: Any) -> None:
-        """Refuse a setting that the loader does not use."""
-        size, setting = loader_batch_size(loader), self.setting
-        if setting.name is not None and size != self._test_size:
-            raise TrainkitError(
-                f"find_micro_batch: {setting.text} was set to {self._test_size}, but "
-                f"the training loader's batch size is {size}. Let train_dataloader() "
-                f"use it: DataLoader(..., batch_size=self.{setting.name})."
-            )

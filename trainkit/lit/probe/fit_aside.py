@@ -28,7 +28,6 @@ def fit_aside(
     callback: Callback,
     *,
     prepare: Callable[[], None] = lambda: None,
-    last: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `trainer.fit` with one callback, no loggers and no validation.
 
@@ -41,10 +40,7 @@ def fit_aside(
         data: a LightningDataModule, the training loader, several of them, or None.
         callback: ends `fit` itself, with `leaves_fit`.
         prepare: called once Trainer and module are prepared.
-        last: called when everything is put back.
     """
-    is_module = hasattr(data, "train_dataloader")
-    given = {"datamodule" if is_module else "train_dataloaders": data}
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     kept = Kept(module, steps=True, device=strategy.root_device)
     things = [*parts_of(trainer), *tree_leaves(data), *trainer.callbacks]
@@ -58,7 +54,7 @@ def fit_aside(
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
         prepare()
-        trainer.fit(module, **given)
+        trainer.fit(module, data)
     finally:
         kept.restore()
         for put_back in attributes:
@@ -66,7 +62,6 @@ def fit_aside(
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers
         if scaling:
             plugin.load_state_dict(scaling)
-        last()
 
 
 def _attributes_of(things: list[Any]) -> list[Callable[[], None]]:

@@ -40,10 +40,9 @@ class Setting:
         return kind if self.name is None else f"{kind}.{self.name}"
 
     def read(self) -> Any:
-        size = loader_batch_size(self.owner) if self.name is None else (
-            getattr(self.owner, self.name, None)
-        )  # fmt: skip
-        if size is None:
+        if self.name is None:
+            size = loader_batch_size(self.owner)
+        elif (size := getattr(self.owner, self.name, None)) is None:
             size = self.owner.hparams[self.name]
         name = f"find_micro_batch {self.text}"
         check_whole_number(name, size, hint="It is where the search begins.")
