@@ -89,7 +89,6 @@ def test_transforms_of_torch_func_are_seen() -> None:
 
 
 def test_operators_run_as_they_are_told() -> None:
-    start_gloo()
     seen = []
 
     def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
