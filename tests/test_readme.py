@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shlex
 import signal
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, trainer
+from tests.startup import forked
+from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -68,8 +71,13 @@ def test_python_blocks_run(block: str) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_first_programs_are_proved(number: int, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", blocks("README.md", "python")[number]]
-    printed = subprocess.check_output(program, cwd=tmp_path, text=True)
+    (tmp_path / "program.py").write_text(blocks("README.md", "python")[number])
+    printed = subprocess.check_output(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, **forked()},
+        text=True,
+    )
     assert "trainkit | proof: exact on" in printed
 
 
@@ -305,15 +313,11 @@ def first_value(word: str) -> str:
 
 
 @pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
-def test_every_training_it_names_composes(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_training_it_names_composes(words: list[str], in_a_folder: None) -> None:
     if "hparams_search=optuna" in words:  # in an environment of its own
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
     flags = [word for word in words[2:] if word != "-m"]
-    assert main(["train", "--cfg=job", *map(first_value, flags)]) == 0
+    assert Composition([*map(first_value, flags)]).config.trainer
 
 
 @pytest.mark.parametrize("words", [w for w in COMMANDS if w[1] == "plan"], ids=" ".join)

@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from tests.helpers import NAIVE, TOLERANCE
+from tests.startup import CHILD_PATH, forked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -144,11 +145,11 @@ def test_its_program_trains_exactly(project: Path) -> None:
     """In one process; plain Lightning is the control."""
     names = ("big", "streamed", "split", "plain")
     command = [sys.executable, "src/train.py", "-m", f"experiment={','.join(names)}"]
-    paths = os.pathsep.join([str(project), *filter(None, sys.path)])
+    paths = os.pathsep.join([CHILD_PATH, str(project), *filter(None, sys.path)])
     ended = subprocess.run(
         command,
         cwd=project,
-        env={**os.environ, "PYTHONPATH": paths, "HYDRA_FULL_ERROR": "1"},
+        env={**os.environ, **forked(), "PYTHONPATH": paths, "HYDRA_FULL_ERROR": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -57,7 +57,11 @@ def small(name: str, *, epochs: int | None = None) -> list[str]:
 def run_debug(name: str, where: Path, *overrides: str) -> dict[str, Any]:
     """Take a few steps of a recipe in the current folder and return its metrics."""
     assert train(*small(name), *overrides, small=QUICK) == 0
-    run = the_run(where)
+    return metrics_of(the_run(where))
+
+
+def metrics_of(run: Path) -> dict[str, Any]:
+    """Those of a run's end; it has logged rows."""
     with (run / "metrics.csv").open() as file:
         assert list(csv.DictReader(file))
     return summary_of(run)["metrics"]

@@ -53,6 +53,13 @@ def doubled(batch: Any) -> Any:
     return batch.double() if torch.is_floating_point(batch) else batch
 
 
+def alone(module: LightningModule) -> LightningModule:
+    """A module in float64 whose step runs without a Trainer: in one process."""
+    module.all_gather = lambda data, **_: data  # type: ignore[method-assign]
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    return module.double()
+
+
 def window_is_off_by(
     module: LightningModule,
     strategy: AccumulationStrategy,

@@ -14,30 +14,22 @@ from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.contrastive import Contrastive, Digits
 from recipes.contrastive.contrastive import nt_xent
 from tests.helpers import NAIVE
-from tests.recipes.debugging import run_debug, small
+from tests.recipes.debugging import metrics_of, small
+from tests.recipes.exact import alone, doubled, off, whole_gradient, window_gradient
+from trainkit import PerSample
 
-DEBUG = [*small("contrastive", epochs=1), "trainer.precision=64-true"]
-PLAIN = ["data.batch_size=8", "trainer.accumulate_grad_batches=4"]
+DEBUG = [*small("contrastive"), "trainer.precision=64-true", "trainer.max_steps=2"]
 EXACT = 1e-10
 """Of the distance travelled, in float64."""
 
 
-@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
-def test_the_inner_cut_is_the_big_batch_and_accumulation_is_not(
-    run_train: Callable[..., Path],
-) -> None:
+def test_the_inner_cut_is_the_big_batch(run_train: Callable[..., Path]) -> None:
     whole = run_train(*DEBUG, "micro_batching.size=32", name="whole")
-    inside = run_train(*DEBUG, name="inside")
-    plain = run_train(*DEBUG, *PLAIN, "accumulation=per_sample", name="plain")
+    inside = run_train(*DEBUG, "trainer.val_check_interval=2", name="inside")
     start, end = weights_at_start(whole), weights_at_end(whole)
     assert not start.equal(end)
     assert off_by(weights_at_end(inside), end, start) < EXACT
-    assert off_by(weights_at_end(plain), end, start) > NAIVE
-
-
-def test_debug_size_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    metrics = run_debug("contrastive", tmp_path)
+    metrics = metrics_of(inside)
     assert 0 <= metrics["val/probe"] <= 1
     assert 0 < metrics["held_mb"] < 1
 
@@ -51,6 +43,22 @@ def digits() -> Digits:
     data = Digits()
     data.setup("fit")
     return data
+
+
+def test_accumulation_is_not_the_big_batch(digits: Digits) -> None:
+    """Negative control."""
+    module = alone(Contrastive(width=4))
+    whole = doubled(digits.with_views(rows_of(digits, 32), epoch=0))
+    parts = zip(*(value.split(8) for value in whole.values()), strict=True)
+    batches = [dict(zip(whole, part, strict=True)) for part in parts]
+
+    def loss_of(each: Any, batch: Any) -> Any:
+        return each.loss(batch)
+
+    reference = whole_gradient(module, loss_of, whole)
+    assert (
+        off(window_gradient(module, loss_of, batches, PerSample()), reference) > NAIVE
+    )
 
 
 def test_views_are_those_of_the_row_wherever_it_is_read(digits: Digits) -> None:

@@ -53,17 +53,15 @@ def test_a_mean_of_means_differs(window: list[Any]) -> None:
     assert both(DigitsNet(width=4).double().eval(), window, Uniform()) > NAIVE
 
 
-@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
 def test_exact_batch_norm_is_the_big_batch(run_train: Callable[..., Path]) -> None:
+    """Without it, no weights make it that: see above."""
     small = ["data.num_train=22", "data.batch_size=16", "trainer.log_every_n_steps=1"]
     options = ["experiment=digits_bn_exact", *small, "trainer.precision=64-true"]
     size = "micro_batching.size=16"
     whole = run_train(*options, size, "batchnorm=ignore", name="whole")
     exact = run_train(*options, name="exact")
-    plain = run_train(*options, "batchnorm=ignore", name="plain")
     start, end = weights_at_start(whole), weights_at_end(whole)
     assert off_by(weights_at_end(exact), end, start) < 1e-10
-    assert off_by(weights_at_end(plain), end, start) > NAIVE
 
 
 def test_training_and_validation_share_no_image() -> None:

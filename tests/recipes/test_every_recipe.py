@@ -39,13 +39,15 @@ def test_a_recipe_is_one_file_with_a_readme_and_a_picture(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_readme_has_a_command_for_each_size(name: str) -> None:
-    """Of a few steps, and of a GPU; each sets what there is."""
+    """Of a few steps, and of a GPU; each sets what there is, also both together."""
     readme = (HERE / name / "README.md").read_text()
+    both: dict[str, None] = {}
     for size in ("debug=default", "trainer=gpu"):
         (words,) = re.findall(
             rf"^trainkit train (experiment={name} {size}\b.*?) +#", readme, re.MULTILINE
         )
-        check_all(Composition([*words.split(), "paths.run_dir=run"]).config)
+        both |= dict.fromkeys(words.split())
+    check_all(Composition([*both, "paths.run_dir=run"]).config)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.startup import forked
+
 LOOPS = Path(__file__).parents[2] / "recipes" / "loops"
 EXACT = re.compile(r"^(.*): (\S+) from the big batch$", re.M)
 PLAIN = re.compile(r"(\d+)%")
@@ -35,7 +37,7 @@ def test_it_is_the_big_batch(
     done = subprocess.run(
         [sys.executable, str(LOOPS / name)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **forked()},
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,46 +9,46 @@ import pytest
 import torch
 
 from recipes.apart import off_by, weights_at_end, weights_at_start
-from recipes.moe import Blocks
+from recipes.moe import Blocks, MixtureLM
 from recipes.moe.moe import Experts, Net, balance_loss, loads
 from tests.helpers import NAIVE
-from tests.recipes.debugging import run_debug, small
+from tests.recipes.debugging import metrics_of, small
+from tests.recipes.exact import alone, window_is_off_by
+from trainkit import PerSample
 
-DEBUG = [*small("moe", epochs=1), "trainer.precision=64-true", "model.balance=1"]
-PLAIN = ["data.batch_size=4", "trainer.accumulate_grad_batches=4"]
+DEBUG = [
+    *small("moe"),
+    "trainer.precision=64-true",
+    "trainer.max_steps=2",
+    "model.balance=1",
+]
 EXACT = 1e-10
 """Of the distance travelled, in float64."""
 
 
-@pytest.mark.filterwarnings("ignore:proof. a window:UserWarning")  # of the control
-def test_the_inner_cut_is_the_big_batch_and_accumulation_is_not(
-    run_train: Callable[..., Path],
-) -> None:
+def test_the_inner_cut_is_the_big_batch(run_train: Callable[..., Path]) -> None:
     whole = run_train(*DEBUG, "micro_batching.size=16", name="whole")
-    inside = run_train(*DEBUG, name="inside")
-    plain = run_train(*DEBUG, *PLAIN, "accumulation=per_sample", name="plain")
+    inside = run_train(*DEBUG, "trainer.val_check_interval=2", name="inside")
     start, end = weights_at_start(whole), weights_at_end(whole)
     assert not start.equal(end)
     assert off_by(weights_at_end(inside), end, start) < EXACT
-    assert off_by(weights_at_end(plain), end, start) > NAIVE
-
-
-def test_without_the_balance_loss_accumulation_is_the_big_batch(
-    run_train: Callable[..., Path],
-) -> None:
-    """All rows are equally long, so that nothing else stands in the way."""
-    options = [*DEBUG, "model.balance=0"]
-    whole = run_train(*options, "micro_batching.size=16", name="whole")
-    plain = run_train(*options, *PLAIN, "accumulation=per_sample", name="plain")
-    start, end = weights_at_start(whole), weights_at_end(whole)
-    assert off_by(weights_at_end(plain), end, start) < EXACT
-
-
-def test_debug_size_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    metrics = run_debug("moe", tmp_path)
+    metrics = metrics_of(inside)
     assert metrics["val/least_loaded"] <= 1 <= metrics["val/most_loaded"]
     assert 1 / 4 <= metrics["val/in_a_row"] <= 1
+
+
+@pytest.mark.parametrize("balance", [0.0, 1.0])
+def test_accumulation_is_the_big_batch_without_the_balance_loss_only(
+    balance: float,
+) -> None:
+    """All rows are equally long, so that nothing else stands in the way."""
+    data = Blocks(num_train=16, num_val=1)
+    data.setup("fit")
+    torch.manual_seed(0)
+    module = alone(MixtureLM(width=8, num_heads=2, num_experts=4, balance=balance))
+    rows = [row[:17] for row in data.train_rows]
+    off = window_is_off_by(module, PerSample(), rows, torch.stack, cuts=[4] * 4)
+    assert off > NAIVE if balance else off < EXACT
 
 
 def test_the_balance_of_parts_is_not_that_of_the_whole() -> None:

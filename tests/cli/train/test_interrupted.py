@@ -93,10 +93,11 @@ def test_it_ends_as_if_nothing_had_happened(
     assert killed.returncode == status, killed.stderr
     run = the_run(tmp_path)
     resumed = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    line = killed.stdout.partition("to resume: ")[2].rstrip("\n")
     if status > 0:
         assert summary_of(run)["status"] == "interrupted"
-        line = killed.stdout.partition("to resume: ")[2].rstrip("\n")
         assert line.endswith(f" train {resumed}")
+    if signum == "SIGTERM":
         pasted(f"{line} callbacks.killer=null")
     else:
         assert run_here(tmp_path, resumed, "callbacks.killer=null") == 0

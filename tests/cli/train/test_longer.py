@@ -29,27 +29,16 @@ def run_in(where: Path, *words: str, status: int = 0) -> Path:
     return the_run(where)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("whole")
-    return run_in(where, *RUN, "trainer.max_steps=9")
-
-
-@pytest.mark.parametrize(
-    ("limit", "stops"),
-    [
-        ("max_steps", [3, 5, 9]),  # at the end of an epoch, and within one
-        ("max_epochs", [1, 3]),
-    ],
-)
-def test_it_ends_as_one_long_run(
-    limit: str, stops: list[int], whole: Path, tmp_path: Path
-) -> None:
-    endless = ["trainer.max_steps=-1"] if limit == "max_epochs" else []
-    first, *others = [f"trainer.{limit}={stop}" for stop in stops]
-    run = run_in(tmp_path, *RUN, *endless, first)
-    for each in others:
-        run_in(tmp_path, f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", each)
+def test_it_ends_as_one_long_run(tmp_path: Path) -> None:
+    """It stops at the end of an epoch, within one, and at the end of all."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = run_in(tmp_path / "whole", *RUN, "trainer.max_steps=9")
+    where, steps = tmp_path / "parts", "trainer.max_steps="
+    run = run_in(where, *RUN, f"{steps}-1", "trainer.max_epochs=1")
+    last = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    run_in(where, last, f"{steps}5", "trainer.max_epochs=null")
+    run_in(where, last, f"{steps}-1", "trainer.max_epochs=3")
     assert same_weights(weights_of(run), weights_of(whole))
     rows = (run / "metrics.csv").read_text().splitlines()
     assert rows == (whole / "metrics.csv").read_text().splitlines()
