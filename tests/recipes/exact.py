@@ -64,7 +64,7 @@ def window_is_off_by(
     module: LightningModule,
     strategy: AccumulationStrategy,
     rows: Sequence[Any],
-    collate: Callable[[Sequence[Any]], Any],
+    collate: Callable[[Any], Any],
     *,
     cuts: Sequence[int],
 ) -> float:
