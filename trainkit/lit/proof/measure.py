@@ -28,6 +28,10 @@ CANNOT_TELL = (
 )
 ONE_LENGTH = "these rows all have one length"
 FEWER = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
+REFUSED = (
+    "a label of {}, which would tell them apart, the step does not take: if another is "
+    "ignored, PerToken(ignore_index=...) says so"
+)
 SHORTER = "where one ends earlier, the gradient is off by {:.2g} of its size"
 ONE_WIDTH = (
     "the model sees its padding: if the batches of this stream are each padded to a "
@@ -82,6 +86,9 @@ def _unlike(
         try:
             unlike = _compared(replace(subject, rows=changed), precisions)
         except Exception:  # the step refuses what was changed
+            if doubt and not changed.has_classes:
+                ignored = getattr(leading(subject.strategies), "ignore_index", -100)
+                doubt = f"{CANNOT_TELL}; {REFUSED.format(ignored)}"
             continue
         if rows.has_one_length:
             unlike = replace(unlike, left_out=(*unlike.left_out, "other lengths"))
