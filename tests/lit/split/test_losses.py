@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -43,10 +44,11 @@ class Cut(Terms):
         super().__init__(cut=cut, strategy=strategy, **how)
 
 
+OF_COEFFICIENTS = {each: hooked(Cut, coefficients=each) for each in COEFFICIENTS}
 CASES = [
-    (cut, coefficients, ["sgd", "momentum", "adamw"][(turn + row) % 3])
-    for row, cut in enumerate(CUTS)
-    for turn, coefficients in enumerate(COEFFICIENTS)
+    *zip(CUTS, cycle(COEFFICIENTS[:1]), cycle(["sgd", "momentum", "adamw"])),
+    ("tokens", COEFFICIENTS[1], "momentum"),
+    ("rows", COEFFICIENTS[2], "sgd"),
 ]
 
 
@@ -54,9 +56,8 @@ CASES = [
 def test_terms_equal_uncut_loss(
     cut: str, coefficients: tuple[float, float], optimizer: str
 ) -> None:
-    """Both, and term by term; every optimizer sees every cut and all coefficients."""
-    kind = hooked(Cut, coefficients=coefficients)
-    made = {"optimizer": optimizer}
+    """Both, and term by term."""
+    kind, made = OF_COEFFICIENTS[coefficients], {"optimizer": optimizer}
     assert_as_whole(kind, CUTS[cut], made=made, gradient_clip_val=1.0)
 
 

@@ -136,10 +136,12 @@ def test_the_value_of_an_epoch_is_that_of_whole_batches(cut: str, most: int) -> 
     """Also where memory has run out. With the weights of samples, the control, a mean
     over tokens is another one."""
     kind = hooked(Measured, most=most)
-    right = assert_as_whole(kind, CUTS[cut]).callback_metrics
+    right = assert_as_whole(kind, CUTS[cut], naive=0).callback_metrics
     assert {name.split("/")[0] for name in right} == {*MAKERS, *FEEDS}
-    wrong = fit(kind(cut=CUTS[cut], strategy=PerSample())).callback_metrics
-    assert abs(wrong["mean_called"] - right["mean_called"]) > 1e-3
+    if cut == "size":
+        wrong = fit(kind(cut=CUTS[cut], strategy=PerSample()))
+        off = wrong.callback_metrics["mean_called"] - right["mean_called"]
+        assert abs(off) > 1e-3
 
 
 def test_metric_objects_are_left_as_they_were() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import NAIVE, deviation
+from tests.helpers import NAIVE, deviation, weights
 from tests.lit.split.common import (
     CUTS,
     FIXED,
@@ -63,7 +64,11 @@ CASES: dict[str, Any] = {
     "of a data module": {"owner": "data", "hooks": on_the_way(AFTER, other_ids)},
     "labels of a data module": {"owner": "data", "hooks": on_the_way(AFTER, masked)},
     "labels before the cut": {"hooks": on_the_way(BEFORE, masked)},
-    "labels": {"hooks": on_the_way(TO_DEVICE, masked), "cut": CUTS["tokens"]},
+    "labels": {
+        "hooks": on_the_way(TO_DEVICE, masked),
+        "cut": CUTS["tokens"],
+        "naive": NAIVE,
+    },
     "labels, auto": {"hooks": on_the_way(AFTER, masked), "cut": CUTS["auto"]},
     "labels, windows of two": {"hooks": on_the_way(AFTER, masked), "window": 2},
     "labels made there": {
@@ -71,6 +76,12 @@ CASES: dict[str, Any] = {
         "cut": MicroBatching(size=4, trim=False),
     },
 }
+
+
+@cache
+def without_hooks(window: int) -> Tensor:
+    fit(module := Split(cut=None), window=window)
+    return weights(module)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,8 +92,8 @@ def test_what_hooks_change_equals_whole_batches(name: str) -> None:
     hooks, owner = how.pop("hooks"), how.pop("owner")
     kind: Any = Split if owner == "data" else hooked(Split, **hooks)
     how["data"] = data_module(hooks) if owner == "data" else None
-    ours = assert_as_whole(kind, how.pop("cut"), **how)
-    fit(untouched := Split(cut=None), window=how.get("window", 1))
+    ours = assert_as_whole(kind, how.pop("cut"), naive=how.pop("naive", 0), **how)
+    untouched = without_hooks(how.get("window", 1))
     off = deviation(untouched, ours.lightning_module, START)
     assert off < 1e-10 if "made" in name else off > NAIVE
 
