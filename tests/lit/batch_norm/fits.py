@@ -186,10 +186,13 @@ def fit(
     val: Any = None,
     accumulate: int = WINDOW,
     ckpt_path: Path | None = None,
-    exact: bool = True,
+    exact: bool = False,
     **options: Any,
 ) -> Any:
-    """Train, with a guard (a policy's name will do) or without; gives the module."""
+    """Train, with a guard (a policy's name will do) or without; gives the module.
+
+    Statistics know nothing of how gradients are weighed: `exact` adds the callback.
+    """
     module = ConvModule() if module is None else module
     named: Any = policy
     guard = [BatchNormGuard(named)] if isinstance(policy, str) else []

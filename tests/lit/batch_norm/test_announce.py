@@ -82,8 +82,8 @@ def partly() -> ConvModule:
 
 SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
 TOLD: dict[str, tuple[str, dict[str, Any]]] = {
-    "of 4": (FEW, {"max_epochs": 3}),
-    "without the callback": (FEW, {"exact": False}),
+    "of 4": (FEW, {"max_epochs": 3, "exact": True}),
+    "without the callback": (FEW, {}),
     "stream": ("of 4 samples", {"data": DataLoader(Stream(), batch_size=4)}),
     "unknown": ("of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
     "unknown, cut": (
@@ -93,11 +93,15 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
     "own windows": (
         "a window has 2 micro-batches",
-        {"module": StepsByTwo, "accumulate": 1, "exact": False},
+        {"module": StepsByTwo, "accumulate": 1},
     ),
     "schedule": (
         FEW,
-        {"others": [AccumulationSchedule({0: 3, 1: 1})], "accumulate": 1},
+        {
+            "others": [AccumulationSchedule({0: 3, 1: 1})],
+            "accumulate": 1,
+            "exact": True,
+        },
     ),
 }
 SILENT: dict[str, dict[str, Any]] = {
@@ -126,8 +130,6 @@ def options(how: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 def test_small_micro_batches_of_a_window_are_told_once(name: str) -> None:
     """PL#17446, runai#14, GradientAccumulator#6: nobody says it at run time."""
     match, how = TOLD[name]
-    if name == "unknown, cut":
-        how = {**how, "exact": False}
     others, options_ = options(how)
     (text,) = said("warn", *others, **options_)
     assert re.search(match, text)

@@ -89,22 +89,22 @@ def split(sizes: tuple[int, ...] = SIZES, window: int = 1, **cut: Any) -> Any:
     """How split windows are trained."""
     options = MicroBatching(**(cut or {"size": 4}))
     callback = AccumulationCallback(PerSample(), micro_batching=options, proof="off")
-    how = {"accumulate": window, "exact": False, "data": of_sizes(sizes)}
+    how = {"accumulate": window, "data": of_sizes(sizes)}
     return {**how, "others": [callback]}
 
 
 def schedule(sizes: dict[int, int], unit: Any) -> Any:
-    return {"accumulate": 1, "others": [AccumulationSchedule(sizes, unit=unit)]}
+    plan = AccumulationSchedule(sizes, unit=unit)
+    return {"accumulate": 1, "others": [plan], "exact": True}
 
 
 FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
     # Steps (None: as many as were taken), momentum, and how it is trained. An epoch has
     # seven batches: most sizes leave a short last window, a step as well.
     "1": (14, 0.9, {"accumulate": 1}),
-    "2": (8, 0.5, {"accumulate": 2}),
+    "2": (8, 0.5, {"accumulate": 2, "exact": True}),
     "3": (6, 0.01, {}),
     "5": (4, 1.0, {"accumulate": 5}),
-    "without a callback": (6, 0.1, {"exact": False}),
     "synchronised": (6, 0.1, {"module": synchronised}),
     "by epochs": (7, 0.1, schedule({0: 3, 1: 2}, "epoch")),
     "by steps": (6, 0.1, schedule({0: 1, 2: 4, 3: 5}, "step")),  # 1 1 4 1, then 5 2
@@ -139,7 +139,7 @@ def test_decay_equals_the_big_batchs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "updates"), [({}, 14), ({"exact": False}, 14), (split(), 28)]
+    ("how", "updates"), [({"exact": True}, 14), ({}, 14), (split(), 28)]
 )
 def test_decay_without_the_guard_is_that_of_every_micro_batch(
     how: Any, updates: int
@@ -165,7 +165,7 @@ def test_forgetting_on_ranks_of_unlike_cuts() -> None:
 def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
     seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    fit("momentum", note, module=ByHand(), accumulate=1, exact=False)
+    fit("momentum", note, module=ByHand(), accumulate=1)
     # From the second batch on: the first has said what a window is.
     assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
     assert seen[6] == pytest.approx(0.1)  # the short last window
@@ -181,7 +181,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if batch > 6:
             trainer.save_checkpoint(folder / f"{batch}.ckpt")
 
-    fit("momentum", At("on_train_batch_end", save), module=Still())
+    fit("momentum", At("on_train_batch_end", save), module=Still(), exact=True)
     return folder
 
 
@@ -192,7 +192,8 @@ def test_decay_of_a_resumed_run_equals_that_of_an_unbroken_one(
 ) -> None:
     """In mid-window, at its end and at the epoch's."""
     path, module = saved / f"{6 + stop}.ckpt", Still()
-    fit("momentum", module=module, data=FromWhereItWas(stop), ckpt_path=path)
+    how = {"data": FromWhereItWas(stop), "ckpt_path": path, "exact": True}
+    fit("momentum", module=module, **how)
     assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
     assert set(momenta(module.net).values()) == {0.1}
 

@@ -55,7 +55,11 @@ def test_statistics_at_the_end_equal_all_rows_as_one_batch(averages: bool) -> No
         swa = [StochasticWeightAveraging(0.05, swa_epoch_start=2)] * averages
         epochs = 4 if averages else 2
         module = fit(
-            policy, *swa, data=batches(shuffle=not averages), max_epochs=epochs
+            policy,
+            *swa,
+            data=batches(shuffle=not averages),
+            max_epochs=epochs,
+            exact=not averages,
         )
         ends.append(module)
         off = furthest(statistics(module.net), reference(module))
@@ -227,7 +231,7 @@ def busy(policy: Any, **options: Any) -> tuple[Any, dict[str, float]]:
         seed(11)
     module, val = Busy(), batches(batch_size=27)
     data = torch.utils.data.DataLoader(Draws(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    how: Any = {"val_check_interval": 2, "val": val, "exact": False}
+    how: Any = {"val_check_interval": 2, "val": val}
     fit(policy, look, module=module, data=data, **how)
     return module, logged
 
@@ -269,8 +273,9 @@ def test_checkpoint_in_mid_window_changes_nothing_else(tmp_path: Path) -> None:
         state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
         assert furthest(running(state), reference(module)) <= EXACT
 
-    saved = fit("recalibrate", At("on_train_batch_end", save), max_epochs=1)
-    plain = fit("recalibrate", max_epochs=1)
+    how: Any = {"max_epochs": 1, "exact": True}
+    saved = fit("recalibrate", At("on_train_batch_end", save), **how)
+    plain = fit("recalibrate", **how)
     assert all(map(torch.equal, saved.parameters(), plain.parameters()))
 
 
@@ -342,4 +347,4 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_run_once_more_is_refused(name: str) -> None:
     how, words = REFUSED[name]
     with pytest.raises(TrainkitError, match=words):
-        fit("recalibrate", exact=False, **how())
+        fit("recalibrate", **how())

@@ -161,7 +161,7 @@ COMBINED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", COMBINED)
 def test_several_loaders_are_put_together_as_in_training(kind: str) -> None:
-    module = fit("recalibrate", module=Pairs(), data=COMBINED[kind](), exact=False)
+    module = fit("recalibrate", module=Pairs(), data=COMBINED[kind]())
     num = 3 if kind == "min_size" else 4
     assert len(module.seen) == 2 * num
     rows = torch.cat(module.recalibrated[-num:])
@@ -241,10 +241,10 @@ OWN = BatchNormGuard("recalibrate", forward=lambda m, batch: m.net(batch[0]))
 @pytest.mark.parametrize(
     ("make", "guard", "how"),
     [
-        (OnlyBatch, "recalibrate", {}),
+        (OnlyBatch, "recalibrate", {"exact": True}),
         (Compiled, "recalibrate", {}),
         (Half, "recalibrate", {"precision": "bf16-mixed"}),
-        (Manual, OWN, {"exact": False, "accumulate": 1}),
+        (Manual, OWN, {"accumulate": 1}),
     ],
 )
 def test_any_training_step_runs_or_a_forward_in_its_place(

@@ -28,6 +28,7 @@ from tests.helpers import (
     trainer,
 )
 from tests.lit.resume.interrupting import KillAt
+from tests.startup import forked
 from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
 from trainkit.lit.resume.graceful_stop import PREEMPTION, SIGNALS, GracefulStop
@@ -371,25 +372,32 @@ print(signals.heard)
 """
 
 
+def run_by_itself(folder: Path, program: str) -> Any:
+    path = folder / "program.py"
+    path.write_text(program)
+    return subprocess.run(
+        [sys.executable, str(path)],
+        env={**os.environ, **forked()},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+
 @pytest.mark.parametrize(("remembers", "heard"), [(True, 2), (False, 0)])
 def test_a_ctrl_c_that_a_finalizer_swallowed_is_heard(
-    remembers: bool, heard: int
+    tmp_path: Path, remembers: bool, heard: int
 ) -> None:
-    program = [sys.executable, "-c", SWALLOWED.format(remembers=remembers)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    done = run_by_itself(tmp_path, SWALLOWED.format(remembers=remembers))
     assert int(done.stdout) == heard
     assert "Exception ignored" in done.stderr
 
 
-def test_a_worker_outlives_ctrl_c_only_and_its_parent_notes_the_first() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+def test_a_worker_outlives_ctrl_c_only_and_its_parent_notes_the_first(
+    tmp_path: Path,
+) -> None:
+    done = run_by_itself(tmp_path, PROGRAM)
     assert done.stdout.split() == ["True", "True", "0", "True", "True", "interrupted"]
-    assert done.stderr == (
-        "\ntrainkit | SIGINT: the rest follows; Ctrl+C again quits\n"
-    )
+    said = "\ntrainkit | SIGINT: the rest follows; Ctrl+C again quits\n"
+    assert done.stderr == said
