@@ -48,7 +48,7 @@ def train(root: Path, rule: str, window: int, seed: int) -> None:
         # One measured window for every 64 pieces, or for every 128 of them.
         f"callbacks.noise_scale.every_n_steps={max(1, 64 // window)}",
         f"paths.run_dir={where}",
-        "pictures=false",
+        "report=false",
         "callbacks.plain=null",
         # It ends when it has passed the last target.
         "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",

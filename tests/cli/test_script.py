@@ -18,7 +18,7 @@ WORDS = [
     "data.num_train=20",
     "data.num_val=4",
     "data.batch_size=4",
-    "pictures=false",
+    "report=false",
 ]
 
 

@@ -30,7 +30,7 @@ SMALL = [
     "model.d_model=8",
     "model.num_layers=1",
     "model.num_heads=1",
-    "pictures=false",
+    "report=false",
 ]
 
 

@@ -34,7 +34,7 @@ SMALL = {
 }
 """Words with which a recipe's training takes no time."""
 
-QUICK = ["pictures=false", "callbacks.best=null"]
+QUICK = ["report=false", "callbacks.best=null"]
 
 
 def small(name: str, *, epochs: int | None = None) -> list[str]:

@@ -60,4 +60,5 @@ class TrainSchema:
     metric: Optional[str] = None
     mode: str = "min"
     test: bool = False
+    report: bool = True
     pictures: bool = True

@@ -16,7 +16,7 @@ OWN = "tests.cli.ones_own"
 EPOCHS = [
     "trainer.max_epochs=4",
     "trainer.log_every_n_steps=1",
-    "pictures=false",
+    "report=false",
     "name=run",
 ]
 

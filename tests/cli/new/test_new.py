@@ -21,7 +21,7 @@ FEW = [
     "data.num_train=20",
     "data.num_val=8",
     "data.batch_size=4",
-    "pictures=false",
+    "report=false",
 ]
 
 

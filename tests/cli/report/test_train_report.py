@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(sys, "argv", ["trainkit"])
         scaling = ["lr_scaling=sqrt", "lr_scaling.reference_batch=2"]
         schedule = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
-        words = ["trainer.max_steps=4", "pictures=true"]
+        words = ["trainer.max_steps=4", "report=true"]
         assert train(*scaling, *schedule, *words) == 0
     return the_run(where)
 

@@ -59,7 +59,8 @@ def test_a_run_has_all_lines_and_a_row_for_each_step_and_a_resumed_one_appends(
 def test_a_fault_stands_in_it_and_in_the_summary_and_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(f"model._target_={__name__}.Breaks") == 1
+    broken = f"model._target_={__name__}.Breaks"
+    assert train(broken, "report=true", "pictures=false") == 1
     lines = log_of(tmp_path)
     assert lines[-1] == "RuntimeError: my own fault"
     assert lines[-1] == shown(capsys)[-1]
@@ -83,13 +84,14 @@ def test_a_mistake_that_shows_while_training_stands_in_it(tmp_path: Path) -> Non
 def test_each_run_has_one_row_for_each_step(logger: str, tmp_path: Path) -> None:
     """Also if the Trainer is told to have no logger."""
     group, *more = logger.split()
-    words = ["+trainer.logger=false"] if more else []
-    assert train(f"logger={group}", *words) == 0
+    if more:
+        more = ["+trainer.logger=false", "report=true", "pictures=false"]
+    assert train(f"logger={group}", *more) == 0
     found = rows_of(tmp_path)
     assert [row["step"] for row in found] == ["1", "2"]
     for name in ("window/loss", "window/grad_norm", "lr-AdamW", "epoch", "val/loss"):
         assert all(name in row for row in found)
-    assert (the_run(tmp_path) / "report.html").exists()
+    assert (the_run(tmp_path) / "report.html").exists() == bool(more)
 
 
 def test_a_file_of_ones_own_is_beside_it(tmp_path: Path) -> None:

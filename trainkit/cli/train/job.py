@@ -175,7 +175,8 @@ def _fit_and_report(
         elif trainer.is_global_zero:
             beginning.screen.open(folder.log)  # if another rank began
             folder.write_summary(facts)
-            report_of_training(folder, pictures=config.pictures)
+            if config.report:
+                report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
     return metrics
