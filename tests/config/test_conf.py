@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -158,41 +159,47 @@ def test_an_experiment_says_how_to_run_it() -> None:
         ]
 
 
-def test_a_schedule_sets_the_size_of_windows() -> None:
-    assert composed().trainer.accumulate_grad_batches == 4
-    assert composed("schedule=ramp").trainer.accumulate_grad_batches == 1
-
-
 @pytest.mark.parametrize("option", ["stages", "by_tokens"])
-def test_the_stages_are_those_of_the_command_line(option: str) -> None:
+def test_the_stages_are_those_of_the_command_line(
+    option: str, demo: DictConfig
+) -> None:
     """A dict in the file would be merged into: its own stages would stay."""
     config = composed(f"schedule={option}", "schedule.sizes={0:1,3:2}")
     assert config.schedule.sizes == {0: 1, 3: 2}
+    sizes = [each.trainer.accumulate_grad_batches for each in (config, demo)]
+    assert sizes == [1, 4]  # a schedule sets the size of windows
     check_all(config)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text"),
+    ("key", "value", "text"),
     [
-        (["accumulation.ignore_index=abc"], "accumulation.ignore_index: must be int"),
-        (["+model.width=3"], "model.width: CodeLM has no such argument"),
-        (
-            ["lr_scaling=linear"],
-            r"^lr_scaling\.reference_batch: must be given. Add lr_scaling\.ref",
-        ),
-        (["schedule=stages"], r"^schedule\.sizes: must be given"),
-        (["optimizer.lr=fast"], "optimizer.lr: must be"),
-        (["+callbacks.monitor.every=3"], "callbacks.monitor.every: WindowMonitor"),
-        (["accumulation._target_=os.system"], "allowed package"),
-        (["+trainer.plugins=[{_target_: os.getcwd}]"], "os.getcwd"),
+        ("accumulation.ignore_index", "abc", "accumulation.ignore_index: must be int"),
+        ("model.width", 3, "model.width: CodeLM has no such argument"),
+        ("optimizer.lr", "fast", "optimizer.lr: must be"),
+        ("callbacks.monitor.every", 3, "callbacks.monitor.every: WindowMonitor"),
+        ("accumulation._target_", "os.system", "allowed package"),
+        ("trainer.plugins", [{"_target_": "os.getcwd"}], "os.getcwd"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: list[str], text: str) -> None:
-    overrides = [
-        each.replace("+trainer.plugins", "trainer.plugins") for each in overrides
-    ]
+def test_what_does_not_fit_is_refused(
+    key: str, value: Any, text: str, demo: DictConfig
+) -> None:
+    config = copy.deepcopy(demo)
+    OmegaConf.update(config, key, value, force_add=True)
     with pytest.raises(TrainkitError, match=text):
-        check_all(composed(*overrides))
+        check_all(config)
+
+
+def test_what_an_option_leaves_open_must_be_given() -> None:
+    text = r"^schedule\.sizes: must be given"
+    config = composed("lr_scaling=linear", "schedule=stages")
+    with pytest.raises(TrainkitError, match=text):
+        check_all(config)
+    config.schedule.sizes = {0: 2}
+    text = r"^lr_scaling\.reference_batch: must be given. Add lr_scaling\.ref"
+    with pytest.raises(TrainkitError, match=text):
+        check_all(config)
 
 
 def test_a_users_application_uses_the_groups(tmp_path: Path) -> None:
