@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.evaluate.runs import OWN, files, trained, trainkit
+from tests.cli.evaluate.runs import OWN, files, trainkit
 from trainkit.cli.evaluate.main import main
 from trainkit.errors import TrainkitError
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(where)
-        patch.setattr("sys.argv", ["trainkit"])
-        return trained(where)
 
 
 def is_refused(

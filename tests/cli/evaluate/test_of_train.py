@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from tests.cli.evaluate.runs import files, result, trained, trainkit
+from tests.cli.evaluate.runs import files, result, trainkit
 from tests.cli.ones_own import Data, Net
 from tests.recipes.debugging import small
 
@@ -21,10 +21,9 @@ def validations(run: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["val/loss"]) for row in rows}
 
 
-def test_of_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_validation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It finds the number that the training's own validation has logged at that step,
     and of other weights another one."""
-    run = trained(tmp_path)
     before = files(run)
     logged = validations(run)
     capsys.readouterr()
@@ -48,10 +47,10 @@ def test_of_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     after = files(run)
     assert after.keys() - before.keys() == {"validate.json"}
     assert {name: after[name] for name in before} == before
+    (run / "validate.json").unlink()
 
 
-def test_of_a_test_with_overrides(tmp_path: Path) -> None:
-    run = trained(tmp_path)
+def test_of_a_test_with_overrides(run: Path) -> None:
     assert trainkit("test", run) == 0
     found = result(run, "test")
     module = Net()
@@ -67,7 +66,7 @@ def test_of_a_test_with_overrides(tmp_path: Path) -> None:
 
 
 def test_log_exact_and_layers_that_a_guard_has_changed(tmp_path: Path) -> None:
-    words = [*small("digits_bn", epochs=1), "batchnorm=group_norm", "pictures=false"]
+    words = [*small("digits_bn", epochs=1), "batchnorm=group_norm", "report=false"]
     assert trainkit("train", *words, "name=run") == 0
     (run,) = (tmp_path / "outputs" / "run").iterdir()
     assert trainkit("validate", run) == 0

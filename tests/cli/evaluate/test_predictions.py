@@ -13,14 +13,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.cli.evaluate.runs import result, trained, trainkit
+from tests.cli.evaluate.runs import result, trainkit
 from tests.cli.ones_own import Net, loader
 from trainkit.cli.evaluate.predictions import Predictions, rows_of
 from trainkit.errors import TrainkitError
 
 
-def test_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained(tmp_path)
+def test_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trainkit("predict", run) == 0
     module = Net()
     module.load_state_dict(torch.load(run / "checkpoints" / "best.ckpt")["state_dict"])
