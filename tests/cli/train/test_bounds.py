@@ -75,30 +75,22 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
 
 
 def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
+    """Nor the root among them, if the run is; "last" is looked for under its name."""
     groups = tmp_path / "my conf"
     (groups / "model").mkdir(parents=True)
     (groups / "model" / "mine.yaml").write_text(
         "_target_: tests.cli.train.test_main.Foreign\nwidth: 3\n"
     )
+    (groups / "mine.yaml").write_text("defaults: [train, _self_]\nname: my\n")
+    named = ["--config-dir=my conf", "--config-name=mine"]
     words = [word for word in SMALL if not word.startswith("model.")]
     own = ["model=mine", "optimizer=none", "scheduler=none"]
-    assert train("--config-dir=my conf", *own, *words, small=[]) == 0
-    run = the_run(tmp_path)
-    assert go_on("trainer.max_steps=3", at=run) == 0
-    assert summary_of(run)["steps"] == 3
-
-
-def test_a_configuration_of_ones_own_goes_on_under_its_name(tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "mine.yaml").write_text(
-        "defaults: [train, _self_]\nname: my\n"
-    )
-    assert train("--config-dir=conf", "--config-name=mine") == 0
+    assert train(*named, *own, *words, small=[]) == 0
     run = the_run(tmp_path)
     assert run.parent.name == "my"
-    named = ["--config-dir=conf", "--config-name=mine"]
-    assert go_on(*named, "trainer.max_steps=3") == 0
-    assert summary_of(run)["steps"] == 3
+    for steps, again, at in ((3, [], run), (4, named, None)):
+        assert go_on(f"trainer.max_steps={steps}", *again, at=at) == 0
+        assert summary_of(run)["steps"] == steps
 
 
 @pytest.fixture

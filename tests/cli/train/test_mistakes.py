@@ -72,8 +72,6 @@ def is_one_message(text: str, shown: str) -> bool:
         # trainkit of a configuration, and of a run that cannot begin;
         (["ckpt_path=nowhere.ckpt"], "does not exist"),
         (["optimizer=none"], "Choose scheduler=none"),
-        (["checks=never"], "checks: must be late or now, received 'never'."),
-        ([f"model._target_={__name__}.Broken"], "in its constructor\nTRAINKIT_TRACEBA"),
         (["lr_scaling=linear"], "lr_scaling.reference_batch: must be given"),
         (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
         # or the training, before its first step.
@@ -112,6 +110,7 @@ REMOVED: Any = object()
         ("optimizer._partial_", REMOVED, "optimizer: AdamW needs params, which exists"),
         ("seed", -1, "seed: must be from 0 to 4294967295, received -1"),
         ("callbacks.monitor.every_n_steps", 0, "WindowMonitor every_n_steps: must be"),
+        ("checks", "never", "checks: must be late or now, received 'never'."),
         ("mode", "foo", "mode: must be min or max, received 'foo'"),
         (
             "trainer.strategy",
@@ -124,6 +123,11 @@ REMOVED: Any = object()
             "trainer._target_: must be a subcl",
         ),
         ("model._target_", "os.getcwd", "TRAINKIT_ALLOW=os"),
+        (
+            "model._target_",
+            f"{__name__}.Broken",
+            "in its constructor\nTRAINKIT_TRACEBA",
+        ),
         ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
         ("model._target_", REMOVED, "model: must have a _target_, received"),
         ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
@@ -221,7 +225,7 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
     """Also without a progress bar. `callbacks=none` leaves out all of them."""
     bare = ["logger=none", "trainer.enable_progress_bar=false"]
     small = ["debug=default", "data.num_train=16", "data.num_val=8", "model.d_model=8"]
-    small += ["trainer.max_steps=1", "pictures=false", "data.max_length=128"]
+    small += ["trainer.max_steps=1", "report=false", "data.max_length=128"]
     assert train(*bare, "callbacks=none", "metric=null", small=small) == 0
     assert (the_run(tmp_path) / "metrics.csv").exists()  # each run has it
 

@@ -19,6 +19,7 @@ from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.lit.noise.callback import NoiseScale
 
+DRAWN = ["report=true", "pictures=false"]
 FEW = ["~callbacks.noise_scale", "data.batch_size=2", "trainer.max_steps=4"]
 
 
@@ -80,7 +81,7 @@ def given(**values: Any) -> str:
 def test_the_lines_are_everywhere_and_a_resumed_run_continues_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(given(samples=10), *FEW, "trainer.max_steps=2") == 0
+    assert train(given(samples=10), *FEW, *DRAWN, "trainer.max_steps=2") == 0
     run = the_run(tmp_path)
     assert summary_of(run)["noise_scale"]["num_windows"] == 20
     capsys.readouterr()
@@ -104,7 +105,7 @@ def test_what_could_not_measure_says_why_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = "a window has one micro-batch"
-    assert train(given(why_not=f"'{why}'"), *FEW, "trainer.max_steps=1") == 0
+    assert train(given(why_not=f"'{why}'"), *FEW, *DRAWN, "trainer.max_steps=1") == 0
     said = f"trainkit | noise scale: not measured: {why}"
     out = capsys.readouterr().out
     assert out.count(said) == 1  # before training, and not again
@@ -167,52 +168,39 @@ def rate_of(run: Path) -> float:
 
 
 def test_the_run_keeps_the_number_of_the_folder(tmp_path: Path, capsys: Any) -> None:
-    folder = earlier_run()
-    assert train(*GAIN, "lr_scaling.noise_scale=earlier") == 0
-    assert "noise scale 43.25 from earlier, reference 2)" in capsys.readouterr().out
-    run = the_run(tmp_path)
-    assert config_of(run)["lr_scaling"]["noise_scale"] == 43.25
-    assert KEPT in words_of(run)
-    assert not any("earlier" in word for word in words_of(run))
-    factor = ((1 + 43.25 / 2) / (1 + 43.25 / 8)) ** 0.5
-    base = config_of(run)["optimizer"]["lr"]
-    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
-
-    shutil.rmtree(folder)
-    assert train("ckpt_path=last", "trainer.max_steps=3", small=[]) == 0
-    assert "noise scale 43.25, reference 2)" in capsys.readouterr().out
-    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
-
-    earlier_run(samples=1.0)  # what is given now counts
-    again = ["ckpt_path=last", "lr_scaling.noise_scale=earlier", "trainer.max_steps=4"]
-    assert train(*again, small=[]) == 0
-    assert config_of(run)["lr_scaling"]["noise_scale"] == 1.0
-    assert [word for word in words_of(run) if "noise" in word] == [
-        "++lr_scaling.noise_scale=1.0"
-    ]
-    factor = ((1 + 1.0 / 2) / (1 + 1.0 / 8)) ** 0.5
-    assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
-
-
-def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
-    tmp_path: Path, capsys: Any
-) -> None:
+    """Whether it is resumed by the same command or by its name alone."""
     folder = earlier_run()
     same = ["ckpt_path=auto", *GAIN, "lr_scaling.noise_scale=earlier"]
     assert train(*same) == 0
+    assert "noise scale 43.25 from earlier, reference 2)" in capsys.readouterr().out
     run = the_run(tmp_path)
-    before = rate_of(run)
+    assert not any("earlier" in word for word in words_of(run))
+    base = config_of(run)["optimizer"]["lr"]
+
+    def is_kept(number: float) -> None:
+        factor = ((1 + number / 2) / (1 + number / 8)) ** 0.5
+        assert rate_of(run) == pytest.approx(base * factor, rel=1e-12)
+        words = [word for word in words_of(run) if "noise" in word]
+        assert words[-1] == f"++lr_scaling.noise_scale={number}"
+        assert config_of(run)["lr_scaling"]["noise_scale"] == number
+
+    is_kept(43.25)
     shutil.rmtree(folder)
     assert train(*same, "trainer.max_steps=3") == 0
     assert "noise scale: 43.25, as read when this run began" in capsys.readouterr().out
-    assert rate_of(run) == before
-    assert KEPT in words_of(run)
+    is_kept(43.25)
     assert train(*same, "lr_scaling.noise_scale=null") == 2  # this is no folder
-    # The control: a number is a change of the command.
+    # A number is a change of the command.
     assert train(*same, "trainer.max_steps=4", "lr_scaling.noise_scale=9") == 0
-    assert config_of(run)["lr_scaling"]["noise_scale"] == 9
-    assert "++lr_scaling.noise_scale=9" in words_of(run)
-    assert rate_of(run) < 0.9 * before
+    is_kept(9)
+    capsys.readouterr()
+    assert train("ckpt_path=last", "trainer.max_steps=5", small=[]) == 0
+    assert "noise scale 9, reference 2)" in capsys.readouterr().out
+    is_kept(9)
+    earlier_run(samples=1.0)  # what is given now counts
+    again = ["ckpt_path=last", "lr_scaling.noise_scale=earlier", "trainer.max_steps=6"]
+    assert train(*again, small=[]) == 0
+    is_kept(1.0)
 
 
 def test_each_run_of_several_keeps_its_own_and_a_number_stays_a_word(

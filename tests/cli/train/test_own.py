@@ -49,7 +49,7 @@ class Data(LightningDataModule):
     val_dataloader = train_dataloader
 
 
-class WithData(Mine):
+class WithData(Bare):
     def train_dataloader(self):
         return Data().train_dataloader()
 
@@ -72,7 +72,7 @@ class Empty(ones_own.Data):
         return ones_own.DataLoader([], 4)
 """
 MINE = ["model._target_=ones_own.Mine", "data._target_=ones_own.Data"]
-EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "pictures=false"]
+EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "report=false"]
 
 
 @pytest.fixture(autouse=True)
@@ -145,11 +145,10 @@ def test_what_is_missing_is_asked_for(
 
 
 def test_an_optimizer_that_is_chosen(tmp_path: Path) -> None:
-    words = ["model._target_=ones_own.Bare", MINE[1], "optimizer=sgd"]
-    assert own(*words, "optimizer.lr=0.1", "trainer.max_epochs=1") == 0
-    assert own("model._target_=ones_own.WithData", "name=other") == 0
-    names = {path.parent.parent.name for path in tmp_path.rglob("summary.json")}
-    assert names == {"Bare", "other"}
+    """And data of the module's own."""
+    words = ["model._target_=ones_own.WithData", "optimizer=sgd", "optimizer.lr=0.1"]
+    assert own(*words, "trainer.max_epochs=1", "name=other") == 0
+    assert the_run(tmp_path).parent.name == "other"
 
 
 def test_conf_of_the_current_folder_is_found(tmp_path: Path) -> None:
