@@ -58,6 +58,7 @@ def test_words_replace_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(RECIPE.read_text())
     small = ["debug=default", "data.batch_size=8", "data.num_train=84"]
+    small += ["trainer.detect_anomaly=false", "report=false"]
     assert python(path, "experiment=lines", *small) == 0
     (run,) = run_dirs(tmp_path)
     assert "_target_: mine.Classifier" in (run / "config.yaml").read_text()

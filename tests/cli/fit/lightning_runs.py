@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def fit(*args: str, model: Any = Net) -> TrainkitCLI:
     return TrainkitCLI(model, Data, args=["fit", *args], **options)
 
 
+@functools.cache
 def by_hand(strategy: AccumulationStrategy | None, *callbacks: Any) -> Tensor:
     module = Net()
     ours = [] if strategy is None else [AccumulationCallback(strategy)]

@@ -76,7 +76,7 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
     words = ["--dataset=rows", "--field=x"]
     assert main(["lengths", *words, "train", *data]) == 0
     assert np.load("lengths.npy").tolist() == [1 + n % 7 for n in range(60)]
-    few = ["trainer.max_epochs=1", "accumulation=per_token"]
+    few = ["trainer.max_epochs=1", "accumulation=per_token", "report=false"]
     assert main(["train", *data, *plan, *few]) == 2
     assert "trainer.accumulate_grad_batches=5" in capsys.readouterr().err
     assert main(["train", *data, *plan, *few, "trainer.accumulate_grad_batches=5"]) == 0

@@ -81,11 +81,11 @@ def given(**values: Any) -> str:
 def test_the_lines_are_everywhere_and_a_resumed_run_continues_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(given(samples=10), *FEW, *DRAWN, "trainer.max_steps=2") == 0
+    assert train(given(samples=10), *FEW, "trainer.max_steps=2") == 0
     run = the_run(tmp_path)
     assert summary_of(run)["noise_scale"]["num_windows"] == 20
     capsys.readouterr()
-    assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
+    assert train("ckpt_path=last", *DRAWN, "trainer.max_steps=4", small=[]) == 0
     out = capsys.readouterr().out
     facts = summary_of(run)
     assert NoiseEstimate.of_facts(facts["noise_scale"]) == read_noise_scale(run)

@@ -273,9 +273,9 @@ def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(
     (tmp_path / "broken.py").write_text(BROKEN)
     words = ["model._target_=broken.Broken", "data._target_=ones_own.Data"]
     words += ["accumulation=per_sample", f"checks={checks}", "proof=off"]
-    words += ["trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
+    words.append("trainer.max_epochs=1")
     try:
-        assert train(*words, small=[]) == status
+        assert own(*words) == status
     finally:
         sys.modules.pop("broken", None)
     assert said in capsys.readouterr().err
@@ -285,7 +285,6 @@ def test_what_cannot_be_trained_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "more.py").write_text(MORE)
-    end = ["trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
     try:
         for word, said in (
             ("model._target_=more.number", "and more.number has returned int"),
@@ -296,11 +295,10 @@ def test_what_cannot_be_trained_is_refused(
                 warnings.simplefilter(
                     "ignore"
                 )  # of Lightning, that the loader is empty
-                assert train(*MINE, *end, word, small=[]) == 2
+                assert own(*MINE, word) == 2
             assert said in capsys.readouterr().err
             assert not (tmp_path / "outputs").exists()
-        control = "model._target_=more.module"
-        assert train(*MINE, *end, control, small=[]) == 0
+        assert own(*MINE, "model._target_=more.module") == 0  # the control
     finally:
         sys.modules.pop("more", None)
 
