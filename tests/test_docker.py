@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 from torch.distributed.run import get_args_parser
 
 from trainkit.cli.composition import Composition
@@ -220,10 +222,14 @@ def words_of(service: dict[str, Any], **given: str) -> list[str]:
     return [settled(w, **given) for w in service["entrypoint"] + service["command"]]
 
 
-def overrides_of(service: dict[str, Any]) -> list[str]:
-    """Of `trainkit train`, however it is started."""
-    words = words_of(service)
-    return words[words.index("train") + 1 :]
+@cache
+def composed(name: str, *more: str) -> DictConfig:
+    """The configuration of a service's `trainkit train`, however it is started."""
+    words = words_of(SERVICES[name])
+    given = words[words.index("train") + 1 :]
+    return Composition(
+        [*(word for word in given if key_of(word) != "ckpt_path"), *more]
+    ).config
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -236,14 +242,13 @@ def test_a_service_runs_a_command_that_an_image_has(name: str) -> None:
         assert rest == ["agent", "me/project/id"]
 
 
-@pytest.mark.parametrize("name", ["train", "train-gpu", "node0", "node1"])
-def test_a_training_can_be_composed(name: str) -> None:
-    given = [w for w in overrides_of(SERVICES[name]) if key_of(w) != "ckpt_path"]
-    assert given
-    config = Composition(given).config
-    assert str(config.paths.output_dir).startswith("./outputs/")  # the volume
+def test_trainings_can_be_composed() -> None:
+    """That of node1 is node0's, see below."""
+    for name in ("train", "train-gpu", "node0"):
+        path = composed(name).paths.output_dir
+        assert str(path).startswith("./outputs/")  # the volume
     with pytest.raises(Exception, match="no_such"):
-        _ = Composition([*given, "no_such=1"]).config  # the control
+        composed("train", "no_such=1")  # the control
 
 
 def test_the_sweep_is_one_that_can_be_read() -> None:
@@ -263,9 +268,7 @@ def test_two_nodes_are_one_training_on_a_network_of_their_own() -> None:
     assert arguments.rdzv_endpoint.split(":")[0] == "node0"
     assert arguments.module
     assert arguments.training_script == "trainkit"
-    trainer = Composition(
-        [w for w in overrides_of(nodes[0]) if key_of(w) != "ckpt_path"]
-    ).config.trainer
+    trainer = composed("node0").trainer
     assert int(arguments.nnodes) == trainer.num_nodes == len(nodes)
     assert int(arguments.nproc_per_node) == trainer.devices
     assert arguments.rdzv_id  # without one each node would have a folder of its own
@@ -274,10 +277,7 @@ def test_two_nodes_are_one_training_on_a_network_of_their_own() -> None:
 
 
 def test_the_step_of_two_nodes_is_that_of_one_process() -> None:
-    two = Composition(
-        [w for w in overrides_of(SERVICES["node0"]) if key_of(w) != "ckpt_path"]
-    ).config
-    one = Composition(["experiment=code_lm"]).config
+    one, two = Composition(["experiment=code_lm"]).config, composed("node0")
     sizes = [
         config.data.batch_size
         * config.trainer.accumulate_grad_batches

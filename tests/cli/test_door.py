@@ -6,13 +6,7 @@ import warnings
 import pytest
 
 from tests.cli.training import SMALL
-from trainkit import (
-    BatchNormGuard,
-    MicroBatching,
-    PerSample,
-    PerToken,
-    TrainkitError,
-)
+from trainkit import BatchNormGuard, MicroBatching, PerSample, PerToken, TrainkitError
 from trainkit.cli.composition import Composition
 from trainkit.cli.door import in_words, spoken
 from trainkit.cli.main import main

@@ -8,12 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.helpers import TokenNet, loader, pad, ragged_sequences, token_loss
-from trainkit import (
-    AccumulationMixin,
-    AccumulationStrategy,
-    ResumableLoader,
-    Uniform,
-)
+from trainkit import AccumulationMixin, AccumulationStrategy, ResumableLoader, Uniform
 
 SEQUENCES = ragged_sequences(22)
 BATCH = 3

@@ -19,13 +19,7 @@ from tests.cli.fit.lightning_runs import (
     quiet,
     strategy_of,
 )
-from tests.cli.fit.lightning_user import (
-    ByRow,
-    Data,
-    MixinNet,
-    Net,
-    WithoutOptimizer,
-)
+from tests.cli.fit.lightning_user import ByRow, Data, MixinNet, Net, WithoutOptimizer
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -13,19 +13,10 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tests.cli.fit.lightning_runs import (
-    USER,
-    make,
-    quiet,
-    written,
-)
-from tests.cli.fit.lightning_user import (
-    Net,
-)
+from tests.cli.fit.lightning_runs import USER, make, quiet, written
+from tests.cli.fit.lightning_user import Net
 from tests.helpers import weights
-from trainkit import (
-    TrainkitError,
-)
+from trainkit import TrainkitError
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.fit.main import _refuse_absent, main
 

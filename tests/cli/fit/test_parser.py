@@ -27,13 +27,7 @@ from tests.cli.fit.lightning_runs import (
     strategy_of,
     written,
 )
-from tests.cli.fit.lightning_user import (
-    ByRow,
-    Configured,
-    Data,
-    Net,
-    WithoutOptimizer,
-)
+from tests.cli.fit.lightning_user import ByRow, Configured, Data, Net, WithoutOptimizer
 from tests.helpers import weights
 from tests.startup import forked
 from trainkit import (

@@ -283,29 +283,22 @@ def test_a_multirun_without_runs_leaves_nothing(tmp_path: Path) -> None:
     assert len(list(runs.glob("*"))) == 1
 
 
-def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
-    """Nor does a refusal touch a folder that has a run."""
-    words = ["optimizer.lr=-1", "trainer.devices=0"]
-    for word in words:
+def test_a_refusal_leaves_the_folders_that_were_there(tmp_path: Path) -> None:
+    """Neither a new one nor those above it, but an empty one, and one with files."""
+    wrong, mine = "optimizer.lr=-1", tmp_path / "mine"
+    for word in (wrong, "trainer.devices=0"):
         assert train(word) == 2
         assert not list(tmp_path.iterdir())
-    here = f"paths.run_dir={tmp_path}/mine/run"
+    here = f"paths.run_dir={mine}/run"
     assert train(here, "trainer.max_steps=1") == 0  # the control
-    assert train(words[0], here) == 2
-    assert run_dirs(tmp_path) == [tmp_path / "mine" / "run"]
-
-
-def test_a_refusal_removes_no_folder_that_was_there(tmp_path: Path) -> None:
-    """Neither one with files, nor an empty one, nor those above a new one."""
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (tmp_path / "outputs").mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    assert train("optimizer.lr=-1", f"paths.run_dir={mine}") == 2
-    assert train("optimizer.lr=-1", f"paths.run_dir={mine}/new/run") == 2
-    assert train("optimizer.lr=-1") == 2  # in outputs/
+    (tmp_path / "outputs").mkdir()
+    for words in ([], [f"paths.run_dir={mine}/new/run"], [here]):
+        assert train(wrong, *words) == 2
+        assert run_dirs(tmp_path) == [mine / "run"]
+    assert train(wrong, f"paths.run_dir={mine}") == 2
     assert (mine / "thesis.txt").read_text() == "years of work"
-    assert not (mine / "new").exists()  # the control
+    assert not (mine / "new").exists()
     assert not list((tmp_path / "outputs").iterdir())
 
 

@@ -54,11 +54,10 @@ def test_a_login_for_this_server_is_found(
     assert resolve_mode("auto") == "online"
 
 
-@pytest.mark.parametrize("text", ["machine wandb.here login user"])
 def test_a_file_of_logins_that_holds_none_is_no_login(
-    private_wandb: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    private_wandb: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (Path.home() / ".netrc").write_text(text)
+    (Path.home() / ".netrc").write_text("machine wandb.here login user")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.here")
     assert resolve_mode("auto") == "offline"
 
