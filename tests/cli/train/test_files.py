@@ -80,25 +80,21 @@ def test_a_mistake_that_shows_while_training_stands_in_it(tmp_path: Path) -> Non
     assert len(list(tmp_path.rglob("train.log"))) == 1
 
 
-@pytest.mark.parametrize("logger", ["several", "none trainer"])
-def test_each_run_has_one_row_for_each_step(logger: str, tmp_path: Path) -> None:
-    """Also if the Trainer is told to have no logger."""
-    group, *more = logger.split()
-    if more:
-        more = ["+trainer.logger=false", "report=true", "pictures=false"]
-    assert train(f"logger={group}", *more) == 0
-    found = rows_of(tmp_path)
+OWN = "logger.csv.filename=mine.csv"
+NO_LOGGER = ["logger=none", "+trainer.logger=false", "report=true", "pictures=false"]
+
+
+@pytest.mark.parametrize("words", [["logger=several", OWN], NO_LOGGER])
+def test_each_run_has_one_row_for_each_step(words: list[str], tmp_path: Path) -> None:
+    """Also beside a file of one's own, or if the Trainer is told to have no logger."""
+    assert train(*words) == 0
+    run, found = the_run(tmp_path), rows_of(tmp_path)
     assert [row["step"] for row in found] == ["1", "2"]
     for name in ("window/loss", "window/grad_norm", "lr-AdamW", "epoch", "val/loss"):
         assert all(name in row for row in found)
-    assert (the_run(tmp_path) / "report.html").exists() == bool(more)
-
-
-def test_a_file_of_ones_own_is_beside_it(tmp_path: Path) -> None:
-    assert train("logger.csv.filename=mine.csv", "trainer.max_steps=1") == 0
-    run = the_run(tmp_path)
-    mine = read_rows(run / "mine.csv")
-    assert mine == read_rows(run / "metrics.csv") != []
+    assert (run / "report.html").exists() == (words is NO_LOGGER)
+    if OWN in words:
+        assert read_rows(run / "mine.csv") == found
 
 
 def test_a_try_of_a_few_batches_has_neither_rows_nor_a_report(
