@@ -124,7 +124,11 @@ REMOVED: Any = object()
             f"{__name__}.Broken",
             "in its constructor\nTRAINKIT_TRACEBA",
         ),
-        ("trainer.max_steps", "many", "trainer.max_steps: must be int, received 'm"),
+        (
+            "trainer.max_steps",
+            "many",
+            "trainer.max_steps: must be int, received 'many'",
+        ),
         ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
         ("model._target_", REMOVED, "model: must have a _target_, received"),
         ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
