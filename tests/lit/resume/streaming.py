@@ -39,7 +39,8 @@ class Stream(IterableDataset[Any]):
         while self.row < len(share):
             self.row += 1
             yield share[self.row - 1]
-        self.row = 0
+        if worker is None:
+            self.row = 0  # in a worker: its share is read, also after it is resumed
 
     def state_dict(self) -> dict[str, int]:
         return {"row": self.row}

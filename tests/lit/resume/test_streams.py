@@ -66,7 +66,8 @@ def chains() -> list[list[Any]]:
 SETUPS = [
     ("map", 0, 1, 0),
     ("map", 2, 2, 3),
-    ("stream", 2, 1, 0),
+    ("stream", 2, 1, 2),
+    ("stream", 2, 1, 4),
     ("hugging face", 0, 2, 3),
     ("hugging face", 2, 2, 5),
 ] + [("stream", 0, 3, which) for which in range(6)]
