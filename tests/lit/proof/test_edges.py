@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
+from trainkit.lit.proof import weights as proof_weights
 from trainkit.lit.proof.parts import chosen_parts
 from trainkit.lit.proof.rows import FewRows
+from trainkit.lit.proof.weights import unknown
 
 
 def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -236,3 +239,22 @@ def test_parts_hold_unlike_numbers_of_classes() -> None:
         parts = chosen_parts(rows, (2, 2, 2), PerSample())
         numbers = {len(set(y[part].tolist())) for part in parts}
         assert (len(numbers) == 1) == is_alike
+
+
+def test_parts_have_widths_of_their_own_where_rows_allow_it() -> None:
+    """Padding that is seen shows where widths differ."""
+    lengths = [3] * 10 + [5, 7]
+    ids = [torch.arange(1, 1 + length) for length in lengths]
+    batch = zoo.padded([{"ids": each, "labels": each} for each in ids])
+    rows = FewRows(batch, None, PerSample())
+    parts = chosen_parts(rows, (1, 2, 3), PerSample())
+    assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
+
+
+def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proof_weights, "_of_classes", lambda *_: None)
+    subject: Any = SimpleNamespace(module=SimpleNamespace(accumulate=None))
+    alone: Any = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
+    assert "they are as 2, 1, 0" in unknown(subject, alone).text
