@@ -126,7 +126,7 @@ def both(
     return [fit(module, *callbacks(), **how) for module in modules]
 
 
-CONTROLLED: set[tuple[Any, str]] = set()
+CONTROLLED: dict[Any, Any] = {}
 """Which modules, windows and data have had their control in `assert_as_whole`."""
 
 
@@ -156,7 +156,8 @@ def assert_as_whole(
         **how: arguments of `fit`.
     """
     alike = {**(made or {}), "strategy": Uniform(), "reduction": "mean"}
-    of = (kind, repr((made, *map(how.get, ("window", "sizes", "data")))))
+    data = how.get("data")
+    of = kind, id(data), repr((made, how.get("window"), how.get("sizes")))
     has_control = naive > 0 and of not in CONTROLLED
     runs = []
     for each, arguments in ((None, made), (cut, made), (FIXED, alike)):
@@ -177,7 +178,7 @@ def assert_as_whole(
         assert float(off) <= tolerance
     if control:
         assert not deviation(ends[2], ends[0], start) <= naive  # it may be NaN
-        CONTROLLED.add(of)
+        CONTROLLED[of] = data
     assert ours.global_step == whole.global_step > 0
     assert mine.hooks == theirs.hooks
     assert mine.rows == theirs.rows

@@ -52,9 +52,14 @@ OPTIMIZERS = ("sgd", "momentum", "adamw", "momentum", "sgd")
 CLIPS: Any = ("norm", "value", None)
 MEAN_OR_SUM: Any = ("mean", "sum", "sum", "mean")
 STRATEGIES = ("PerSample", "PerToken")
-CASES = [  # every cut meets every window, and the rest takes turns
-    (STRATEGIES[n % 2], *each, OPTIMIZERS[n % 5], CLIPS[n % 3], MEAN_OR_SUM[n % 4], F64)
+# Every cut meets every window, every strategy both, and the rest takes turns.
+TURNS = [
+    (STRATEGIES[(n + n // 2) % 2], *each, MEAN_OR_SUM[n // 2 % 4])
     for n, each in enumerate(product(CUTS, (1, 3)))
+]
+CASES = [
+    (strategy, cut, window, OPTIMIZERS[n % 5], CLIPS[n % 3], reduction, F64)
+    for n, (strategy, cut, window, reduction) in enumerate(TURNS)
 ] + [
     (STRATEGIES[n % 2], cut, 1, "sgd", None, MEAN_OR_SUM[n], F32)
     for n, cut in enumerate(("size", "tokens", "auto"))
@@ -305,23 +310,18 @@ def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
     assert deviation(module, whole, START) <= 1e-10
 
 
-MOVED = ("in place", "buffer", "queue")
 ONCE_A_STEP = cycle([ONCE, "on_train_batch_end"])
 
 
 @pytest.mark.parametrize(
     ("way", "cut", "where"),
-    [(way, "size", next(ONCE_A_STEP)) for way in WAYS]
-    + [
-        (way, cut, "training_step")
-        for way, cut in zip(MOVED, ("size", "auto", "size"), strict=True)
-    ],
+    [*zip(WAYS, cycle(["size", "auto"]), cycle(["training_step"]))]
+    + [(way, "size", next(ONCE_A_STEP)) for way in WAYS],
 )
 def test_state_is_that_of_whole_batches_if_it_moves_once_a_step(
     way: str, cut: str, where: str
 ) -> None:
-    """The control: moved in `training_step`, it is another training; of the encoder, of
-    a buffer and of a queue."""
+    """The control: moved in `training_step`, it is another training."""
     ends = []
     for each in (CUTS[cut], None):
         module = Moving(where, way, cut=each)
