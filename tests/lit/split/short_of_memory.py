@@ -151,8 +151,7 @@ class Rich(Short):
         self.history["drawn"].append(drawn)
         self.made_late = getattr(self, "made_late", 0) + 1
         hidden = self.drop(torch.tanh(self.net.embed(batch["ids"])))
-        logits = self.net.head(hidden).flatten(0, 1)
-        self.norm(logits.detach())  # for its buffers alone: it is not the big batch's
+        logits = self.norm(self.net.head(hidden).flatten(0, 1))
         labels = batch["labels"].flatten()
         loss = nn.functional.cross_entropy(logits, labels)
         self.called(loss.detach().float())

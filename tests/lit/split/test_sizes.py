@@ -119,8 +119,7 @@ def test_all_that_a_window_changes_equals_a_run_with_the_final_size(
     found, size = states(WHOLE, memory, **how)
     assert memory.num_failures > 0
     assert found == states(MicroBatching(tokens=size), **how)[0]
-    if window == 2:
-        assert found != states(MicroBatching(tokens=3 * size), **how)[0]
+    assert found != states(MicroBatching(tokens=3 * size), **how)[0]
 
 
 # ---- what cannot be helped -----------------------------------------------------------
