@@ -41,6 +41,8 @@ def fit_aside(
         callback: ends `fit` itself, with `leaves_fit`.
         prepare: called once Trainer and module are prepared.
     """
+    is_module = hasattr(data, "train_dataloader")
+    given = {"datamodule" if is_module else "train_dataloaders": data}
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     kept = Kept(module, steps=True, device=strategy.root_device)
     things = [*parts_of(trainer), *tree_leaves(data), *trainer.callbacks]
@@ -54,7 +56,7 @@ def fit_aside(
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
         prepare()
-        trainer.fit(module, data)
+        trainer.fit(module, **given)
     finally:
         kept.restore()
         for put_back in attributes:

@@ -49,7 +49,7 @@ def refuse_below_zero(func: Any, args: Any, kwargs: Any) -> None:
         is_whole = isinstance(indices, Tensor) and not (
             indices.is_floating_point() or indices.is_complex()
         )
-        if not is_whole or indices.dtype == torch.bool or not indices.numel():
+        if not is_whole or indices.is_nested or not indices.numel():
             continue
         if func in _IGNORES:
             ignored = _argument(args, kwargs, _IGNORES[func], "ignore_index", -100)
@@ -64,8 +64,10 @@ def _indices_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, int]]:
     if func is Tensor.__getitem__:
         of, index = args
         for place, each in enumerate(index if isinstance(index, tuple) else (index,)):
-            if isinstance(each, Tensor) and place < of.ndim:
-                yield each, -of.shape[place]
+            is_mask = isinstance(each, Tensor) and each.dtype == torch.bool
+            if each is None or each is ... or is_mask or place == of.ndim:
+                break  # what follows is of another dimension
+            yield each, -of.shape[place]
     for place, names in enumerate(_NAMES):
         if func in names:
             yield _argument(args, kwargs, place, names[func]), 0

@@ -29,8 +29,8 @@ CANNOT_TELL = (
 ONE_LENGTH = "these rows all have one length"
 FEWER = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
 REFUSED = (
-    "a label of {}, which would tell them apart, the step does not take: if another is "
-    "ignored, PerToken(ignore_index=...) says so"
+    "the step refuses a label of {}, which would tell them apart; if it ignores "
+    "another number, name that with PerToken(ignore_index=...)"
 )
 SHORTER = "where one ends earlier, the gradient is off by {:.2g} of its size"
 ONE_WIDTH = (
