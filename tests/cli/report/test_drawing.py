@@ -120,6 +120,16 @@ def test_any_name_stands_in_the_picture_as_it_is(tmp_path: Path) -> None:
     assert said == [named.title, *(f"{name}  2 at step 1" for name in names)]
 
 
+def test_a_picture_is_as_wide_as_its_title(tmp_path: Path) -> None:
+    lines = [Line("loss", (0.0, 1.0), (1.0, 2.0))]
+    widths = []
+    for title in ("short", "a metric with a very long name of its own and " * 2):
+        chart = Chart("loss", title, "", lines=lines)
+        _save(figure_of(chart), chart, tmp_path / "loss.png")
+        widths.append(imread(tmp_path / "loss.png").shape[1])
+    assert widths[1] > 1.2 * widths[0]
+
+
 VALUES = st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=9)
 
 

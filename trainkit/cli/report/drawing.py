@@ -135,14 +135,18 @@ def _svg(figure: Figure, chart: Chart, name: str) -> str:
 
 def _save(figure: Figure, chart: Chart, png: Path) -> None:
     """Write the figure with its title, and its lines' names in their colours."""
-    up = 1.0
+    from matplotlib.transforms import Bbox
+
+    texts, up = [], 1.0
     for line in reversed(chart.lines):
         said = f"{line.name}  {chart.last(line)}"
         style = {"fontsize": 7, "color": LIGHT[line.colour]}
-        figure.text(_LEFT / _WIDTH, up, said, parse_math=False, **style)
+        texts.append(figure.text(_LEFT / _WIDTH, up, said, parse_math=False, **style))
         up += 0.07
-    figure.text(_LEFT / _WIDTH, up, chart.title, fontsize=10, parse_math=False)
+    title = figure.text(_LEFT / _WIDTH, up, chart.title, fontsize=10, parse_math=False)
     png.parent.mkdir(exist_ok=True)
-    # A training waits for its pictures: compress them quickly.
-    quick = {"compress_level": 3}
-    figure.savefig(png, dpi=180, bbox_inches="tight", pil_kwargs=quick)
+    # A training waits for its pictures: "tight" would draw each once more to measure
+    # it, and strong compression takes as long as the drawing.
+    right = max(text.get_window_extent().x1 for text in (title, *texts)) / figure.dpi
+    box = Bbox([[0, 0], [max(_WIDTH, right + _RIGHT), (up + 0.1) * _HEIGHT]])
+    figure.savefig(png, dpi=150, bbox_inches=box, pil_kwargs={"compress_level": 1})
