@@ -380,8 +380,19 @@ def test_unequal_parts_that_weigh_alike_are_not_called_exact(
 ) -> None:
     """The control: parts of equal sizes."""
     fit(Decays(zoo.classified), images(), Uniform())
-    assert "of unequal sizes alike, which is right by chance" in said(capsys)
+    assert "may be of unequal sizes, so it is right by chance" in said(capsys)
     fit(Decays(zoo.classified), images(15), Uniform(), proof="require")
+
+
+def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two rows are all that is known of it, and they are two equal parts."""
+    rows = list(images(15).dataset)  # type: ignore[arg-type]
+    loader = DataLoader(Stream(rows), batch_size=2)
+    fit(IMAGES(), loader, Uniform())
+    assert "may be of unequal sizes, so it is right by chance" in said(capsys)
+    fit(IMAGES(), loader, PerSample(), proof="require")
 
 
 def test_stream_of_one_length_is_exact_where_padding_is_not_seen(

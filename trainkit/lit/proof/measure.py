@@ -16,7 +16,7 @@ from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
-from trainkit.lit.proof.rows import FewRows, collates_by_itself
+from trainkit.lit.proof.rows import FewRows, collates_by_itself, has_equal_batches
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
@@ -39,7 +39,10 @@ ONE_WIDTH = (
     "width, it is not"
 )
 ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
-BY_CHANCE = "Uniform() weighs parts of unequal sizes alike, which is right by chance"
+BY_CHANCE = (
+    "Uniform() weighs all parts alike, and batches of this loader may be of unequal "
+    "sizes, so it is right by chance"
+)
 MAYBE_ROUNDING = (
     "off by {:.0e} in float32, which may be more than rounding, and the step does not "
     "run in float64"
@@ -146,10 +149,11 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
 
 
 def _is_uniform_by_chance(subject: Subject) -> bool:
-    """Whether parts of unequal sizes weigh alike, as on other rows they would not."""
+    """Whether all parts weigh alike, where parts of other rows have other sizes."""
     own = leading(subject.strategies) if subject.strategies else None
     is_mean = isinstance(own, Uniform) and own.loss_reduction == "mean"
-    return is_mean and len(set(map(len, subject.parts))) > 1
+    has_equal = has_equal_batches(subject.trainer.train_dataloader)
+    return is_mean and (subject.is_split or subject.has_batches and not has_equal)
 
 
 def _rehearsed(
