@@ -333,7 +333,17 @@ def packed() -> list[Any]:
     return wrongs.all_labels()[:6] * 4
 
 
+def in_one_width(rows: list[Any]) -> Any:
+    """Padded on the right to 14 columns."""
+    ids = torch.ones(14, dtype=torch.long)
+    batch = zoo.padded([*rows, {"ids": ids, "labels": ids}])
+    return {name: value[:-1] for name, value in batch.items()}
+
+
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
+    "one length in one width": (lambda: Tokens(zoo.shifted),
+     lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
+     "PerSample and PerToken look the same"),
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
      PerSample(), "PerSample and PerToken look the same"),
     "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),

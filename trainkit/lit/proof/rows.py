@@ -76,7 +76,7 @@ class FewRows:
         if self.collates and self._looks_at_one():
             self.collates, samples = False, ()
         self._batch = self._collated(range(len(samples))) if self.collates else batch
-        self._fewer: tuple[list[str], Sequence[int]] = [], ()
+        self._fewer: tuple[dict[str, int], Sequence[int]] = {}, ()
         yields_samples = options is not None and options.collate is not None
         how = MicroBatching(size=1) if yields_samples or options is None else options
         self._cutter = Cutter(how, self._strategy)
@@ -195,8 +195,8 @@ class FewRows:
         """
         found = copy.copy(self)
         fields = self._countable()
-        found._fewer = list(fields), rows
-        found.has_classes = all(value.ndim == 1 for value in fields.values())
+        found._fewer = {path: nothing for path, (_, nothing) in fields.items()}, rows
+        found.has_classes = all(value.ndim == 1 for value, _ in fields.values())
         return found if fields else None
 
     def with_shorter(self, rows: Sequence[int]) -> FewRows | None:
@@ -244,30 +244,32 @@ class FewRows:
         self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False
     ) -> Any:
         """A batch of some rows, of which some count less, or end earlier."""
-        names, fewer = self._fewer
+        nothing, fewer = self._fewer
         at = [place for place, row in enumerate(rows) if row in fewer]
-        fields = [value for path, value in take_apart(batch)[0] if path in names]
+        fields = [pair for pair in take_apart(batch)[0] if pair[0] in nothing]
         if not at or not fields:
             return batch
-        own = [value for value in fields if value.ndim > 1]
-        stop = max((_half(value[at] != self._ignored) for value in own), default=0)
+        own = [(value, nothing[path]) for path, value in fields if value.ndim > 1]
+        stop = max((_half(value[at] != none) for value, none in own), default=0)
         if is_shorter:
-            stop = min(stop, *(value.shape[1] - 1 for value in own))
+            stop = min(stop, *(value.shape[1] - 1 for value, _ in own))
+        filled = {id(value): nothing[path] for path, value in fields}
 
         def changed(value: Tensor) -> Tensor:
-            if not any(value is each for each in fields):
+            if id(value) not in filled:
                 return value
-            value = value.clone()
-            if value.ndim == 1:
-                value[at] += 1 if value.min() == 0 else -1
+            new = value.clone()
+            if new.ndim == 1:
+                new[at] += 1 if new.min() == 0 else -1
             else:
-                value[at, stop:] = 0 if _is_mask(value) else self._ignored
-            return value
+                new[at, stop:] = filled[id(value)]
+            return new
 
         return with_tensors(batch, changed)
 
-    def _countable(self) -> dict[str, Tensor]:
-        """Masks and labels, of which all rows have equally many."""
+    def _countable(self) -> dict[str, tuple[Tensor, int]]:
+        """Masks and labels, of which all rows have equally many, and what does not
+        count in each."""
         fields = [
             (path, value)
             for path, value in take_apart(self._batch)[0]
@@ -282,11 +284,13 @@ class FewRows:
             is_label = name == "y" or any(each in name for each in LABELS)
             is_label |= path == named or path == last and path.isdigit()
             if value.ndim > 1 and value.shape[1] > 1:
-                if is_label or "mask" in name and _is_mask(value):
-                    found[path] = value
+                if is_label and value.dtype != torch.bool:
+                    found[path] = value, self._ignored
+                elif is_label or "mask" in name and _is_mask(value):
+                    found[path] = value, 0
             elif value.ndim == 1 and is_label and value.dtype != torch.bool:
                 if bool((value == value[0]).all()):
-                    found[path] = value
+                    found[path] = value, self._ignored
         return found
 
 
