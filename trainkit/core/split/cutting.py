@@ -140,7 +140,7 @@ class Cutter:
         rows, cut = layout.rows, []
         shapes = self._shapes if limit.tokens is not None else None
         nothing = {} if shapes is None else nothing_in(batch, self._nothing)
-        for part in self._parts(batch, rows, limit, at_least, shapes):
+        for part in self.parts(batch, rows, limit, at_least, shapes):
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
@@ -159,15 +159,23 @@ class Cutter:
         layout = self._reader.read(batch)
         return [layout.of(rows), layout.untrimmed().of(rows)]
 
-    def _parts(
+    def parts(
         self,
         batch: Any,
         rows: Rows,
         limit: Limit,
-        at_least: int,
-        shapes: Shapes | None,
+        at_least: int = 1,
+        shapes: Shapes | None = None,
     ) -> list[list[int]]:
-        """The rows of each micro-batch."""
+        """The rows of each micro-batch.
+
+        Args:
+            batch: the loader batch, for errors.
+            rows: all of its rows, or some of them.
+            limit: what a micro-batch may hold.
+            at_least: the fewest micro-batches.
+            shapes: which micro-batches have, if they are filled.
+        """
         if limit.tokens is not None and rows.num_rows and not rows.has_lengths:
             raise TrainkitError(
                 f"MicroBatching tokens={limit.tokens}: a budget of tokens needs the "

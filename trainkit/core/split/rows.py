@@ -93,6 +93,14 @@ class Rows:
         spans = [group.spans[row] for group in self.groups for row in rows]
         return sum([stop - start for start, stop in spans])
 
+    def of(self, rows: Sequence[int]) -> Rows:
+        """Some of these rows, in this order."""
+        groups = [
+            Group(each.padded_length, [each.spans[row] for row in rows])
+            for each in self.groups
+        ]
+        return Rows(len(rows), groups, self.are_joined)
+
     def untrimmed(self) -> Rows:
         """A copy of these rows, in which all columns of a group count."""
         if self.are_joined:

@@ -33,7 +33,7 @@ from trainkit.lit.proof.measure import (
     refuse_backend,
 )
 from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
-from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.rehearse import Rehearsal, unheard
 from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import few_rows, has_equal_batches
 from trainkit.lit.proof.subject import Subject, as_given
@@ -199,6 +199,7 @@ class _Check(Callback):
 
     # ---- what is measured ------------------------------------------------------------
 
+    @unheard()
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         try:
             refuse_backend(trainer)

@@ -61,13 +61,14 @@ class Causes:
     Args:
         subject: what was measured, and is off.
         whole: its rows as one batch.
+        window: they as the run's own window.
 
     Attributes:
         found: the causes, in the order in which they were found.
     """
 
-    def __init__(self, subject: Subject, whole: Taken) -> None:
-        self._whole = whole
+    def __init__(self, subject: Subject, whole: Taken, window: Taken) -> None:
+        self._measured, self._whole, self._window = subject, whole, window
         self._subject, self._most = subject, subject.most_rounding
         self._is_split = subject.is_split
         self._alones: dict[Subject, Alone] = {}
@@ -95,13 +96,15 @@ class Causes:
     def _alone(self, subject: Subject) -> Alone:
         """The gradients of a subject's parts, which run once."""
         if subject not in self._alones:
-            self._alones[subject] = Alone(subject)
+            whole = self._whole if subject is self._measured else None
+            self._alones[subject] = Alone(subject, whole, like=self._whole)
         return self._alones[subject]
 
     def _gap(self, subject: Subject) -> float:
         """How far the window is from its parts, each run by itself and weighed."""
-        alone = self._alone(subject)
-        return alone.off(own_weights(subject), alone.vector(subject.window()))
+        alone, is_measured = self._alone(subject), subject is self._measured
+        window = self._window if is_measured else subject.window()
+        return alone.off(own_weights(subject), alone.vector(window))
 
     def _apart(self, subject: Subject) -> float:
         """How far the parts are from the whole, however they are weighed."""
@@ -221,7 +224,7 @@ class Causes:
         event = first_unlike(whole, part, places, len(subject.all_rows))
         if event is None:
             found = denominator(subject, self._alone(subject), self._most)
-            found = found or two_denominators(subject, self._most)
+            found = found or two_denominators(subject, self._whole, self._most)
             after = f" after {whole[-1].path}" if whole else ""
             looks = cause("one row") if _share_one_row(subject) else None
             self.found.append(found or looks or cause("loss", after=after))

@@ -147,7 +147,7 @@ def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, 
     for dtype in precisions:
         try:
             used = subject.varied(dtype=dtype)
-            found = used, Alone(used).least_off()
+            found = used, Alone(used, used.whole()).least_off()
         except Exception as error:  # not every operation knows float64
             failed = error
             continue
@@ -321,7 +321,10 @@ class _Look:
         if not any(getattr(each, "use_cache", False) for each in configs):
             return False
         subject = self._subject.changed(_without_cache)
-        return Alone(subject).least_off() <= ALARM[subject.rehearsal.dtype]
+        return (
+            Alone(subject, subject.whole()).least_off()
+            <= ALARM[subject.rehearsal.dtype]
+        )
 
     def _counts_first_labels(self) -> bool:
         """Whether a document but the first begins with a label that counts."""

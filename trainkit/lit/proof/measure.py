@@ -134,7 +134,7 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
                 f"field {numbers[0]!r} is a number of the whole loader batch, which "
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
-        causes = _causes(subject, whole)
+        causes = _causes(subject, whole, window)
         is_width = [each.kind for each in causes] == ["padding"] and rows.is_stream
         return replace(
             report,
@@ -181,8 +181,8 @@ def _rehearsed(
     return found
 
 
-def _causes(subject: Subject, whole: Taken) -> tuple[Cause, ...]:
-    causes = Causes(subject, whole)
+def _causes(subject: Subject, whole: Taken, window: Taken) -> tuple[Cause, ...]:
+    causes = Causes(subject, whole, window)
     with contextlib.suppress(Exception):  # what is found so far is said
         causes.look()
     return tuple(causes.found)

@@ -50,15 +50,16 @@ def chosen_parts(
     if own is not None:
         counting = [place for place in places if float(counts[place, 0]) > 0]
         places = counting if len(counting) >= number else places
-    draw, choices = random.Random(0), list[Parts]()
-    bounds = [0, *itertools.accumulate(sizes)]
-    for _ in range(TRIES // 8 if is_split else TRIES):
-        order = draw.sample(places, number)
-        parts = [sorted(order[a:b]) for a, b in itertools.pairwise(bounds)]
-        if is_split:
-            cut = rows.cut([pool[place] for place in sorted(order)], max(sizes))
-            parts = [[pool.index(row) for row in part] for part in cut]
-        choices.append(parts)
+    draw, bounds = random.Random(0), [0, *itertools.accumulate(sizes)]
+    tries = TRIES // 8 if is_split else TRIES
+    orders = [draw.sample(places, number) for _ in range(tries)]
+    if is_split:
+        chosen = [[pool[place] for place in sorted(order)] for order in orders]
+        cuts = rows.cuts(chosen, max(sizes))
+        choices = [[[pool.index(row) for row in p] for p in parts] for parts in cuts]
+    else:
+        pairs = list(itertools.pairwise(bounds))
+        choices = [[sorted(order[a:b]) for a, b in pairs] for order in orders]
     apart = _apart(counts, choices, has_own=own is not None)
 
     def merit(choice: int) -> tuple[float, ...]:
@@ -116,12 +117,15 @@ def shares_of(counts: Tensor, choices: Sequence[Parts]) -> Tensor:
     Returns:
         Choices x parts x denominators, and one more, by which all parts weigh alike.
     """
-    most = max(map(len, choices))
-    members = torch.zeros(len(choices), most, len(counts) + 1, dtype=counts.dtype)
-    for choice, parts in enumerate(choices):
-        for place, part in enumerate(parts):
-            members[choice, place, part] = 1
-            members[choice, place, -1] = 1
+    most, own = max(map(len, choices)), len(counts)
+    places = [
+        (choice, place, row)
+        for choice, parts in enumerate(choices)
+        for place, part in enumerate(parts)
+        for row in (*part, own)
+    ]
+    members = torch.zeros(len(choices), most, own + 1, dtype=counts.dtype)
+    members[tuple(torch.tensor(places).T)] = 1
     rows = torch.nn.functional.pad(counts, (0, 1, 0, 1))
     rows[-1, -1] = 1
     in_parts = members @ rows

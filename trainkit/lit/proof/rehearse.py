@@ -366,11 +366,26 @@ def _no_callbacks() -> list[Any]:
 
 
 @contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Lightning's loggers say nothing. To set a level takes long, so several rehearsals
+    are unheard together."""
+    loggers = map(logging.getLogger, _LIGHTNINGS)
+    loud = [(each, each.level) for each in loggers if each.level != logging.CRITICAL]
+    try:
+        for each, _ in loud:
+            each.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for each, level in loud:
+            each.setLevel(level)
+
+
+@contextlib.contextmanager
 def _aside(dtype: torch.dtype) -> Iterator[None]:
     """Nobody hears what a copy says, and nothing is rounded more than it must be."""
-    loggers = [(each, each.level) for each in map(logging.getLogger, _LIGHTNINGS)]
     precision, own = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     with (
+        unheard(),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
         torch.compiler.set_stance("force_eager"),
@@ -378,13 +393,9 @@ def _aside(dtype: torch.dtype) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         try:
-            for each, _ in loggers:
-                each.setLevel(logging.CRITICAL)
             torch.set_default_dtype(dtype)  # a backward pass may run forward again
             torch.set_float32_matmul_precision("highest")
             yield
         finally:
-            for each, level in loggers:
-                each.setLevel(level)
             torch.set_float32_matmul_precision(precision)
             torch.set_default_dtype(own)

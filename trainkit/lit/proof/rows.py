@@ -141,13 +141,17 @@ class FewRows:
             return [self._samples[row] for row in rows]
         return self.make(rows, alike=alike)
 
-    def cut(self, rows: Sequence[int], size: int) -> Parts:
-        """The parts in which the run cuts these rows, if only a few fit in one."""
+    def cuts(self, choices: Sequence[Sequence[int]], size: int) -> list[Parts]:
+        """The parts in which the run cuts each choice of rows, if a few fit in one."""
         cutter = Cutter(self._options or MicroBatching(size=1), self._strategy)
         with _unheard():
-            batch = self.loader_batch(rows, alike=not self.collates)
-            found = cutter.cut(batch, Limit(size, None))
-        return [sorted(rows[place] for place in each.rows) for each in found]
+            batch = self.loader_batch(range(self.num_rows), alike=not self.collates)
+            measured = cutter.measure(batch)
+        found = []
+        for rows in choices:
+            parts = cutter.parts(batch, measured.of(rows), Limit(size))
+            found.append([sorted(rows[place] for place in part) for part in parts])
+        return found
 
     def _cut(self, rows: Sequence[int], *, wide: bool) -> Any:
         """Rows of the batch, with the columns that are padding in all of them or

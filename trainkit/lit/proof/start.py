@@ -30,7 +30,7 @@ from trainkit.lit.callback.table import say
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.measure import measured, refuse_backend
 from trainkit.lit.proof.parts import chosen_parts
-from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.rehearse import Rehearsal, unheard
 from trainkit.lit.proof.report import Cause, Report
 from trainkit.lit.proof.rows import FewRows, few_rows, has_equal_batches
 from trainkit.lit.proof.subject import Subject
@@ -90,6 +90,7 @@ class ProofAtStart:
         self._trainer, self._module, self._windows = trainer, module, windows
         self._is_proven = False
 
+    @unheard()
     def look(self, batch: Any) -> bool:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
         windows, split = self._windows, self._windows.split

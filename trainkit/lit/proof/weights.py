@@ -39,26 +39,50 @@ class Alone:
 
     Args:
         subject: the rows, and how they are run.
+        whole: its rows as one batch; None to run them when they are asked for.
+        like: which gradients there are, where it is not `whole` that says so.
         parts: the rows of each part, where they are not the subject's.
 
     Attributes:
-        whole: some coordinates of the gradient of all rows, always the same ones.
-        parts: those of the parts, one row each.
-        loss: of all rows.
+        parts: some coordinates of the parts' gradients, always the same ones, one row
+            for each part.
         losses: of the parts.
     """
 
-    def __init__(self, subject: Subject, parts: Parts | None = None) -> None:
-        taken = subject.whole()
-        self._sizes = {key: each.numel() for key, each in taken.gradients.items()}
-        self.whole, self.loss = self.vector(taken), sum(taken.losses)
-        gradients, losses = [], []
-        for part in parts or subject.parts:
-            taken = subject.whole(part)
-            gradients.append(self.vector(taken))
-            losses.append(sum(taken.losses))
-        self.parts = torch.stack(gradients)
-        self.losses = torch.tensor(losses, dtype=torch.float64)
+    def __init__(
+        self,
+        subject: Subject,
+        whole: Taken | None,
+        *,
+        like: Taken | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        known = like or whole
+        assert known is not None
+        self._sizes = {key: each.numel() for key, each in known.gradients.items()}
+        self._subject = subject
+        self._whole = None if whole is None else self._noted(whole)
+        noted = [self._noted(subject.whole(part)) for part in parts or subject.parts]
+        self.parts = torch.stack([gradient for gradient, _ in noted])
+        self.losses = torch.tensor([loss for _, loss in noted], dtype=torch.float64)
+
+    def _noted(self, taken: Taken) -> tuple[Tensor, float]:
+        return self.vector(taken), sum(taken.losses)
+
+    def _of_all(self) -> tuple[Tensor, float]:
+        if self._whole is None:
+            self._whole = self._noted(self._subject.whole())
+        return self._whole
+
+    @property
+    def whole(self) -> Tensor:
+        """These coordinates of the gradient of all rows."""
+        return self._of_all()[0]
+
+    @property
+    def loss(self) -> float:
+        """The loss of all rows."""
+        return self._of_all()[1]
 
     def vector(self, taken: Taken) -> Tensor:
         """These coordinates of another gradient."""
@@ -218,7 +242,7 @@ def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
             yield each, counts, total
 
 
-def two_denominators(subject: Subject, most: float) -> Cause | None:
+def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | None:
     """Two terms of a loss that make up the gradients of all unions of four parts, each
     with a denominator of its own. A term may be a sum, or a constant."""
     groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
@@ -227,7 +251,7 @@ def two_denominators(subject: Subject, most: float) -> Cause | None:
     sizes = range(1, 5)
     unions = [u for size in sizes for u in itertools.combinations(range(4), size)]
     rows = [sorted(row for n in union for row in groups[n]) for union in unions]
-    gradients = Alone(subject, rows).parts
+    gradients = Alone(subject, whole, parts=rows).parts
     members = torch.tensor([[n in u for n in range(4)] for u in unions]).double()
     columns = {
         candidate: members / (members @ counts)[:, None]
