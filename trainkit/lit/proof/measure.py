@@ -14,7 +14,7 @@ from trainkit.core.terms import ONE, leading
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
-from trainkit.lit.proof.parts import shares_of
+from trainkit.lit.proof.parts import MEANT, shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows, collates_by_itself, has_equal_batches
 from trainkit.lit.proof.subject import Subject
@@ -104,7 +104,7 @@ def _unlike(
 def _count_alike(subject: Subject) -> bool:
     """Whether these rows count alike by all that labels and masks may count."""
     rows, of = subject.rows, subject.all_rows
-    named = [c for c in candidates(rows.make(of), {}) if c.simplicity <= 2]
+    named = [c for c in candidates(rows.make(of), {}) if c.simplicity <= MEANT]
     own = leading(subject.strategies)
     counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
     counts = counts[:, counts.sum(0) != 0]

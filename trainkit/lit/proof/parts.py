@@ -18,6 +18,9 @@ from trainkit.lit.proof.rows import POOL, FewRows, Parts
 
 TRIES = 200
 
+MEANT = 2
+"""How far from simple the denominators are that must be told apart before others."""
+
 CLEAR = 0.02
 """Shares that differ by less are hardly told apart."""
 
@@ -32,7 +35,7 @@ def chosen_parts(
     """Some rows in parts, so that what may be counted differs between them, and widths.
 
     Of random choices, the one is taken in which the shares of the parts differ most
-    often between denominators.
+    often between denominators, first of all those that are often meant.
 
     Args:
         rows: of which some are chosen.
@@ -44,8 +47,10 @@ def chosen_parts(
     pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
     batch, all_lengths = rows.make(pool), rows.lengths()
     lengths, labels = [all_lengths[row] for row in pool], _labels(batch, len(pool))
-    named = [each.weigh for each in candidates(batch, {})]
-    counts = rows.counts(pool, named if own is None else [own.weight, *named])
+    named = candidates(batch, {})
+    weighs = [each.weigh for each in named]
+    counts = rows.counts(pool, weighs if own is None else [own.weight, *weighs])
+    meant = sum(each.simplicity <= MEANT for each in named) + (own is not None)
     places = list(range(len(pool)))
     if own is not None:
         counting = [place for place in places if float(counts[place, 0]) > 0]
@@ -60,7 +65,7 @@ def chosen_parts(
     else:
         pairs = list(itertools.pairwise(bounds))
         choices = [[sorted(order[a:b]) for a, b in pairs] for order in orders]
-    apart = _apart(counts, choices, has_own=own is not None)
+    apart = _apart(counts, choices, meant, has_own=own is not None)
 
     def merit(choice: int) -> tuple[float, ...]:
         parts = choices[choice]
@@ -74,22 +79,24 @@ def chosen_parts(
 
 
 def _apart(
-    counts: Tensor, choices: Sequence[Parts], *, has_own: bool
-) -> list[tuple[float, float]]:
+    counts: Tensor, choices: Sequence[Parts], meant: int, *, has_own: bool
+) -> list[tuple[float, ...]]:
     """For each choice of parts, how many denominators are clearly apart by what the
     parts weigh, and how far at least; the first one from the others, if it is the
-    run's own."""
+    run's own. Those that are often meant, which are the first, decide before others."""
     shares = shares_of(counts, choices)
     if has_own:
         apart = (shares - shares[..., :1]).norm(dim=1)
         apart[:, :-1] *= shares[..., :-1].sum(1) > 0.5  # else it says nothing
+        other = torch.arange(shares.shape[-1])
     else:
         one, other = torch.triu_indices(shares.shape[-1], shares.shape[-1], 1)
         apart = (shares[..., one] - shares[..., other]).norm(dim=1)
     is_clear = apart > CLEAR
     least = apart.where(is_clear, torch.inf).amin(1)
-    number = is_clear.sum(1)
-    return list(zip(number.tolist(), least.where(number > 0, 0).tolist(), strict=True))
+    first, number = is_clear[:, other < meant].sum(1), is_clear.sum(1)
+    least = least.where(number > 0, 0)
+    return list(zip(first.tolist(), number.tolist(), least.tolist(), strict=True))
 
 
 def _labels(batch: Any, number: int) -> list[list[float]]:
