@@ -27,6 +27,7 @@ from tests.lit.proof.zoo import (
 )
 from trainkit import (
     AccumulationCallback,
+    MicroBatching,
     PerSample,
     PerToken,
     TrainkitError,
@@ -249,6 +250,38 @@ def test_parts_have_widths_of_their_own_where_rows_allow_it() -> None:
     rows = FewRows(batch, None, PerSample())
     parts = chosen_parts(rows, (1, 2, 3), PerSample())
     assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
+    is_split: bool,
+) -> None:
+    """The control: where each label counts, no parts do."""
+    mask, most = PerToken(mask="attention_mask"), dict[bool, float]()
+    options = MicroBatching(size=3) if is_split else None
+    for ignores in (True, False):
+        apart = []
+        for seed in range(24):
+            draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+            rows: list[Any] = []
+            for _ in range(13):
+                size = (draw.randint(3, 9),)
+                ids = torch.randint(1, 12, size, generator=generator)
+                rows.append({"ids": ids, "labels": ids.clone()})
+            for row in draw.sample(rows, 2 * ignores):
+                row["labels"][0] = -100
+            few = FewRows(zoo.padded(rows), options, mask, samples=rows,
+                          collate=zoo.padded)  # fmt: skip
+            parts = chosen_parts(few, (3, 2, 2), mask, is_split=is_split)
+            batches = [few.make(part) for part in parts]
+            weights = torch.tensor(
+                [[float(by.weight(each)) for by in (mask, PerToken())]
+                 for each in batches]
+            )  # fmt: skip
+            shares = weights / weights.sum(0)
+            apart.append(float((shares[:, 0] - shares[:, 1]).abs().max()))
+        most[ignores] = min(apart)
+    assert most[True] > 1e-3 > most[False]
 
 
 def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(

@@ -81,9 +81,9 @@ def chosen_parts(
 def _apart(
     counts: Tensor, choices: Sequence[Parts], meant: int, *, has_own: bool
 ) -> list[tuple[float, ...]]:
-    """For each choice of parts, how many denominators are clearly apart by what the
-    parts weigh, and how far at least; the first one from the others, if it is the
-    run's own. Those that are often meant, which are the first, decide before others."""
+    """For each choice of parts, how clearly denominators that are often meant are apart
+    by what the parts weigh, how many are apart at all, and how far at least; the first
+    one from the others, if it is the run's own."""
     shares = shares_of(counts, choices)
     if has_own:
         apart = (shares - shares[..., :1]).norm(dim=1)
@@ -94,7 +94,8 @@ def _apart(
         apart = (shares[..., one] - shares[..., other]).norm(dim=1)
     is_clear = apart > CLEAR
     least = apart.where(is_clear, torch.inf).amin(1)
-    first, number = is_clear[:, other < meant].sum(1), is_clear.sum(1)
+    first = apart[:, other < meant].clamp(max=CLEAR).sum(1)
+    number = is_clear.sum(1)
     least = least.where(number > 0, 0)
     return list(zip(first.tolist(), number.tolist(), least.tolist(), strict=True))
 
