@@ -1,5 +1,5 @@
 from .cli.fit.cli import TrainkitCLI as TrainkitCLI
-from .cli.wandb_logger.logger import WandbRunLogger as WandbRunLogger
+from .cli.wandb_logger import WandbRunLogger as WandbRunLogger
 from .core.accumulator import Accumulator as Accumulator
 from .core.class_weights import PerClassWeight as PerClassWeight
 from .core.inside.forward import Chunked as Chunked

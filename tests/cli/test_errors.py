@@ -10,8 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
-from trainkit.cli.ctrl_c import remember_ctrl_c
-from trainkit.cli.errors import Interrupted, TrainingFailed, guarded
+from trainkit.cli.errors import Interrupted, TrainingFailed, guarded, remember_ctrl_c
 from trainkit.cli.main import COMMANDS, main
 from trainkit.errors import TRACEBACK, TrainkitError
 

@@ -16,20 +16,19 @@ from trainkit.cli.words import (
     quoted,
     unquoted,
 )
+from trainkit.errors import TrainkitError
 
 
 @pytest.mark.parametrize(
     ("given", "ordered"),
     [
         ([], []),
-        (["a=1", "-m", "b=2"], ["-m", "a=1", "b=2"]),
+        (["a=1", "-m", "b=2"], ["--multirun", "a=1", "b=2"]),
         (["a=1", "-cd", "c=d e", "b=2"], ["--config-dir=c=d e", "a=1", "b=2"]),
         (["--config-name", "mine", "a=1"], ["--config-name=mine", "a=1"]),
         (["a=1", "-c", "job", "~b"], ["--cfg=job", "a=1", "~b"]),
-        (["--info", "a=1"], ["--info", "a=1"]),
+        (["--info", "-m", "a=1"], ["--multirun", "--info=all", "a=1"]),
         (["--info", "searchpath"], ["--info=searchpath"]),
-        (["-cn"], ["--config-name"]),
-        (["-cn", "-m"], ["--config-name", "-m"]),
         (["a='-m'", "+b=-1"], ["a='-m'", "+b=-1"]),
     ],
 )
@@ -38,6 +37,12 @@ def test_options_come_first_with_their_values(
 ) -> None:
     assert options_first(given) == ordered
     assert options_first(ordered) == ordered  # again is nothing
+
+
+@pytest.mark.parametrize("words", [["-cn"], ["-cn", "-m"], ["--seed=1"], ["-c", "x"]])
+def test_what_is_no_option_is_refused(words: list[str]) -> None:
+    with pytest.raises(TrainkitError, match=r"trainkit train: .*have no dashes, as in"):
+        options_first(words)
 
 
 def test_the_last_of_an_option_counts() -> None:

@@ -1,13 +1,14 @@
-"""Errors that end the command, as a message and an exit status."""
+"""Errors and a Ctrl+C that end the command, as a message and an exit status."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
+from typing import Any
 
-from trainkit.cli.ctrl_c import ctrl_c_was_heard
 from trainkit.errors import TRACEBACK, TrainkitError
 
 # Names, so that these packages need not be imported.
@@ -39,6 +40,27 @@ class Interrupted(SystemExit):
         super().__init__(128 + signum)
 
 
+class RememberedCtrlC:
+    """Raises KeyboardInterrupt, and keeps the signal as `heard`.
+
+    Python drops what is raised while it collects garbage, and a library that is being
+    imported may catch it and then fail in another way. The callback that stops runs
+    takes over what was heard.
+    """
+
+    heard = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.heard = number
+        raise KeyboardInterrupt
+
+
+def remember_ctrl_c() -> None:
+    """Handle SIGINT from now on, unless it is ignored or handled already."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, RememberedCtrlC())
+
+
 def guarded(call: Callable[[], int]) -> int:
     """Run a command, and print one message if it fails.
 
@@ -53,8 +75,8 @@ def guarded(call: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if ctrl_c_was_heard():  # what it has interrupted is broken
-            return 130
+        if getattr(signal.getsignal(signal.SIGINT), "heard", 0):
+            return 130  # what the Ctrl+C has interrupted is broken
         print(shown(error), file=sys.stderr)
         return 2 if is_mistake(error) else 1
 

@@ -7,8 +7,7 @@ import os
 import sys
 from importlib import import_module
 
-from trainkit.cli.ctrl_c import remember_ctrl_c
-from trainkit.cli.errors import guarded
+from trainkit.cli.errors import guarded, remember_ctrl_c
 from trainkit.cli.loading import say_loading
 from trainkit.errors import TrainkitError, did_you_mean
 
@@ -21,12 +20,12 @@ COMMANDS = {
     "validate": (EVALUATE, "validate a run, or with the Lightning CLI"),
     "test": (EVALUATE, "test a run, or with the Lightning CLI"),
     "predict": (EVALUATE, "predict with a run, or with the Lightning CLI"),
-    "check": ("trainkit.cli.check.main", "measure whether windows are the big batch"),
-    "lengths": ("trainkit.cli.lengths.main", "write the lengths of a data set's rows"),
+    "check": ("trainkit.cli.check", "measure whether windows are the big batch"),
+    "lengths": ("trainkit.cli.lengths", "write the lengths of a data set's rows"),
     "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
     "report": ("trainkit.cli.report.main", "draw the charts of a run again"),
-    "completion": ("trainkit.cli.completion.main", "print shell completion"),
+    "completion": ("trainkit.cli.completion", "print shell completion"),
 }
 
 HELP = """\

@@ -15,7 +15,6 @@ from trainkit.cli.words import (
     conf_in,
     find_modules_here,
     key_of,
-    options_first,
     unquoted,
 )
 
@@ -50,11 +49,10 @@ def train_file(path: str, *words: str, **classes: str) -> NoReturn:
 
 def _conf_beside(file: Path, given: Sequence[str]) -> list[str]:
     """The option for the file's own `conf/`, unless another place is given."""
-    named = {word.partition("=")[0] for word in options_first(given)}
     conf = conf_in(file.parent)
-    if conf is None or {CONFIG_DIR, CONFIG_PATH} & named:
-        return []
-    return [f"{CONFIG_DIR}={conf}"]
+    places = (CONFIG_DIR, CONFIG_PATH, "-cd", "-cp")
+    is_given = any(word.startswith(places) for word in given)
+    return [] if conf is None or is_given else [f"{CONFIG_DIR}={conf}"]
 
 
 def _resumes_a_run(given: Sequence[str]) -> bool:

@@ -8,22 +8,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
+
+from trainkit.errors import TrainkitError
 
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
 
 OF_ONES_OWN = {"model", "data", "experiment", "model._target_", "data._target_"}
 """Who chooses one of them does not want the demo."""
-
-_LONG = {
-    "-c": "--cfg",
-    "-cd": CONFIG_DIR,
-    "-cn": CONFIG_NAME,
-    "-cp": CONFIG_PATH,
-    "-i": "--info",
-    "-p": "--package",
-}
-_TAKE_A_VALUE = {*_LONG.values(), "--experimental-rerun"}
 
 
 def options_first(argv: Sequence[str]) -> list[str]:
@@ -32,22 +25,30 @@ def options_first(argv: Sequence[str]) -> list[str]:
     Hydra refuses a line with overrides on both sides of an option.
 
     >>> options_first(["seed=1", "-cd", "my conf", "-m", "model=mine"])
-    ['--config-dir=my conf', '-m', 'seed=1', 'model=mine']
+    ['--multirun', '--config-dir=my conf', 'seed=1', 'model=mine']
+
+    Raises:
+        TrainkitError: it has an option that Hydra has not.
     """
+    from trainkit.config._compat import hydra_arguments
+
+    parser: Any = hydra_arguments()
+    parser.error = _refuse_options
+    given = vars(parser.parse_intermixed_args(argv))
     options: list[str] = []
-    overrides: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-"):
-            overrides.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        name = _LONG.get(name, name)
-        if not equals and words and _is_value_of(name, words[0]):
-            equals, value = "=", words.pop(0)
-        options.append(name + equals + value)
-    return [*options, *overrides]
+    for action in parser._actions:
+        value = given.get(action.dest)
+        if action.option_strings and value not in (None, False):
+            name = action.option_strings[0]
+            options.append(name if value is True else f"{name}={value}")
+    return [*options, *given["overrides"]]
+
+
+def _refuse_options(message: str) -> NoReturn:
+    raise TrainkitError(
+        f"trainkit train: {message}. Settings have no dashes, as in "
+        f"trainer.max_epochs=3; trainkit train --hydra-help lists the options."
+    )
 
 
 def option(argv: Sequence[str], name: str) -> str | None:
@@ -185,9 +186,3 @@ def find_modules_here() -> None:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-
-
-def _is_value_of(name: str, word: str) -> bool:
-    if name == "--info" and "=" in word:
-        return False  # --info may have no value
-    return name in _TAKE_A_VALUE and not word.startswith("-")

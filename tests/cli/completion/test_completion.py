@@ -18,7 +18,7 @@ import pytest
 
 from tests.cli.fresh import fresh
 from tests.startup import forked
-from trainkit.cli.completion.main import main
+from trainkit.cli.completion import main
 from trainkit.cli.main import COMMANDS
 from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError

@@ -28,8 +28,8 @@ def is_refused(
     ("words", "text"),
     [
         (["data.nothing=1"], "Could not override 'data.nothing'"),
-        (["--trainer.devices=1"], "key=value without dashes, received '--trainer"),
-        (["-m", "seed=1,2"], "key=value without dashes, received '-m'"),
+        (["--trainer.devices=1"], "--trainer.devices=1. Settings have no dashes"),
+        (["-m", "seed=1,2"], "key=value without dashes, received '--multirun'"),
         (
             ["ckpt_path=last"],
             "The checkpoint is the first word: trainkit test",

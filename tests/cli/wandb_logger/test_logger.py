@@ -29,7 +29,7 @@ from tests.helpers import TokenModule, loader
 from tests.wandb_server import WandbServer
 from trainkit import LRScaling, WandbRunLogger
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.wandb_logger.facts import WandbFacts
+from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import Stopped
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.wandb_logger.logger import resolve_mode
+from trainkit.cli.wandb_logger import resolve_mode
 from trainkit.errors import TrainkitError
 
 KEY = "local" + 35 * "x"

@@ -358,7 +358,7 @@ except KeyboardInterrupt:
 
 SWALLOWED = """
 import signal
-from trainkit.cli.ctrl_c import remember_ctrl_c
+from trainkit.cli.errors import remember_ctrl_c
 from trainkit.lit.resume.graceful_stop import FirstSignal
 if {remembers}:
     remember_ctrl_c()

@@ -13,13 +13,12 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from trainkit.cli.runs.checkpoint import Place
-from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
+from trainkit.cli.words import key_of
 from trainkit.config.build import Training
 from trainkit.config.redact import REDACTED
 from trainkit.errors import TrainkitError
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
-_PLACES = (CONFIG_DIR, CONFIG_NAME, CONFIG_PATH)
 _ONE_DEVICE = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
 """What makes an evaluation exact: of several ranks the last may get padded rows."""
 
@@ -57,9 +56,8 @@ def _of_train(verb: str, place: Place, words: Sequence[str]) -> Training:
 
     given = options_first(words)
     for word in given:
-        is_override = word.startswith("~") or ("=" in word and word[0] != "-")
-        is_place = word.partition("=")[0] in _PLACES
-        if not (is_place or is_override) or key_of(word) == "ckpt_path":
+        is_other = "=" not in word and not word.startswith("~")
+        if is_other or key_of(word) == "ckpt_path":
             raise TrainkitError(
                 f"trainkit {verb}: after the run stand overrides of trainkit train, "
                 f"key=value without dashes, received {word!r}. The checkpoint is the "

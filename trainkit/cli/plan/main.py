@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.completion import overrides
+from trainkit.cli.completion import like, places_in
 from trainkit.cli.door import spoken
 from trainkit.cli.loading import say_loading
 from trainkit.cli.plan.report import BY_NOISE, Reference, Scale, make_report
@@ -108,7 +108,7 @@ def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
     find_modules_here()
     folders = tempfile.TemporaryDirectory(prefix="trainkit-plan-")
     with without_advice(), spoken("train"), folders as folder:
-        config = composed([*overrides.places_in(args), *args.overrides], folder)
+        config = composed([*places_in(args), *args.overrides], folder)
         _refuse_without_key(config.data or {})
         training = build(config)
         trainer: Any = training.trainer
@@ -206,7 +206,7 @@ def _add_probe(parser: Arguments) -> None:
     )
     add("--probe", action="store_true", help=probe)
     words: Any = add("overrides", nargs="*", help="as for trainkit train")
-    words.completer = overrides.like
+    words.completer = like
     for short, long in PLACES.items():
         add(short, long, help="as for trainkit train")
 

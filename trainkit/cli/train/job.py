@@ -31,7 +31,7 @@ from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
 from trainkit.cli.train.bounds import Beginning, Ending, signals_given_back
 from trainkit.cli.train.monitors import MissingMetric, Monitors
-from trainkit.cli.wandb_logger.facts import WandbFacts
+from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
 from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -37,7 +34,7 @@ from trainkit.cli.words import (
     options_first,
     refuse_another_app,
 )
-from trainkit.config._compat import hydra_arguments, main_options, without_group
+from trainkit.config._compat import main_options, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
@@ -64,18 +61,18 @@ def main(argv: list[str]) -> int:
         argv = options_first(_in_one_folder(argv))
         refuse_another_app(argv)
     argv = completed(argv)
-    _refuse_unknown_options(argv)
-    program = _as_program("trainkit train", argv)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints errors, and exits with 1
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
     own = found_first(option(argv, CONFIG_DIR))
-    compared = compared_even_if_some_fail()
-    with own, no_sweep, program, _errors_come_through(), compared:
+    before = sys.argv
+    with own, no_sweep, compared_even_if_some_fail():
         app = hydra.main(
             config_path=PACKAGE,
             config_name="train",
             **main_options(allowed_packages()),
         )
         try:
+            sys.argv = [*(before[:1] or ["trainkit"]), *argv]  # for Hydra
             app(run_job)()
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
@@ -85,6 +82,8 @@ def main(argv: list[str]) -> int:
             if some_failed():  # Optuna raises if every trial failed
                 return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
+        finally:
+            sys.argv = before
     if Comparison.is_empty:
         raise TrainkitError(
             "--multirun: the overrides must give at least one run, and one of them has "
@@ -92,20 +91,6 @@ def main(argv: list[str]) -> int:
             "the options of each group."
         )
     return 1 if Comparison.num_failed else 0
-
-
-def _refuse_unknown_options(argv: list[str]) -> None:
-    """Refuse what Hydra would answer with all of its usage."""
-
-    def refuse(message: str) -> NoReturn:
-        raise TrainkitError(
-            f"trainkit train: {message}. Settings have no dashes, as in "
-            f"trainer.max_epochs=3; trainkit train --hydra-help lists the options."
-        )
-
-    parser: Any = hydra_arguments()
-    parser.error = refuse
-    parser.parse_args(argv)
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
@@ -162,29 +147,3 @@ def _of_hydra_itself(error: Exception) -> str:
         f"overrides: {error}. A group takes the name of one of its options, such as "
         f"accumulation=per_token; trainkit train --help lists them all."
     )
-
-
-@contextmanager
-def _as_program(name: str, argv: list[str]) -> Iterator[None]:
-    """Set `sys.argv` for Hydra: without the sub-command."""
-    before = sys.argv
-    sys.argv = [before[0] if before else name, *argv]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
-def _errors_come_through() -> Iterator[None]:
-    """Make Hydra raise errors, instead of printing them and exiting with 1."""
-    variable: Any = "HYDRA_FULL_ERROR"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before

@@ -6,20 +6,28 @@ answer. The parser of the command answers, at the point where it would otherwise
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
-from argparse import ArgumentParser
-from typing import NoReturn
+from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
+from typing import Any, NoReturn
 
 from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from trainkit.cli.arguments import Arguments, offer
-from trainkit.cli.completion import overrides
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
 from trainkit.cli.training_words import TRAININGS
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
+    completed,
+    key_of,
+)
 
 EPILOG = """\
 In the shell's start-up file:
@@ -37,6 +45,9 @@ BEFORE = {
     "fish": "",
 }
 """The lines that a shell may need before its script."""
+
+_before: list[str] = []
+"""The overrides that are already on the line."""
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +92,7 @@ def answer() -> NoReturn:
     if about == EVALUATE and not before and not word.startswith("-"):
         offer(_parser_of_evaluation())
     # argparse takes overrides in one place only, but Hydra also between options.
-    overrides.before = [each for each in before if _is_override(each)]
+    _before[:] = [each for each in before if _is_override(each)]
     others = [each for each in before if not _is_override(each)]
     line = f"{shlex.join([program, command, *others])} {quote}{word}"
     # The parser reads the words from the second on.
@@ -111,7 +122,7 @@ def _parser_of_train() -> ArgumentParser:
     parser = hydra_arguments()
     for action in parser._actions:
         if action.dest == "overrides":
-            action.completer = overrides.like  # type: ignore[attr-defined]
+            action.completer = like  # type: ignore[attr-defined]
     return parser
 
 
@@ -120,3 +131,47 @@ def _parser_of_all() -> Arguments:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("command", choices=list(COMMANDS))
     return parser
+
+
+def like(prefix: str, parsed_args: Namespace, **_: Any) -> list[str]:
+    """The overrides that begin with a word; a completer for argcomplete.
+
+    Hydra does not complete several values (`group=a,b`, for `--multirun`): it is asked
+    for the last one only.
+
+    Args:
+        prefix: the word.
+        parsed_args: the options before it, with the places of configurations.
+    """
+    if not getattr(parsed_args, "probe", True):
+        return []  # `trainkit plan` takes overrides only with --probe
+    key, equals, values = prefix.partition("=")
+    others, comma, last = values.rpartition(",")
+    asked = f"{key}{equals}{last}"
+    found = [each for each in _ask(asked, parsed_args) if each.startswith(asked)]
+    while len(found) == 1 and found[0].endswith("."):  # a shell would add a space
+        found = _ask(found[0], parsed_args)
+    start = f"{key}{equals}{others}{comma}"
+    return [start + each[len(key + equals) :] for each in found]
+
+
+def places_in(args: Namespace) -> list[str]:
+    """The options for the places of configurations, as words of `trainkit train`."""
+    return [
+        f"{option}={value}"
+        for option in (CONFIG_DIR, CONFIG_NAME, CONFIG_PATH)
+        if (value := getattr(args, option[2:].replace("-", "_"), None))
+    ]
+
+
+def _ask(word: str, given: Namespace) -> list[str]:
+    places = places_in(given)
+    # Hydra composes this line, so it needs the experiment that the line leaves out.
+    words = [*_before, word]
+    whole = completed([*places, *words])
+    added = [each for each in whole if each not in (*places, *words)]
+    added = [each for each in added if key_of(each) == "experiment"]
+    os.environ["COMP_LINE"] = " ".join(["trainkit", *added, *words])
+    with redirect_stdout(io.StringIO()) as printed:
+        status = trainkit(["train", *places, "-sc", "query=fish"])
+    return [] if status else printed.getvalue().splitlines()

@@ -1,1 +1,0 @@
-"""`trainkit check`: is a window of this training the big batch?"""

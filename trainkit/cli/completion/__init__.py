@@ -1,1 +1,0 @@
-"""`trainkit completion`: candidates for a shell in which Tab is pressed."""

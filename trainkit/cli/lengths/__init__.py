@@ -1,1 +1,0 @@
-"""`trainkit lengths`: how long the rows of a data set are."""
