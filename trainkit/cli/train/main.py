@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
+from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -16,7 +19,7 @@ from trainkit.cli.comparison import (
     compared_even_if_some_fail,
     some_failed,
 )
-from trainkit.cli.composition import LOOP
+from trainkit.cli.composition import LOOP, Composition
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.loading import say_loading
@@ -27,6 +30,8 @@ from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.words import (
     CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
     completed,
     find_modules_here,
     key_of,
@@ -41,6 +46,8 @@ from trainkit.errors import TrainkitError
 
 _ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
+
+_PLACES = {CONFIG_DIR, CONFIG_NAME, CONFIG_PATH}
 
 
 class _JobEnded(BaseException):
@@ -66,14 +73,9 @@ def main(argv: list[str]) -> int:
     own = found_first(option(argv, CONFIG_DIR))
     before = sys.argv
     with own, no_sweep, compared_even_if_some_fail():
-        app = hydra.main(
-            config_path=PACKAGE,
-            config_name="train",
-            **main_options(allowed_packages()),
-        )
         try:
-            sys.argv = [*(before[:1] or ["trainkit"]), *argv]  # for Hydra
-            app(run_job)()
+            sys.argv = [*(before[:1] or ["trainkit"]), *argv]
+            _run(argv)
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
         except (OSError, RecursionError, ValueError) as error:
@@ -91,6 +93,32 @@ def main(argv: list[str]) -> int:
             "the options of each group."
         )
     return 1 if Comparison.num_failed else 0
+
+
+def _run(argv: list[str]) -> None:
+    """Have Hydra compose and run; its `main` would compose one run twice."""
+    options = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    may_be_several = {"hydra.mode", "hparams_search"} & set(map(key_of, argv))
+    if options <= _PLACES and not may_be_several:
+        _refuse_no_folder(option(argv, CONFIG_DIR))
+        with Composition(argv).hydra() as (name, overrides):
+            single: Any = GlobalHydra.instance().hydra
+            try:
+                single.run(name, run_job, overrides)
+                return
+            except AssertionError:
+                pass  # the configuration itself has hydra.mode=MULTIRUN
+    hydra.main(
+        config_path=PACKAGE, config_name="train", **main_options(allowed_packages())
+    )(run_job)()
+
+
+def _refuse_no_folder(path: str | None) -> None:
+    if path is not None and not Path(path).is_dir():
+        raise TrainkitError(
+            f"{CONFIG_DIR}: must be a folder of groups: '{Path(path).absolute()}' not "
+            f"found. Name one that is there."
+        )
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
