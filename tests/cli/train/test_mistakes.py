@@ -305,7 +305,7 @@ def test_a_refusal_leaves_the_folders_that_were_there(
         assert train(wrong, *words) == 2
         assert run_dirs(tmp_path) == [mine / "run"]
     assert train(wrong, f"paths.run_dir={mine}") == 2
-    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert {each.name for each in mine.iterdir()} == {"run", "thesis.txt"}
     assert not (mine / "new").exists()
     assert not list((tmp_path / "outputs").iterdir())
 
@@ -316,11 +316,15 @@ def test_a_refusal_keeps_what_others_have_written_meanwhile(
 ) -> None:
     """The control is a file that only trainkit writes, in a folder that goes too."""
     folder = tmp_path / "run"
-    NewFolder.missing = [folder]
+    NewFolder.path, NewFolder.missing, NewFolder.names = folder, [folder], ()
     (folder / name).parent.mkdir(parents=True)
     (folder / name).touch()
     with only_one(folder, what="paths.run_dir"):
         remove_if_new(folder)
         assert (folder / name).exists()
+    NewFolder.names = [name]  # it was there before
+    remove_if_new(folder)
+    assert (folder / name).exists()
+    NewFolder.names = ()
     remove_if_new(folder)
     assert folder.exists() is (name != "config.yaml")

@@ -1,10 +1,10 @@
-"""Removes the folder that a refused training has made, and nothing else."""
+"""Removes what a refused training has written, and nothing else."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,39 +31,44 @@ _OURS = {
 
 
 class NewFolder(Callback):
-    """Remembers which folders are not there when a run begins.
+    """Remembers what is there when a run begins.
 
     Attributes:
-        missing: the run's folder, if it was not there, and those above it that were
-            not; the innermost first.
+        path: the folder of the run; None while it is not known.
+        missing: the folder if it was not there, and those above it that were not; the
+            innermost first.
+        names: of the files that were in the folder.
     """
 
+    path: ClassVar[Path | None] = None
     missing: ClassVar[Sequence[Path]] = ()
+    names: ClassVar[Collection[str]] = ()
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        NewFolder.missing = ()
+        NewFolder.path = None
         with suppress(OmegaConfBaseException):  # known only later: nothing is removed
             path = Path(os.path.abspath(str(OmegaConf.select(config, "hydra.run.dir"))))
             around = [path, *path.parents]
             is_there = [os.path.lexists(each) for each in around]
-            NewFolder.missing = around[: is_there.index(True)]
+            NewFolder.path, NewFolder.missing = path, around[: is_there.index(True)]
+            NewFolder.names = os.listdir(path) if path.is_dir() else ()
 
 
 def remove_if_new(path: Path) -> None:
     """Remove trainkit's files of a run that came to nothing, and emptied folders.
 
-    Only a folder that was not there when the command began is looked at, and only if
+    Only the folder of a run that has begun with this command is looked at, and only if
     it has no checkpoint and no step, and no other process trains there.
     """
-    folder = RunFolder(path)
-    is_ours = folder.path in NewFolder.missing and is_first_rank()
-    has_trained = folder.newest_checkpoint() or (folder.read_summary() or {}).get(
-        "steps"
-    )
-    if not is_ours or has_trained:
+    folder, names = RunFolder(path), NewFolder.names
+    is_new = folder.path == NewFolder.path and RunFolder.OVERRIDES not in names
+    summary = folder.read_summary() or {}
+    if not (is_new and is_first_rank()) or folder.newest_checkpoint():
+        return
+    if RunFolder.SUMMARY not in names and summary.get("steps"):
         return
     with suppress(TrainkitError), only_one(folder.path, what="paths.run_dir"):
-        for name in _OURS:
+        for name in _OURS.difference(names):
             shutil.rmtree(folder.path / name, ignore_errors=True)
             (folder.path / name).unlink(missing_ok=True)
     for each in (folder.checkpoints, *NewFolder.missing):
