@@ -38,7 +38,7 @@ test: $(READY)  ## run the tests, with a worker more than there are cores
 		--numprocesses auto --dist worksteal --durations 10
 
 test_environments: $(READY)  ## run the tests that install packages or start a cluster
-	$(BIN)/python -m pytest -m environments
+	$(BIN)/python -m pytest -m environments --numprocesses 2 --dist loadfile
 
 lint: $(READY)  ## ruff, pyright, codespell, plain English
 	$(BIN)/ruff check .
