@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.benchmarks.live_bytes import LiveBytes
-from trainkit import TokenLoss, TrainkitError
+from trainkit import Accumulator, PerToken, TokenLoss, TrainkitError
 
 WORDS, WIDTH = 40, 6
 
@@ -98,6 +98,24 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str) -> None:
     naive = torch.stack(rows).sum() / (1 if model.loss.reduction == "sum" else len(ids))
     is_alike = torch.allclose(naive, whole, rtol=1e-6)
     assert is_alike is (model.loss.reduction == "sum")
+
+
+def test_labels_that_are_all_ignored_change_no_window() -> None:
+    """One micro-batch of three has none that counts. The control: its mean is 0 / 0."""
+    model, (ids, labels) = Model(size=5), data()
+    labels[1] = -100
+    accumulator = Accumulator(PerToken(), module=model)
+    for n in range(3):
+        row = {"labels": labels[n : n + 1]}
+        loss = model.loss(model.states(ids[n : n + 1]), row["labels"])
+        accumulator.backward(loss, row)
+    accumulator.finish(model.parameters())
+    accumulator.check()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    expected = gradients(model.whole(ids, labels) / 3, model)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    assert model.whole(ids[1:2], labels[1:2]).isnan()
 
 
 def test_each_state_can_predict_the_next_token() -> None:

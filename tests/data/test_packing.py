@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"length": 3}, ROWS, "row of 3 tokens, received one of 4"),
     ({}, [], "needs at least one sample"),
     ({}, [{"ids": [1]}], "must have input_ids, received one with 'ids'"),
-    ({}, [{"input_ids": []}], "must be a list of ids"),
+    ({}, [{"input_ids": []}], "of one at least.*Leave empty documents out"),
     ({}, [{"input_ids": "text"}], "must be a list of ids"),
 ]
 

@@ -35,7 +35,7 @@ class TokenLoss(nn.Module):
         size: the most tokens in a chunk.
         ignore_index: the label that does not count.
         label_smoothing: as in `cross_entropy`.
-        reduction: `"mean"` over the labels that count, or `"sum"`.
+        reduction: `"mean"` over the labels that count (0 if none does), or `"sum"`.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class TokenLoss(nn.Module):
         total = _InChunks.apply(self, [*trained], labels, hidden, *trained.values())
         if self.reduction == "sum":
             return total
-        return total / (labels != self.ignore_index).sum()
+        # 0 / 0 in the backward pass would make NaN of the window's whole gradient.
+        return total / (labels != self.ignore_index).sum().clamp(min=1)
 
     def of_chunk(self, states: Tensor, labels: Tensor, weights: Any) -> Tensor:
         """The summed loss of one chunk, with these weights of the head."""

@@ -107,7 +107,8 @@ class PackCollate:
         ids = document["input_ids"]
         if not isinstance(ids, Tensor) or ids.ndim != 1 or not len(ids):
             raise TrainkitError(
-                f"PackCollate: input_ids must be a list of ids, received {ids!r}."
+                f"PackCollate: input_ids must be a list of ids, and of one at least, "
+                f"received {ids!r}. Leave empty documents out of the data set."
             )
         labels = document.get("labels", ids).clone()
         if _has_tokens(labels, ids):

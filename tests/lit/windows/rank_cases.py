@@ -100,6 +100,14 @@ class Apart(Manual):
     apart = True
 
 
+class NoSync(Manual):
+    """Its ranks exchange no gradients at all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with self.trainer.model.no_sync():  # pyright: ignore
+            super().training_step(batch, batch_idx)
+
+
 class TwoHeads(Plain):
     """Short batches go through one head, long ones through the other."""
 
@@ -195,6 +203,7 @@ TWO: dict[Any, Any] = {
     "two heads": (train, "callback", {"kind": TwoHeads, **UNUSED}),
     "by hand": (train_hooked, "plain", Manual, ADAM),
     "apart": (train_hooked, "plain", Apart, ADAM),
+    "no sync": (train, "plain", {"kind": NoSync}),
     "gan": (train, "plain", {"kind": Gan, "window": 1, **UNUSED}),
     "printed": (train_printing,),
     "static graph, 2": (train_ddp, "callback", {}, STATIC),

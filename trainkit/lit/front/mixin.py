@@ -199,7 +199,8 @@ class AccumulationMixin(_Base):
                 weight=weight,
                 backward=functools.partial(self.manual_backward, **backward_options),
             )
-        windows.is_apart[index] = not sync
+        held_back = windows.accumulators[index].ranks.holds_back_gradients
+        windows.is_apart[index] = held_back or not sync
 
     def window_ends(self, batch_idx: int, every: int | None = None) -> bool:
         """Whether a window closes with this batch: it is full, or the epoch is over.
@@ -237,8 +238,9 @@ class AccumulationMixin(_Base):
         if windows.is_apart.get(index):
             raise TrainkitError(
                 f"finish_window(): the last micro-batch of optimizer {index} was "
-                f"accumulated with sync=False, so the ranks' gradients are still "
-                f"apart. Pass sync=True on the window's last one: "
+                f"accumulated with sync=False or under no_sync(), so the ranks' "
+                f"gradients are still apart. Leave no_sync() out, and pass sync=True "
+                f"on the window's last one: "
                 f"accumulate(..., sync=self.window_ends(batch_idx))."
             )
         return windows.close(self.trainer, index, *others)
