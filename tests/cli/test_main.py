@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.fresh import Answer, fresh
 from trainkit import __version__
-from trainkit.cli.loading import say_loading
+from trainkit.cli.printing import say_loading
 
 PLAN = ["plan", "--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
 ANSWERS = [

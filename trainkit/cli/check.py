@@ -14,8 +14,8 @@ from typing import Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.door import Door, in_words, spoken
-from trainkit.cli.loading import say_loading
-from trainkit.cli.training_words import built, door_of, words_behind
+from trainkit.cli.printing import say_loading
+from trainkit.cli.training_words import built, words_behind
 from trainkit.cli.words import find_modules_here
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()
-    door = door_of(words)
+    door: Any = words[0]
     folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
     with spoken(door), without_advice(), folders as folder:
         trainer, report = _reported(words, folder, options.rows)

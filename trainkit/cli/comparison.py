@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainkit.cli.aligned import aligned
+from trainkit.cli.printing import aligned
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
@@ -141,13 +141,7 @@ def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
             "" if value is None else f"{value:.6g}",
         ]
         rows.append((value, cells))
-    rows.sort(key=lambda row: _rank(row[0], maximizes))
+    sign = -1 if maximizes else 1
+    rows.sort(key=lambda row: (row[0] is None, sign * (row[0] or 0.0)))
     header = ["run", *swept, "training", "steps", metric or ""]
     return aligned([header, *(cells for _, cells in rows)])
-
-
-def _rank(value: float | None, maximizes: bool) -> tuple[bool, float]:
-    """The sort key of a run; runs without a metric come last."""
-    if value is None:
-        return True, 0.0
-    return False, -value if maximizes else value

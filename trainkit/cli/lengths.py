@@ -9,8 +9,8 @@ from typing import Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.door import spoken
-from trainkit.cli.loading import say_loading
-from trainkit.cli.training_words import built, door_of, words_behind
+from trainkit.cli.printing import say_loading
+from trainkit.cli.training_words import built, words_behind
 from trainkit.cli.words import find_modules_here
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
@@ -43,8 +43,9 @@ def main(argv: list[str]) -> int:
             f"trainkit lengths --out: must be a file in a folder that exists, received "
             f"{options.out}."
         )
+    door: Any = words[0]
     folders = tempfile.TemporaryDirectory(prefix="trainkit-lengths-")
-    with spoken(door_of(words)), without_advice(), folders as folder:
+    with spoken(door), without_advice(), folders as folder:
         rows = _rows(*built("trainkit lengths", words, folder), options.dataset)
         found = list(_lengths(rows, options.field, options.workers))
     write_lengths(target, found)

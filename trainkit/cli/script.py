@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainkit.cli.main import main
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import (
     CONFIG_DIR,
     CONFIG_PATH,
@@ -60,8 +61,8 @@ def _resumes_a_run(given: Sequence[str]) -> bool:
     named = [word.partition("=")[2] for word in given if key_of(word) == "ckpt_path"]
     if not named or named[-1] == "last":
         return bool(named)
-    parents = Path(unquoted(named[-1])).expanduser().absolute().parents
-    return any((parent / "overrides.yaml").is_file() for parent in parents)
+    path = Path(unquoted(named[-1])).expanduser().absolute()
+    return RunFolder.around(path) is not None
 
 
 def _name_of(path: Path) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.door import Door
 from trainkit.cli.words import options_first, refuse_another_app
 from trainkit.errors import TrainkitError
 
@@ -81,8 +80,3 @@ def composed(words: Sequence[str], folder: Path | str) -> Any:
     with open_dict(config):
         config.paths.run_dir = str(folder)
     return config
-
-
-def door_of(words: Sequence[str]) -> Door:
-    """The command whose words these are."""
-    return "fit" if words[0] == "fit" else "train"

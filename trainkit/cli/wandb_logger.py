@@ -21,7 +21,8 @@ from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
 from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
 from trainkit.cli.sweep.whole_config import without_swept
 from trainkit.config.redact import redact
-from trainkit.core.plan.effective_batch import EffectiveBatch, Unit
+from trainkit.core.plan.effective_batch import Unit
+from trainkit.core.plan.options import check_choice, is_positive_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import find_effective_batch
 
@@ -88,22 +89,18 @@ class WandbRunLogger(WandbLogger):
         init_timeout: float = 30.0,
         finish_timeout: float = 30.0,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise TrainkitError(
-                f"WandbRunLogger mode: must be one of {', '.join(get_args(Mode))}, "
-                f"received {mode!r}. auto is offline unless you are logged in."
+        check_choice("WandbRunLogger mode", mode, get_args(Mode))
+        if not isinstance(log_model, bool):
+            true_or_false = ", true or false"
+            check_choice(
+                "WandbRunLogger log_model", log_model, ["all"], or_else=true_or_false
             )
         for option, value in (("init", init_timeout), ("finish", finish_timeout)):
-            if isinstance(value, bool | str) or not value > 0:
+            if not is_positive_number(value):
                 raise TrainkitError(
                     f"WandbRunLogger {option}_timeout: must be a number of seconds "
                     f"above 0, received {value!r}. 30 is the default."
                 )
-        if log_model not in (True, False, "all"):
-            raise TrainkitError(
-                f"WandbRunLogger log_model: must be true, false or 'all', received "
-                f"{log_model!r}. true uploads the checkpoints when training ends."
-            )
         super().__init__(
             project=project or os.environ.get("WANDB_PROJECT") or "trainkit",
             name=name,
@@ -345,36 +342,25 @@ class WandbFacts(Callback):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        _log(trainer, {"learning_rate": _learning_rates(trainer)})
-        self._log_batch(trainer)
+        rates = {
+            f"optimizer_{index}": [float(group["lr"]) for group in each.param_groups]
+            for index, each in enumerate(trainer.optimizers)
+        }
+        _log(trainer, {"learning_rate": rates, **_batch(trainer)})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_batch(trainer)
-
-    def _log_batch(self, trainer: Any) -> None:
-        units: tuple[Unit, ...] = ("samples", "tokens")
-        found = [find_effective_batch(trainer, unit=unit) for unit in units]
-        known = [batch for batch in found if batch is not None]
-        if known:
-            _log(trainer, {"effective_batch": _entries(known)})
+        _log(trainer, _batch(trainer))
 
 
-def _entries(known: list[EffectiveBatch]) -> dict[str, Any]:
-    entries: dict[str, Any] = {
-        "accumulate": known[0].accumulate,
-        "replicas": known[0].replicas,
-    }
-    for batch in known:
-        entries[batch.unit] = batch.size
-        entries[f"micro_batch_{batch.unit}"] = batch.micro_batch
-    return entries
-
-
-def _learning_rates(trainer: Any) -> dict[str, list[float]]:
-    return {
-        f"optimizer_{index}": [float(group["lr"]) for group in optimizer.param_groups]
-        for index, optimizer in enumerate(trainer.optimizers)
-    }
+def _batch(trainer: Any) -> dict[str, Any]:
+    units: tuple[Unit, ...] = ("samples", "tokens")
+    entries: dict[str, Any] = {}
+    for unit in units:
+        batch = find_effective_batch(trainer, unit=unit)
+        if batch is not None:
+            entries |= {"accumulate": batch.accumulate, "replicas": batch.replicas}
+            entries |= {unit: batch.size, f"micro_batch_{unit}": batch.micro_batch}
+    return {"effective_batch": entries} if entries else {}
 
 
 def _log(trainer: Any, facts: dict[str, Any]) -> None:

@@ -239,10 +239,10 @@ def test_disabled_writes_nothing(private_wandb: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mode": "on"}, "mode: must be one of auto, online, offline, disabled, rec"),
+        ({"mode": "on"}, "mode: must be one of .'auto', 'online', 'offline', 'dis"),
         ({"finish_timeout": 0}, "finish_timeout: must be a number of seconds above 0"),
         ({"init_timeout": True}, "init_timeout: must be a number of seconds above 0"),
-        ({"log_model": "last"}, "log_model: must be true, false or 'all', received"),
+        ({"log_model": "last"}, "log_model: must be one of .'all'., true or false, rec"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], text: str) -> None:

@@ -27,11 +27,7 @@ from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.exact_resume import find_stop
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-LOADERS = {
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
+LOADERS = {verb: f"{verb.removesuffix('idate')}_dataloader" for verb in STEPS}
 
 
 def evaluate(
@@ -190,7 +186,7 @@ def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:
 
 
 def _refuse_no_batch(verb: str, trainer: Any) -> None:
-    kind = "val" if verb == "validate" else verb
+    kind = verb.removesuffix("idate")
     if not sum(getattr(trainer, f"num_{kind}_batches")):
         raise TrainkitError(
             f"{LOADERS[verb]}: must give at least one batch to {verb}, and gave none. "

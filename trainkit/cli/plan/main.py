@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import like, places_in
 from trainkit.cli.door import spoken
-from trainkit.cli.loading import say_loading
 from trainkit.cli.plan.report import BY_NOISE, Reference, Scale, make_report
 from trainkit.cli.plan.words import describe, table
+from trainkit.cli.printing import say_loading
 from trainkit.cli.training_words import composed
 from trainkit.cli.words import (
     CONFIG_DIR,
@@ -24,6 +23,7 @@ from trainkit.cli.words import (
 )
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.core.plan.options import check_size, is_positive_number
 from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
@@ -47,8 +47,6 @@ _NEEDS = {
     "lr": "reference",
     "reference": "lr",
     "rule": "lr",
-    "betas": "lr",
-    "eps": "lr",
     "drop_last": "dataset_size",
 }
 """Options that have no meaning without another one."""
@@ -73,8 +71,8 @@ def main(argv: list[str]) -> int:
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
-        adam = {"betas": args.betas or (0.9, 0.999), "eps": args.eps or 1e-8}
-        reference = Reference(batch=args.reference, lr=args.lr, **adam)
+        check_size("trainkit plan --reference", args.reference)
+        reference = Reference(batch=args.reference, lr=args.lr)
     report = make_report(
         plan,
         epoch=epoch,
@@ -159,12 +157,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--drop-last", action="store_true", help=short)
     add = parser.add_argument_group("the learning rate").add_argument
     add("--lr", type=positive, help="the rate for the reference batch")
-    add("--reference", type=samples, help="the effective batch to which --lr belongs")
+    add("--reference", type=int, help="the effective batch to which --lr belongs")
     only = "one rule only (default: all of them)"
     add("--rule", choices=[*RULES, BY_NOISE], help=only)
-    betas = "Adam's, for the rules that change them (default 0.9 0.999)"
-    add("--betas", type=share, nargs=2, help=betas)
-    add("--eps", type=positive, help="Adam's (default 1e-08)")
     noise = (
         "the gradient noise scale, or a run that has measured it with NoiseScale: a "
         "table of windows with the progress of a step and of a sample, the time on one "
@@ -212,24 +207,9 @@ def _add_probe(parser: Arguments) -> None:
 
 
 def positive(text: str) -> float:
-    return _between(float(text), math.inf)
-
-
-def samples(text: str) -> int:
-    return _between(int(text), math.inf)
-
-
-def share(text: str) -> float:
-    return _between(float(text), 1)
-
-
-def _between(value: Any, high: float) -> Any:
-    """The value, if it lies between 0 and another one."""
-    if not 0 < value < high:
-        most = "" if high == math.inf else f" and below {high}"
-        raise argparse.ArgumentTypeError(
-            f"must be a number above 0{most}, received {value}"
-        )
+    value = float(text)
+    if not is_positive_number(value):
+        raise argparse.ArgumentTypeError(f"must be above 0, received {value}")
     return value
 
 
@@ -240,11 +220,9 @@ def _noise_scale(text: str) -> Scale:
     {'samples': 210.0, 'low': None, 'high': None}
     """
     try:
-        samples = float(text)
-    except ValueError:
-        samples = math.nan
-    if 0 < samples < math.inf:
-        return {"samples": samples, "low": None, "high": None}
+        return {"samples": positive(text), "low": None, "high": None}
+    except (ValueError, argparse.ArgumentTypeError):
+        pass
     try:
         found = read_noise_scale(text)
     except TrainkitError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from trainkit.cli.aligned import aligned
 from trainkit.cli.plan.report import BY_NOISE
+from trainkit.cli.printing import aligned
 from trainkit.core.noise.advice import short
 from trainkit.core.plan.options import brief
 from trainkit.lit.callback.table import Row

@@ -62,6 +62,12 @@ class RunFolder:
         """Whether a run has begun in this folder."""
         return (self.path / self.OVERRIDES).is_file()
 
+    @classmethod
+    def around(cls, path: Path) -> RunFolder | None:
+        """The run in whose folder a path is, or None."""
+        folders = map(cls, path.parents)
+        return next((each for each in folders if each.is_of_a_run()), None)
+
     def started(self) -> float:
         """When the run was last started or resumed."""
         return _written(self.path / self.OVERRIDES)

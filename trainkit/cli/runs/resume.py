@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.composition import Composition
-from trainkit.cli.loading import is_first_rank
+from trainkit.cli.printing import is_first_rank
 from trainkit.cli.runs.folder import RunFolder, wandb_run_of
 from trainkit.cli.words import OF_ONES_OWN, SEARCH_PATH, key_of, quoted, unquoted
 from trainkit.config.redact import REDACTED
@@ -152,10 +152,7 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
             f"which does not exist. `trainkit train ckpt_path=last` resumes the "
             f"newest run."
         )
-    for parent in path.parents:
-        if (parent / RunFolder.OVERRIDES).is_file():
-            return RunFolder(parent), path
-    return None, path
+    return RunFolder.around(path), path
 
 
 def _folder_of_runs(argv: list[str]) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.cli.aligned import aligned
+from trainkit.cli.printing import aligned
 from trainkit.cli.sweep.sweep_file import SweepFile, is_number
 from trainkit.pages.look import LIGHT, is_wide, label_decades, tidy
 

@@ -22,7 +22,7 @@ from trainkit.cli.comparison import (
 from trainkit.cli.composition import LOOP, Composition
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
-from trainkit.cli.loading import say_loading
+from trainkit.cli.printing import say_loading
 from trainkit.cli.runs import resume
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.new_folder import remove_if_new

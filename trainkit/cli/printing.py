@@ -1,4 +1,4 @@
-"""The first line of a command that needs seconds to load its libraries."""
+"""The first line of a command that loads for seconds, and tables in plain text."""
 
 from __future__ import annotations
 
@@ -30,3 +30,13 @@ def say_loading(
 def is_first_rank() -> bool:
     """Whether a launcher, if there is one, calls this process the first."""
     return all(os.environ.get(name) in (None, "", "0") for name in _RANKS)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; each column is as wide as its widest cell.
+
+    >>> aligned([["run", "loss"], ["best one", "0.25"]])
+    ['run       loss', 'best one  0.25']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
