@@ -179,11 +179,15 @@ def count_documents(batch: Any, how: str = "auto") -> Tensor | None:
 
 def _may_tell(batch: Any) -> bool:
     """Whether a batch has a field of a name that tells, or fields within fields."""
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        number = 0
+        for each in batch:
+            if not isinstance(each, Tensor):
+                number += _may_tell(each)
+        return number == 1  # several may be samples
     fields = fields_of(batch)
     if fields is None:
-        parts = batch if isinstance(batch, list | tuple) else ()
-        nested = [each for each in parts if not isinstance(each, Tensor)]
-        return sum(map(_may_tell, nested)) == 1  # several may be samples
+        return False
     if not KNOWN.isdisjoint(fields):
         return True
     return any(not isinstance(value, Tensor) for value in fields.values())
