@@ -242,7 +242,7 @@ def test_disabled_writes_nothing(private_wandb: Path) -> None:
         ({"mode": "on"}, "mode: must be one of .'auto', 'online', 'offline', 'dis"),
         ({"finish_timeout": 0}, "finish_timeout: must be a number of seconds above 0"),
         ({"init_timeout": True}, "init_timeout: must be a number of seconds above 0"),
-        ({"log_model": "last"}, "log_model: must be one of .'all'., true or false, rec"),
+        ({"log_model": "last"}, "log_model: must be one of .'all'., true or false"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], text: str) -> None:
