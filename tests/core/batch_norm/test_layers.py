@@ -19,10 +19,11 @@ from trainkit.core.batch_norm.layers import (
     layers_to_train,
     listed,
     momentum_per_micro_batch,
+    num_groups,
     num_sharing_ranks,
     thaw,
+    to_group_norm,
 )
-from trainkit.core.batch_norm.replace import num_groups, to_group_norm
 from trainkit.errors import TrainkitError
 
 FOUND: dict[str, tuple[Any, bool]] = {

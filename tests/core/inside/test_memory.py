@@ -23,7 +23,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked
-from trainkit.core.inside.shadows import Shadows
+from trainkit.core.inside.cut import Shadows
 
 X, LABELS = batch(40)
 

@@ -27,7 +27,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.closeness import are_close
+from trainkit.core.inside.outputs import are_close
 
 Pair = namedtuple("Pair", ["out", "size"])
 

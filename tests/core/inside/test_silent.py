@@ -29,7 +29,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.trial import Trial
+from trainkit.core.inside.check import Trial
 
 SEQUENCES = torch.randn(16, 7, WIDTH, dtype=torch.float64)
 

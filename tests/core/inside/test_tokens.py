@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tests.core.inside.common import EXACT, NAIVE, gradient, off, off_by
 from trainkit import Chunked, TrainkitError
+from trainkit.core.inside import call
 from trainkit.core.inside import tokens as tokens_module
-from trainkit.core.inside.tokens import ByTokens
 
 VOCABULARY, ROWS, WIDTH, TOKENS = 29, 14, 24, 40
-UNCHECKED = mock.patch.object(ByTokens, "refuse_padding")
+UNCHECKED = mock.patch.object(call, "refuse_padding")
 """Without the refusal a wrong gradient is seen: the control."""
 
 Step = Callable[[Any], Tensor]
@@ -232,31 +232,6 @@ def test_a_loss_that_uses_padding_is_refused_in_each_pass(
     with UNCHECKED:
         assert off_over(kind(), steps) > NAIVE
     assert off_over(kind(), [made()] * 4) <= EXACT
-
-
-def failing(net: nn.Module, steps: Sequence[Step]) -> None:
-    with Chunked(net, tokens=TOKENS):
-        for step in steps:
-            gradient(net, step)
-        raise KeyError
-
-
-def test_a_device_is_not_waited_for_but_at_the_next_call_or_the_end() -> None:
-    net = Reader()
-    with mock.patch.object(tokens_module, "runs_later", return_value=True):
-        cut = Chunked(net, tokens=TOKENS)
-        gradient(net, unmasked)
-        check: Any = cut._forward.by_tokens
-        assert len(check._unread) == 1
-        assert not copy.deepcopy(check)._unread
-        with pytest.raises(TrainkitError, match="at padding is used by the loss"):
-            gradient(net, made())
-        gradient(net, unmasked)
-        with pytest.raises(TrainkitError, match="at padding is used by the loss"):
-            cut.remove()
-        assert "forward" not in vars(net)
-        with pytest.raises(KeyError):  # another error goes first
-            failing(net, [unmasked])
 
 
 class Unmasked(Reader):

@@ -11,8 +11,7 @@ import torch
 from tests.core.split.common import DISTRIBUTIONS, Side, mask_of, ragged, window
 from trainkit import MicroBatching, PackCollate, PerSample, PerToken, TrainkitError
 from trainkit.core.split.cutting import Cutter, Limit
-from trainkit.core.split.layout import Nothing
-from trainkit.core.split.shapes import shapes_of
+from trainkit.core.split.layout import Nothing, shapes_of
 
 LABELS: Nothing = {"labels": -100}
 FEW = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.core.tape.nets import ResNet
 from trainkit import exact_batch_norm
-from trainkit.core.tape.store import Store
+from trainkit.core.tape.operations import Store
 
 pytestmark = [
     pytest.mark.gpu,

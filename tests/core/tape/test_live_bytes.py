@@ -18,7 +18,7 @@ from tests.core.tape.common import images, summed
 from tests.core.tape.nets import DenseNet, ResNet, UNet, pooled
 from trainkit import exact_batch_norm
 from trainkit.core.tape import call, forward
-from trainkit.core.tape.store import Store
+from trainkit.core.tape.operations import Store
 
 SIZE = 8
 

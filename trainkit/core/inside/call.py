@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,13 +12,11 @@ from torch import Tensor
 
 from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.closeness import are_close
-from trainkit.core.inside.cut import Cut, Node
+from trainkit.core.inside.cut import Cut, Node, Shadows, strangers_of
 from trainkit.core.inside.moment import Moment, versions_of
-from trainkit.core.inside.outputs import Joined, Plan
-from trainkit.core.inside.rows import Arguments
-from trainkit.core.inside.shadows import Shadows, strangers_of
+from trainkit.core.inside.outputs import Joined, Plan, are_close
+from trainkit.core.inside.rows import Arguments, Chunk
+from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.errors import TrainkitError
@@ -45,8 +43,6 @@ class Call:
         moment: what the module was like.
         plan: how outputs are joined.
         is_checked: whether its two passes are compared.
-        watch: is given the gradients of the output, how it is joined, the chunks and
-            the module's name, before the backward pass.
 
     Attributes:
         name: of the module, for messages.
@@ -64,11 +60,10 @@ class Call:
         plan: Plan,
         *,
         is_checked: bool = False,
-        watch: Callable[..., None] | None = None,
     ) -> None:
         self._cut, self._plan, self._moment, self.name = cut, plan, moment, cut.name
         self._arguments = replace(arguments, values=[])  # they are held once
-        self._is_checked, self._watch = is_checked, watch
+        self._is_checked = is_checked
         self._values: list[Any] = arguments.values
         self._trained = [
             i
@@ -126,8 +121,7 @@ class Call:
     def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
         cut, arguments = self._cut, self._arguments
         by_length = arguments.by_length
-        width = by_length.width if by_length else 0
-        joined = Joined(self._plan, arguments.rows, self.name, width)
+        joined = Joined(self._plan, arguments, self.name)
         self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
@@ -191,8 +185,8 @@ class Call:
         gradients: list[Tensor | None] = [None] * len(self._plan)
         for place, gradient in zip(self._tensors, given, strict=True):
             gradients[place] = gradient
-        if self._watch is not None:
-            self._watch(gradients, self._plan, self.chunks, self.name)
+        if self._arguments.by_length is not None:
+            refuse_padding(gradients, self._plan, self.chunks, self.name)
         shadows, kept = self._shadows, [self._kept]
         self._kept = None
 

@@ -8,32 +8,51 @@ few rows is compared with that of their halves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import States
-from trainkit.core.inside.chunks import Chunk, Sizes
-from trainkit.core.inside.closeness import are_close
-from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.moment import Moment, put_back, settings_of
+from trainkit.core.inside.cut import Cut, nodes_of, strangers_of
+from trainkit.core.inside.moment import (
+    Moment,
+    attributes_of,
+    put_back,
+    settings_of,
+    versions_of,
+)
 from trainkit.core.inside.outputs import (
     Joined,
     Joint,
     Plan,
     Unfit,
+    are_close,
+    direction_of,
     plan_of,
     rows_of,
     with_columns,
 )
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
-from trainkit.core.inside.rows import Arguments, ByLength
-from trainkit.core.inside.trial import Trial
+from trainkit.core.inside.rows import Arguments, ByLength, Chunk, Sizes
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
+
+FEW = 4
+"""The most rows whose gradient is compared with that of their halves."""
+
+REENTRANT = "CheckpointFunctionBackward"
+
+ON_DEVICE = 2**-11
+"""Kernels of a device may round products to so few digits (TF32)."""
 
 
 def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
@@ -64,7 +83,7 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
     def run() -> Plan:
         trial = Trial(cut, arguments, moment)
         with refusing(cut.module, cut.name, arguments, moment):
-            plan = _plan(trial, sizes)
+            plan = trial.plan(sizes)
         moment.check_state(sums)
         return plan
 
@@ -74,109 +93,270 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
         put_all_back()
 
 
-def _plan(trial: Trial, sizes: Sizes) -> Plan:
-    """How the outputs are joined, if no row depends on another."""
-    rows, by_length = trial.arguments.rows, trial.arguments.by_length
-    if rows <= 1:
-        raise Unfit("none of its arguments has rows")
-    chunks = by_length.chunks if by_length else sizes.cut(rows)
-    size = sizes.cut(rows)[0].stop
-    if trial.has_graph:
-        # First, or a cache is made without a graph.
-        trial.refuse_what_is_left(range(min(size, 2)))
-    # The capacity of experts shows in more rows than a chunk has, if they fit.
-    is_full = sizes.is_auto or size == rows
-    number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
-    groups = _groups(rows, number)
-    picked = groups[0]
-    some, others = trial.fields(picked), trial.run(range(size))
-    plan = plan_of(some, others, len(picked), size)
-    is_trimmed = False
-    for chunk in chunks[::-1]:
-        if by_length and not is_trimmed and chunk.columns != (0, by_length.width):
-            chunk = replace(chunk, stop=min(chunk.start + 2, chunk.stop))
-            few = range(chunk.start, chunk.stop)
-            plan = with_columns(plan, trial.run(few), trial.run(chunk))
-            is_trimmed = True
-    if trial.has_drawn and not _can_evaluate(trial, picked, plan):
-        if is_trimmed:
+class Trial:
+    """Runs rows of one call, always with the same draws.
+
+    Args:
+        cut: which is called.
+        arguments: of the call.
+        moment: what the module is like.
+
+    Attributes:
+        begun: the random states that each run begins with.
+        has_graph: whether graphs are looked at too.
+        has_drawn: whether the last run drew random numbers.
+        paths: of the outputs of the last run.
+        eps: the coarsest rounding of what graphs have saved.
+    """
+
+    def __init__(self, cut: Cut, arguments: Arguments, moment: Moment) -> None:
+        self.cut, self.arguments = cut, arguments
+        self.begun = States(arguments.devices)
+        self._shadows = cut.shadows(moment.parameters)
+        self.has_graph = torch.is_grad_enabled()
+        self.has_drawn, self.eps = False, 0.0
+        self.paths: list[str] = []
+
+    def run(self, rows: Sequence[int] | Chunk) -> list[Any]:
+        """The outputs for some rows, or for a chunk, without a graph."""
+        arguments = self.arguments
+        if isinstance(rows, Chunk):
+            given = arguments.of(rows, arguments.values)
+        else:
+            given = arguments.taken(rows)
+        versions = versions_of(given)
+        with torch.no_grad(), self._again():
+            fields, _ = self.cut.run(arguments, given)
+        if versions != versions_of(given):
+            raise Unfit("it changes its arguments in place")
+        self.paths = [each.path for each in fields]
+        return [each.value for each in fields]
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        """Random states as they were, and whether they have moved."""
+        self.begun.put_back()
+        yield
+        self.has_drawn = not self.begun.are(States(self.arguments.devices))
+
+    def _given(self, rows: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+        """The values of some rows, and those of them that train."""
+        given = self.arguments.taken(rows)
+        for index, value in enumerate(self.arguments.values):
+            if isinstance(value, Tensor) and value.requires_grad:
+                given[index] = given[index].detach().requires_grad_()
+        return given, [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+
+    # ---- outputs ---------------------------------------------------------------------
+
+    def plan(self, sizes: Sizes) -> Plan:
+        """How the outputs are joined, if no row depends on another."""
+        rows, by_length = self.arguments.rows, self.arguments.by_length
+        if rows <= 1:
+            raise Unfit("none of its arguments has rows")
+        chunks = by_length.chunks if by_length else sizes.cut(rows)
+        size = sizes.cut(rows)[0].stop
+        if self.has_graph:
+            # First, or a cache is made without a graph.
+            self.refuse_what_is_left(range(min(size, 2)))
+        # The capacity of experts shows in more rows than a chunk has, if they fit.
+        is_full = sizes.is_auto or size == rows
+        number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
+        groups = _groups(rows, number)
+        picked = groups[0]
+        some, others = self.run(picked), self.run(range(size))
+        plan = plan_of(self.paths, some, others, len(picked), size)
+        is_trimmed = False
+        for chunk in chunks[::-1]:
+            if by_length and not is_trimmed and chunk.columns != (0, by_length.width):
+                chunk = replace(chunk, stop=min(chunk.start + 2, chunk.stop))
+                few = range(chunk.start, chunk.stop)
+                plan = with_columns(plan, self.run(few), self.run(chunk))
+                is_trimmed = True
+        if self.has_drawn and not self._can_evaluate(picked, plan):
+            if is_trimmed:
+                raise Unfit(
+                    "it draws random numbers in evaluation mode too, so that it cannot "
+                    "be seen whether a row depends on the columns that are padding. "
+                    "Cut by size= alone"
+                )
+            return plan
+        few = size if sizes.is_auto else max(size, 2)
+        is_mixed = self.has_graph and self.has_mixed_gradients(plan, few)
+        self._compare(groups, plan, chunks)
+        if is_mixed:
             raise Unfit(
-                "it draws random numbers in evaluation mode too, so that it cannot be "
-                "seen whether a row depends on the columns that are padding. Cut by "
-                "size= alone"
+                "the gradient of rows at once is not the sum of their gradients in "
+                "chunks, though their outputs are alike. A hook or a backward pass of "
+                "its own looks at all rows; or an argument as long as the batch has "
+                "no rows, and belongs in shared="
             )
         return plan
-    few = size if sizes.is_auto else max(size, 2)
-    is_mixed = trial.has_graph and trial.has_mixed_gradients(plan, few)
-    _compare(trial, groups, plan, chunks)
-    if is_mixed:
-        raise Unfit(
-            "the gradient of rows at once is not the sum of their gradients in "
-            "chunks, though their outputs are alike. A hook or a backward pass of "
-            "its own looks at all rows; or an argument as long as the batch has "
-            "no rows, and belongs in shared="
-        )
-    return plan
 
+    def _can_evaluate(self, picked: Sequence[int], plan: Plan) -> bool:
+        """Whether rows run without draws in evaluation mode, so that a row's place may
+        change; in that mode it stays. Else only the rows beside it do."""
+        settings = settings_of(self.cut.module)
+        for each in self.cut.module.modules():
+            each.training = False
+        try:
+            found = self.run(picked)
+            if not self.has_drawn:
+                return len(found) == len(plan)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False  # it has no other mode
+        put_back(self.cut.module, settings)
+        at = len(picked) // 2
+        found, alone = self.run(picked), self.run([picked[at]] * len(picked))
+        for joint, one, other in zip(plan, found, alone, strict=True):
+            if joint.dim is not None:
+                pair = [rows_of(each, joint, [at]) for each in (one, other)]
+                if not are_close(*pair, eps=self.eps):
+                    raise Unfit(f"{joint.name} of a row depends on other rows")
+        return False
 
-def _can_evaluate(trial: Trial, picked: Sequence[int], plan: Plan) -> bool:
-    """Whether rows run without draws in evaluation mode, so that a row's place may
-    change; in that mode it stays. Else only the rows beside it do."""
-    settings = settings_of(trial.cut.module)
-    for each in trial.cut.module.modules():
-        each.training = False
-    try:
-        found = trial.run(picked)
-        if not trial.has_drawn:
-            return len(found) == len(plan)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return False  # it has no other mode
-    put_back(trial.cut.module, settings)
-    at = len(picked) // 2
-    found, alone = trial.run(picked), trial.run([picked[at]] * len(picked))
-    for joint, one, other in zip(plan, found, alone, strict=True):
-        if joint.dim is not None:
-            pair = [rows_of(each, joint, [at]) for each in (one, other)]
-            if not are_close(*pair, eps=trial.eps):
-                raise Unfit(f"{joint.name} of a row depends on other rows")
-    return False
-
-
-def _compare(
-    trial: Trial, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
-) -> None:
-    """Refuse outputs of chunks that are not those of their rows beside others."""
-    arguments, by_length = trial.arguments, trial.arguments.by_length
-    width = by_length.width if by_length else 0
-    joined = Joined(plan, arguments.rows, trial.cut.name, width)
-    for chunk in chunks:
-        rows = chunk if by_length else range(chunk.start, chunk.stop)
-        joined.add(chunk, trial.run(rows))
-    for rows in groups:
-        found = trial.run(rows)
-        for index, (joint, whole) in enumerate(zip(plan, joined.values, strict=True)):
-            if joint.dim is None:
-                continue
-            own, value = rows_of(whole, joint, rows), found[index]
-            if by_length and joint.padded:
-                marks = _marks(own, by_length, joint, rows)
-                own, value = own * marks, value * marks
-            if are_close(own, value, eps=trial.eps):
-                continue
-            again = trial.run(rows)[index]
-            if not are_close(found[index], again, eps=trial.eps):
+    def _compare(
+        self, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
+    ) -> None:
+        """Refuse outputs of chunks that are not those of their rows beside others."""
+        by_length = self.arguments.by_length
+        joined = Joined(plan, self.arguments, self.cut.name)
+        for chunk in chunks:
+            joined.add(chunk, self.run(chunk))
+        for rows in groups:
+            found = self.run(rows)
+            for index, joint in enumerate(plan):
+                if joint.dim is None:
+                    continue
+                own, value = rows_of(joined.values[index], joint, rows), found[index]
+                if by_length and joint.padded:
+                    marks = _marks(own, by_length, joint, rows)
+                    own, value = own * marks, value * marks
+                if are_close(own, value, eps=self.eps):
+                    continue
+                again = self.run(rows)[index]
+                if not are_close(found[index], again, eps=self.eps):
+                    raise Unfit(
+                        f"{joint.name} is another one each time it runs. It draws from "
+                        f"a generator of its own, or counts its runs: draw from "
+                        f"torch's generator"
+                    )
+                columns = ", or on the columns that are padding" if by_length else ""
                 raise Unfit(
-                    f"{joint.name} is another one each time it runs. It draws from "
-                    f"a generator of its own, or counts its runs: draw from "
-                    f"torch's generator"
+                    f"{joint.name} of a row depends on other rows, on its place among "
+                    f"them, or on how many there are{columns}"
                 )
-            columns = ", or on the columns that are padding" if by_length else ""
+
+    # ---- what a graph leaves ---------------------------------------------------------
+
+    def refuse_what_is_left(self, rows: Sequence[int]) -> None:
+        """Refuse a graph that outlives the outputs: the loss may depend on it, or the
+        next chunk, which has none."""
+        module, (given, leaves) = self.cut.module, self._given(rows)
+        held: list[weakref.ref[Any]] = []
+
+        def pack(tensor: Tensor) -> _Held:
+            found = _Held(tensor.detach())
+            held.append(weakref.ref(found))
+            if tensor.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
+            return found
+
+        with torch.enable_grad(), self._shadows.in_place(), self._again():
+            try:
+                with saved_tensors_hooks(pack, lambda held: held.tensor):
+                    fields = self.cut.run(self.arguments, given)[0]
+            except RuntimeError as error:
+                # Functions of torch.func refuse what is added to a graph.
+                words = "saved tensor hooks", "functorch"
+                if not any(word in str(error) for word in words):
+                    raise
+                self.has_graph = False
+                return
+        outputs = [each.value for each in fields]
+        if any(node.name() == REENTRANT for node in nodes_of(outputs)):
             raise Unfit(
-                f"{joint.name} of a row depends on other rows, on its place among "
-                f"them, or on how many there are{columns}"
+                "it has activation checkpoints with use_reentrant=True, which warn of "
+                "each chunk that runs without a graph. Write use_reentrant=False"
             )
+        known = [*self._shadows.own, *leaves]
+        strangers = strangers_of(outputs, known, self.cut.name)
+        foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
+        others = [each for each in fields if not isinstance(each.value, Tensor)]
+        del fields, outputs, strangers, known, given, leaves
+        if _are_alive(foreign):
+            raise Unfit(
+                "its output depends on a tensor that trains, and is neither a "
+                "parameter of it nor an argument"
+            )
+        names = [
+            name
+            for name, value in attributes_of(module).items()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        if not names and not _are_alive(held):
+            return
+        for path, value in others:
+            if hasattr(value, "__dict__") or isinstance(value, set):
+                raise Unfit(
+                    f"its output {path!r} is a {type(value).__name__}, which cannot be "
+                    f"joined from those of chunks"
+                )
+        where = listed(names) if names else "a list, a hook or a cache"
+        raise Unfit(
+            f"its forward leaves tensors with a gradient in {where}, where each chunk "
+            f"overwrites those of the one before. Return them as outputs, or detach() "
+            f"them"
+        )
+
+    # ---- gradients -------------------------------------------------------------------
+
+    def has_mixed_gradients(self, plan: Plan, size: int) -> bool:
+        """Whether a gradient of some rows is not the sum of their halves': a hook or an
+        own backward pass may mix rows that the forward pass keeps apart."""
+        rows = self.arguments.rows
+        num = min(rows, FEW, size)
+        # Once more on other rows: a kink may lie where rounding differs.
+        found = [self._is_mixed(plan, range(at, at + num)) for at in (0, rows - num)]
+        self._shadows.clear()
+        return all(found)
+
+    def _is_mixed(self, plan: Plan, rows: Sequence[int]) -> bool:
+        arguments, shadows, num = self.arguments, self._shadows, len(rows)
+        given, leaves = self._given(rows)
+        if num < 2 or not (shadows.own or leaves):
+            return False
+        shadows.clear()
+        sizes: list[float] = []
+        for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
+            with torch.enable_grad(), shadows.in_place(), self._again():
+                part = arguments.of(Chunk(start, stop), given)
+                with without_hooks():
+                    fields = self.cut.run(arguments, part)[0]
+                pulled = [
+                    (x.value, sign * direction_of(x.value, joint, start))
+                    for x, joint in zip(fields, plan, strict=True)
+                    if isinstance(x.value, Tensor) and x.value.requires_grad
+                    # What has no rows has one gradient, of any of them.
+                    if joint.dim is not None or not start
+                ]
+                if not pulled:
+                    return False
+                before = States(arguments.devices)
+                outputs, given_to = (list(each) for each in zip(*pulled, strict=True))
+                torch.autograd.backward(outputs, given_to)
+                if not before.are(States(arguments.devices)):
+                    return False  # what draws cannot be compared
+            found = [*shadows.gradients(), *[each.grad for each in leaves]]
+            norms = [float(x.double().norm()) for x in found if x is not None]
+            sizes.append(sum(each**2 for each in norms) ** 0.5)
+            for each in outputs:
+                rounding = torch.finfo(each.dtype).eps
+                on_device = 0.0 if each.device.type == "cpu" else ON_DEVICE
+                self.eps = max(self.eps, rounding, on_device)
+        return sizes[0] * 3 * self.eps**0.5 < sizes[-1] < torch.inf
 
 
 def _marks(
@@ -202,3 +382,16 @@ def _groups(rows: int, most: int) -> list[list[int]]:
     number = -(-rows // most)
     spread = [list(range(rows))[first::number] for first in range(number)]
     return [[*each[::-2], *each[-2::-2]] for each in spread]
+
+
+class _Held:
+    """What a graph saved; it lives as long as the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _are_alive(held: Sequence[weakref.ref[Any]]) -> bool:
+    if any(each() is not None for each in held):
+        gc.collect()
+    return any(each() is not None for each in held)

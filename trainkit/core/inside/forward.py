@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +12,11 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Cut, nothing_around
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
-from trainkit.core.inside.rows import Arguments, Signature
+from trainkit.core.inside.rows import Arguments, Signature, Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
@@ -69,11 +67,6 @@ class ChunkedForward(Cut):
             )
         super().install()
 
-    def remove(self) -> None:
-        super().remove()
-        if self.by_tokens is not None and sys.exc_info()[0] is None:
-            self.by_tokens.read()
-
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains:
@@ -88,13 +81,12 @@ class ChunkedForward(Cut):
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
-        self.was_cut, watch = True, None
+        self.was_cut = True
         if self.by_tokens is not None:
             arguments, sizes = self.by_tokens.sort(arguments, self.name)
-            watch = self.by_tokens.refuse_padding
         moment = Moment(self.module, self.name, arguments.devices)
         plan, is_checked = self._find(arguments, sizes, moment)
-        call = Call(self, arguments, moment, plan, is_checked=is_checked, watch=watch)
+        call = Call(self, arguments, moment, plan, is_checked=is_checked)
         leaves = call.leaves()
         if self.by_tokens is not None:
             leaves = self.by_tokens.restored(leaves, arguments, plan)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.closeness import are_close, are_equal
-from trainkit.core.nested import Field
+from trainkit.core.gradients import HALF
+from trainkit.core.inside.rows import Arguments, Chunk
 from trainkit.errors import TrainkitError
 
 
@@ -47,27 +46,31 @@ Plan = Sequence[Joint]
 
 
 def plan_of(
-    some: Sequence[Field], others: Sequence[Any], num: int, num_others: int
+    paths: Sequence[str],
+    some: Sequence[Any],
+    others: Sequence[Any],
+    num: int,
+    num_others: int,
 ) -> Plan:
     """Find how outputs are joined, by those of two numbers of rows.
 
     Args:
-        some: the outputs for some rows, with their paths.
-        others: the outputs for other rows.
+        paths: of the outputs.
+        some: those for some rows.
+        others: those for other rows.
         num: how many these are.
         num_others: how many those are; another number.
     """
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
-    pairs = zip(some, others, strict=True)
-    plan = [_joint(one, other, num, num_others) for one, other in pairs]
+    three = zip(paths, some, others, strict=True)
+    plan = [_joint(*each, num, num_others) for each in three]
     if all(joint.dim is None for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
 
 
-def _joint(field: Field, other: Any, num: int, num_others: int) -> Joint:
-    path, value = field
+def _joint(path: str, value: Any, other: Any, num: int, num_others: int) -> Joint:
     name = Joint(path).name
     if not isinstance(value, Tensor):
         if not are_equal(value, other):
@@ -123,22 +126,36 @@ def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
     return parts.index_select(joint.dim, index).flatten(joint.dim, joint.dim + 1)
 
 
+def direction_of(value: Tensor, joint: Joint, start: int = 0) -> Tensor:
+    """A gradient of an output that is another one for each row, whichever are beside it.
+
+    Args:
+        value: the output.
+        joint: how it is joined.
+        start: its first row.
+    """
+    if joint.dim is None:
+        return torch.ones_like(value)
+    inner = value.detach().movedim(joint.dim, 0)
+    places = torch.arange(value.numel(), device=value.device).view(inner.shape)
+    wide = (places + start * joint.multiple * inner[0].numel()).double()
+    return wide.mul(1.7).cos().movedim(0, joint.dim).to(value.dtype)
+
+
 class Joined:
     """The leaves of a call's output, with room for all rows.
 
     Args:
         plan: along which dimension each one is joined.
-        num_rows: of the call.
+        arguments: of the call.
         name: of the module, for messages.
-        width: how many columns there are, where chunks leave some out.
 
     Attributes:
         values: the leaves; complete when each chunk was added.
     """
 
-    def __init__(self, plan: Plan, num_rows: int, name: str, width: int = 0) -> None:
-        self._plan, self._num_rows, self._name = plan, num_rows, name
-        self._width = width
+    def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
+        self._plan, self._arguments, self._name = plan, arguments, name
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
@@ -174,9 +191,10 @@ class Joined:
     def _room(self, value: Tensor, joint: Joint) -> Tensor:
         assert joint.dim is not None
         shape = list(value.shape)
-        shape[joint.dim] = self._num_rows * joint.multiple
+        shape[joint.dim] = self._arguments.rows * joint.multiple
         for dim in joint.padded:
-            shape[dim] = self._width
+            assert self._arguments.by_length is not None
+            shape[dim] = self._arguments.by_length.width
         room = value.new_empty(shape)
         if value.ndim == 4 and not value.is_contiguous():
             if value.is_contiguous(memory_format=torch.channels_last):
@@ -211,3 +229,53 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor) and value.numel() > 1:
         return f"another tensor of shape {list(value.shape)}"
     return repr(value.item() if isinstance(value, Tensor) else value)
+
+
+ROUNDING, HALF_ROUNDING = 1024, 8
+"""Runs of the same rows beside others may differ by so many units in the last place of
+the largest entry; by fewer in half precision, in which a layer rounds only what it
+returns."""
+
+ON_DEVICE = 2**-18
+"""The least unit of a device, whose kernels may round products to few digits (TF32)."""
+
+OUTLIER = 1e6
+"""Entries of this size, such as those of a mask, do not say what rounding is, where a
+tenth of all is far smaller."""
+
+
+def are_equal(value: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are the same."""
+    if value is other:
+        return True
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except Exception:
+        return False
+
+
+def are_close(value: Tensor, other: Tensor, *, eps: float = 0.0) -> bool:
+    """Whether two tensors differ by no more than rounding; waits for the device.
+
+    Args:
+        value: a tensor.
+        other: another.
+        eps: the unit in the last place, if something within was coarser.
+    """
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+        return torch.equal(value, other)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    one, two = (torch.nan_to_num(x.detach().to(wide)) for x in (value, other))
+    found, sizes = torch.finfo(value.dtype), one.abs()
+    small = sizes.flatten().kthvalue(sizes.numel() // 10 + 1).values
+    limit = (1e4 * small).clamp_min(min(OUTLIER, found.max / 9))
+    usual = sizes.where(sizes < limit, 0).max()
+    usual = usual.where(usual > 0, sizes.max())
+    least = 0.0 if value.device.type == "cpu" else ON_DEVICE
+    allowed = max(
+        (HALF_ROUNDING if value.dtype in HALF else ROUNDING) * max(found.eps, least),
+        HALF_ROUNDING * eps,
+    )
+    return not ((one - two).abs() > sizes.maximum(usual) * allowed).any()

@@ -1,4 +1,4 @@
-"""Which arguments of a call have rows: one declared rule.
+"""Which arguments of a call have rows, by one declared rule; how rows are cut.
 
 The first tensor tells how many rows there are. A tensor, an array or a list of plain
 values that is as long has rows, and is cut. Every chunk gets all of anything else, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
@@ -17,12 +17,82 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk, Span
 from trainkit.core.nested import Build, Field, is_array, is_list, take_apart
+from trainkit.core.split.partition import Span, even_runs
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a call that run together.
+
+    Attributes:
+        start: the first row.
+        stop: the row behind the last.
+        columns: the first that it keeps, and that behind the last; None for all.
+        states: the random states that it began with.
+    """
+
+    start: int
+    stop: int
+    columns: Span | None = None
+    states: Any = field(default=None, repr=False)
+
+    def part(
+        self,
+        whole: Tensor,
+        dim: int | None,
+        multiple: int = 1,
+        padded: tuple[int, ...] = (),
+    ) -> Tensor:
+        """A view of its rows of a tensor.
+
+        Args:
+            whole: of all rows.
+            dim: the dimension of the rows; None for a tensor that has no rows.
+            multiple: how many entries of that dimension belong to a row.
+            padded: the dimensions of columns, of which it keeps its own.
+        """
+        if dim is not None:
+            length = (self.stop - self.start) * multiple
+            whole = whole.narrow(dim, self.start * multiple, length)
+        if self.columns is not None:
+            first, behind = self.columns
+            for each in padded:
+                whole = whole.narrow(each, first, behind - first)
+        return whole
+
+
+class Sizes:
+    """How many rows a chunk may have; fewer once memory ran out.
+
+    Args:
+        size: the most rows; None: as many as fit.
+
+    Attributes:
+        limit: the most rows at present; None for all.
+        is_auto: whether memory errors are answered by smaller chunks.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self.is_auto = size is None
+        self.limit = size
+
+    def cut(self, num_rows: int) -> list[Chunk]:
+        """All rows in order, in as few chunks as the limit allows, of like size."""
+        num = -(-num_rows // (self.limit or num_rows))
+        return [Chunk(*run) for run in even_runs(num_rows, num)]
+
+    def halve(self, num_rows: int) -> bool:
+        """Memory ran out for so many rows. Returns whether chunks can be smaller."""
+        first = self.cut(num_rows)[0]
+        if not self.is_auto or first.stop == 1:
+            return False
+        self.limit = first.stop // 2
+        return True
 
 
 @dataclass

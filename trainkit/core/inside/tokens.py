@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.outputs import Plan, rows_of
-from trainkit.core.inside.rows import Arguments, ByLength, reordered
+from trainkit.core.inside.rows import Arguments, ByLength, Chunk, Sizes, reordered
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import columns_of, partition
 from trainkit.core.split.rows import spans_of
@@ -29,7 +28,7 @@ LENGTHS = "attention_mask"
 
 
 class ByTokens:
-    """Cuts calls by a budget of tokens, and looks whether the loss uses padding.
+    """Cuts calls by a budget of tokens.
 
     Args:
         tokens: the most tokens of a chunk: its rows times the columns it keeps.
@@ -43,10 +42,6 @@ class ByTokens:
         self._tokens, self._size = tokens, size
         self._lengths = lengths or LENGTHS
         self._wide: dict[tuple[str, int], bool] = {}  # as wide as the mask, always
-        self._unread: list[tuple[Tensor, str]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unread": []}
 
     def sort(self, arguments: Arguments, name: str) -> tuple[Arguments, Sizes]:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
@@ -59,7 +54,6 @@ class ByTokens:
             The arguments in the order of their lengths, and the sizes of chunks that
             leave out no columns.
         """
-        self.read()  # the device is waited for now
         paths, values, rows = arguments.paths, arguments.values, arguments.rows
         mask = self._mask(arguments, name)
         spans, width = spans_of(mask), mask.shape[1]
@@ -122,47 +116,34 @@ class ByTokens:
             for leaf, joint in zip(leaves, plan, strict=True)
         ]
 
-    def refuse_padding(
-        self,
-        gradients: Sequence[Tensor | None],
-        plan: Plan,
-        chunks: Sequence[Chunk],
-        name: str,
-    ) -> None:
-        """Refuse a gradient where the output was left out. What is on a device is read
-        in the next call, which waits for it anyway, or at the end.
 
-        Args:
-            gradients: of the output's leaves.
-            plan: how they are joined.
-            chunks: of the call.
-            name: of the module, for messages.
-        """
-        for gradient, joint in zip(gradients, plan, strict=True):
-            if gradient is None or not joint.padded:
-                continue
-            used = []
-            for chunk in chunks:
-                rows = chunk.part(gradient, joint.dim, joint.multiple)
-                columns = rows.movedim(joint.padded[0], 0)
-                first, behind = chunk.columns or (0, len(columns))
-                used += [columns[:first].any(), columns[behind:].any()]
-            self._unread.append((torch.stack(used).any(), f"{name}: {joint.name}"))
-            if not runs_later(gradient):
-                self.read()
+def refuse_padding(
+    gradients: Sequence[Tensor | None],
+    plan: Plan,
+    chunks: Sequence[Chunk],
+    name: str,
+) -> None:
+    """Refuse a gradient where the output was left out; waits for the device.
 
-    def read(self) -> None:
-        """Refuse what was found and not read yet."""
-        unread, self._unread = self._unread, []
-        for is_used, name in unread:
-            if is_used:
-                raise TrainkitError(
-                    f"{name} at padding is used by the loss, and with tokens= it is 0 "
-                    f"where no row of a chunk needs it. Give padding no weight in the "
-                    f"loss (a mask marks tokens by 1 or True), or cut by size= alone."
-                )
-
-
-def runs_later(tensor: Tensor) -> bool:
-    """Whether what is computed from it is read only by waiting for a device."""
-    return tensor.is_cuda
+    Args:
+        gradients: of the output's leaves.
+        plan: how they are joined.
+        chunks: of the call.
+        name: of the module, for messages.
+    """
+    for gradient, joint in zip(gradients, plan, strict=True):
+        if gradient is None or not joint.padded:
+            continue
+        used = []
+        for chunk in chunks:
+            rows = chunk.part(gradient, joint.dim, joint.multiple)
+            columns = rows.movedim(joint.padded[0], 0)
+            first, behind = chunk.columns or (0, len(columns))
+            used += [columns[:first].any(), columns[behind:].any()]
+        if torch.stack(used).any():
+            raise TrainkitError(
+                f"{name}: {joint.name} at padding is used by the loss, and with "
+                f"tokens= it is 0 where no row of a chunk needs it. Give padding no "
+                f"weight in the loss (a mask marks tokens by 1 or True), or cut by "
+                f"size= alone."
+            )

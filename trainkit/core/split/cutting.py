@@ -6,20 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.core.documents import documents_option, find_flattened
 from trainkit.core.nested import Field, describe
-from trainkit.core.split.layout import Layout, Nothing, nothing_in
+from trainkit.core.split.flattening import Flattened
+from trainkit.core.split.layout import (
+    Layout,
+    Nothing,
+    all_rows,
+    nothing_in,
+    parts_in_shapes,
+    shape_for,
+    unlike,
+)
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import (
-    dealt_out,
     even_runs,
     first_fit,
+    longest_first,
     most_rows,
     partition,
 )
-from trainkit.core.split.pooling import joined
 from trainkit.core.split.reader import LayoutReader
 from trainkit.core.split.rows import Rows
-from trainkit.core.split.shapes import Shapes
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 
@@ -83,7 +91,6 @@ class Cutter:
     ) -> None:
         self._options, self._strategy = options, strategy
         self._nothing = nothing or {}
-        self._shapes = None if options.shapes is None else Shapes(options)
         self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
         self.shared: list[Field] = []
@@ -103,8 +110,27 @@ class Cutter:
         return self._measured[1].rows
 
     def join(self, batches: Sequence[Any]) -> Any:
-        """Loader batches of a pool as one."""
-        return joined(batches, self._options, self._strategy, self._nothing)
+        """Loader batches of a pool as one, in their order. Rows of several widths are
+        padded; flattened batches are put one behind the other.
+
+        Raises:
+            TrainkitError: a field differs in a way in which no rows or columns do.
+        """
+        if len(batches) == 1:
+            return batches[0]
+        if self._options.collate is not None:
+            return [sample for each in batches for sample in each]
+        how = documents_option(self._options, self._strategy)
+        found = [find_flattened(each, how) for each in batches]
+        documents = [each for each in found if each is not None]
+        if len(documents) == len(batches):
+            flat = Flattened.read(batches, documents)
+            return flat.of(range(flat.rows.num_rows))
+        if documents:
+            raise unlike("documents", batches, "are told apart in some of them only")
+        reader = LayoutReader(self._options, self._strategy)
+        layouts = [reader.read(each).untrimmed() for each in batches]
+        return all_rows(layouts, batches, nothing_in(batches[0], self._nothing))
 
     def cut(
         self,
@@ -138,16 +164,16 @@ class Cutter:
             layout = layout.untrimmed()
         limit = limit or Limit(self._options.size, self._options.tokens)
         rows, cut = layout.rows, []
-        shapes = self._shapes if limit.tokens is not None else None
-        nothing = {} if shapes is None else nothing_in(batch, self._nothing)
-        for part in self.parts(batch, rows, limit, at_least, shapes):
+        few = limit.tokens is not None and self._options.shapes is not None
+        nothing = nothing_in(batch, self._nothing) if few else {}
+        for part in self.parts(batch, rows, limit, at_least, few):
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
             bare = layout.of(part)
             micro = MicroBatch(bare, part, padded, real, bare)
-            if shapes is not None:
-                shape = shapes.of(rows, part)
+            if few:
+                shape = shape_for(self._options, rows, part)
                 micro.batch = layout.filled(part, shape, nothing)
                 micro.padded = shape[0] * shape[1]
                 micro.num_fillers = 0 if rows.are_joined else shape[0] - len(part)
@@ -165,7 +191,7 @@ class Cutter:
         rows: Rows,
         limit: Limit,
         at_least: int = 1,
-        shapes: Shapes | None = None,
+        few: bool = False,
     ) -> list[list[int]]:
         """The rows of each micro-batch.
 
@@ -174,7 +200,7 @@ class Cutter:
             rows: all of its rows, or some of them.
             limit: what a micro-batch may hold.
             at_least: the fewest micro-batches.
-            shapes: which micro-batches have, if they are filled.
+            few: whether they are filled to few shapes.
         """
         if limit.tokens is not None and rows.num_rows and not rows.has_lengths:
             raise TrainkitError(
@@ -183,15 +209,15 @@ class Cutter:
                 f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
                 f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
             )
-        is_by_run = rows.are_alike and not rows.are_joined and shapes is None
+        is_by_run = rows.are_alike and not rows.are_joined and not few
         if is_by_run:
             # In the order of the rows, so that slices copy nothing.
             number = rows.num_rows
             most = most_rows(rows.padded_of([0]), limit.size, limit.tokens, number)
             number = max(1, min(number, max(-(-number // most), at_least)))
             parts = [list(range(a, b)) for a, b in even_runs(rows.num_rows, number)]
-        elif shapes is not None:
-            parts = shapes.parts(rows)
+        elif few:
+            parts = parts_in_shapes(self._options, rows)
         elif rows.are_joined:
             parts = self._of_documents(rows, limit)
         else:
@@ -222,5 +248,9 @@ class Cutter:
         lengths = rows.groups[0].lengths
         if limit.tokens is not None:
             return first_fit(lengths, limit.tokens, limit.size)
-        size = limit.size or rows.num_rows
-        return dealt_out(lengths, -(-rows.num_rows // size))
+        most = limit.size or rows.num_rows
+        parts: list[list[int]] = [[] for _ in range(-(-rows.num_rows // most))]
+        for place in longest_first(lengths):  # each where it is emptiest
+            free = [part for part in parts if len(part) < most]
+            min(free, key=rows.real_of).append(place)
+        return parts

@@ -1,7 +1,9 @@
-"""A batch whose rows are known, and batches of some of them, trimmed or filled up.
+"""A batch whose rows are known, and batches of some of them: trimmed, filled up to one
+of few shapes, or put together with those of other batches.
 
 A row that fills is the last one again, without what the strategy counts. A column that
-fills has what its field has where it pads.
+fills has what its field has where it pads. A flattened row is filled by one more
+document, of ignored labels.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ import torch
 from torch import Tensor
 
 from trainkit.core.document_fields import IGNORED
-from trainkit.core.nested import Build, Field, describe, lookup
-from trainkit.core.split.partition import columns_of
+from trainkit.core.nested import Build, Field, describe, is_list, lookup
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.partition import (
+    columns_of,
+    filled_up,
+    first_fit,
+    longest_first,
+    width,
+)
 from trainkit.core.split.rows import Rows
+from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 
 Trims = Sequence[tuple[int, int]]
@@ -175,3 +185,138 @@ def alike(fields: Sequence[Sequence[Field]], batches: Sequence[Any]) -> Any:
     return [
         (path, [f.value for f in c]) for path, c in zip(paths[0], columns, strict=True)
     ]
+
+
+def all_rows(
+    layouts: Sequence[Layout], batches: Sequence[Any], nothing: Mapping[int, float]
+) -> Any:
+    """Loader batches as one, in their order.
+
+    Args:
+        layouts: of the batches.
+        batches: with the same fields.
+        nothing: the values, by the identity of a field, that do not count.
+    """
+    columns = alike([layout.fields for layout in layouts], batches)
+    values = [
+        _rows_together(path, column, place, layouts, batches, nothing)
+        for place, (path, column) in enumerate(columns)
+    ]
+    return layouts[0].build(iter(values))
+
+
+def _rows_together(
+    path: str,
+    values: list[Any],
+    place: int,
+    layouts: Sequence[Layout],
+    batches: Sequence[Any],
+    nothing: Mapping[int, float],
+) -> Any:
+    """A field with the rows of all batches."""
+    trims = [layout.trims[place] for layout in layouts]
+    if all(each is None for each in trims):
+        return the_same(path, values, batches)
+    if any(each is None for each in trims):
+        raise unlike(path, batches, "has a row for each of the batch in some only")
+    if all(trims):
+        groups = [own[0][1] for own in trims if own]
+        widths = [
+            layout.rows.groups[group].padded_length
+            for layout, group in zip(layouts, groups, strict=True)
+        ]
+        if len({*widths}) > 1:
+            pads = padding_of(place, layouts, nothing)
+            values = [
+                widened(Field(path, value), value, own or (), max(widths), pads)
+                for value, own in zip(values, trims, strict=True)
+            ]
+    if is_list(values[0]):
+        return type(values[0])([row for each in values for row in each])
+    if not all(isinstance(each, Tensor) for each in values):
+        raise unlike(path, batches, "must be a tensor or a list to be joined")
+    if len({each.shape[1:] for each in values}) > 1:
+        raise unlike(
+            path, batches, "differs in size, and no mask or labels tell its length"
+        )
+    return torch.cat(values)
+
+
+def shapes_of(options: MicroBatching, *, are_joined: bool = False) -> list[Shape]:
+    """The shapes that micro-batches may have, the narrowest first.
+
+    >>> shapes_of(MicroBatching(tokens=64, shapes=3))
+    [(16, 4), (4, 16), (1, 64)]
+    >>> shapes_of(MicroBatching(tokens=64, shapes=3), are_joined=True)
+    [(1, 16), (1, 32), (1, 64)]
+    >>> shapes_of(MicroBatching(tokens=64, shapes=(32, 20)))
+    [(3, 20), (2, 32)]
+
+    Args:
+        options: the budget of tokens, and how many shapes or which widths.
+        are_joined: whether rows are documents, one behind the other.
+    """
+    tokens, shapes = options.tokens or 0, options.shapes or 0
+    widths = shapes
+    if isinstance(widths, int):
+        widths = [tokens // (2 if are_joined else 4) ** i for i in range(widths)]
+    most = options.size or tokens
+    return [
+        (1 if are_joined else min(most, tokens // each), each)
+        for each in sorted(set(widths) - {0})
+    ]
+
+
+def nothing_of(strategies: Strategies) -> Nothing:
+    """What a row must have in which nothing counts."""
+    found: dict[str | int, float] = {}
+    for each in strategies.values():
+        mask, labels = getattr(each, "mask", None), getattr(each, "labels", None)
+        if mask is not None:
+            found[mask] = 0
+        elif labels is not None:
+            found[labels] = getattr(each, "ignore_index", IGNORED)
+    return found
+
+
+def shape_for(options: MicroBatching, rows: Rows, part: Sequence[int]) -> Shape:
+    """The least shape in which rows of a loader batch fit.
+
+    Raises:
+        TrainkitError: there is none.
+    """
+    shapes = shapes_of(options, are_joined=rows.are_joined)
+    columns = rows.real_of(part) if rows.are_joined else width(rows.spans, part)
+    for shape in shapes:
+        if columns <= shape[1]:
+            return shape
+    raise TrainkitError(
+        f"MicroBatching shapes: row {part[0]} of the loader batch has {columns} "
+        f"tokens, and the widest of the {len(shapes)} shapes has {shapes[-1][1]}. "
+        f"Shorten such rows in the data set; or let a shape hold them: a larger "
+        f"budget, tokens={columns}, and widths with it, shapes=({columns}, ...)."
+    )
+
+
+def parts_in_shapes(options: MicroBatching, rows: Rows) -> list[list[int]]:
+    """The rows of as few micro-batches as the shapes allow.
+
+    All shapes cost about the budget, so each is filled, the longest rows first.
+    """
+    if len(rows.groups) > 1:
+        raise TrainkitError(
+            f"MicroBatching shapes: rows must have one length each, and the batch "
+            f"has {len(rows.groups)}, of {len(rows.groups)} masks. Name one of "
+            f"them, lengths='path.to.mask', or leave shapes out."
+        )
+    lengths = [rows.real_of([row]) for row in range(rows.num_rows)]
+    if rows.are_joined:
+        widest = shapes_of(options, are_joined=True)[-1][1]
+        return first_fit(lengths, widest, options.size)
+
+    def fits(part: list[int]) -> bool:
+        # Rows that pad on different sides are together wider than each.
+        most, columns = shape_for(options, rows, part[:1])
+        return len(part) <= most and width(rows.spans, part) <= columns
+
+    return filled_up(longest_first(lengths), fits)

@@ -12,7 +12,7 @@ sum is found by dynamic programming over the place of the last cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -111,28 +111,31 @@ def partition(
         if tokens is None or len(runs) <= 1 + math.ceil(padded / tokens):
             break
     parts = [order[start:stop] for start, stop in runs]
-    if tokens is not None and any(
-        len(part) > 1 and len(part) * width(groups, part) > tokens for part in parts
-    ):
-        return _filled(groups, order, size, tokens)
-    return parts
+    if tokens is None:
+        return parts
+
+    def fits(part: list[int]) -> bool:
+        is_within = len(part) * width(groups, part) <= tokens
+        return is_within and len(part) <= (size or len(part))
+
+    are_within = all(len(part) == 1 or fits(part) for part in parts)
+    return parts if are_within else filled_up(order, fits)
 
 
-def _filled(
-    groups: Sequence[Sequence[Span]],
-    order: Sequence[int],
-    size: int | None,
-    tokens: int,
+def filled_up(
+    order: Sequence[int], fits: Callable[[list[int]], bool]
 ) -> list[list[int]]:
-    """Rows in their order, in parts that are filled up to the limits."""
-    parts: list[list[int]] = [[]]
+    """Rows in their order: one that does not fit in the last part begins another.
+
+    >>> filled_up([4, 3, 2, 1], lambda part: sum(part) <= 7)
+    [[4, 3], [2, 1]]
+    """
+    parts: list[list[int]] = []
     for row in order:
-        more = [*parts[-1], row]
-        is_over = len(more) * width(groups, more) > tokens
-        if len(more) > 1 and (is_over or size and len(more) > size):
-            parts.append([row])
+        if parts and fits([*parts[-1], row]):
+            parts[-1].append(row)
         else:
-            parts[-1] = more
+            parts.append([row])
     return parts
 
 
@@ -192,7 +195,7 @@ def first_fit(
         size: the most documents in a bin.
     """
     bins, rooms = list[list[int]](), list[int]()
-    for place in _longest_first(lengths):
+    for place in longest_first(lengths):
         for number, room in enumerate(rooms):
             if room >= lengths[place] and len(bins[number]) != size:
                 break
@@ -205,20 +208,6 @@ def first_fit(
     return [sorted(each) for each in bins]
 
 
-def dealt_out(lengths: Sequence[int], number: int) -> list[list[int]]:
-    """Documents in a number of bins of like size, each put where it is emptiest.
-
-    >>> dealt_out([5, 3, 4, 2], 2)
-    [[0, 3], [1, 2]]
-    """
-    bins: list[list[int]] = [[] for _ in range(number)]
-    size = -(-len(lengths) // number)
-    for place in _longest_first(lengths):
-        open_ones = [each for each in bins if len(each) < size]
-        emptiest = min(open_ones, key=lambda b: sum(lengths[each] for each in b))
-        emptiest.append(place)
-    return [sorted(each) for each in bins if each]
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """The places of these lengths, in the order of the lengths."""
     return sorted(range(len(lengths)), key=lambda place: -lengths[place])

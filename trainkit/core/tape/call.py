@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from trainkit.core._compat import keeps_graph
+from trainkit.core.batch_norm.statistics import Meeting
 from trainkit.core.inside.cut import Node
 from trainkit.core.nested import Build
 from trainkit.core.tape.operations import (
     Chunk,
     Operation,
     Segment,
+    Store,
     Surroundings,
 )
 from trainkit.core.tape.rows import Layout, NumberOfRows
-from trainkit.core.tape.statistics import Meeting
-from trainkit.core.tape.store import Store
 
 
 @dataclass(eq=False)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from trainkit.core._compat import Operators, without_hooks
 from trainkit.core.generators import States, generator_keeper
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.closeness import apart
-from trainkit.core.inside.outputs import Joint, rows_of
-from trainkit.core.inside.shadows import renew_list
+from trainkit.core.inside.cut import renew_list
+from trainkit.core.inside.outputs import Joint, direction_of, rows_of
 from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.tape.call import Recorded
 from trainkit.core.tape.rows import chunk_sizes
@@ -131,7 +130,10 @@ def _results(
         outputs = list(map(ordered, found.outputs, dims))
         if is_wide and any(trains):
             pairs = zip(outputs, dims, trains, strict=True)
-            ways = [ordered(_way(x), dim) if it else None for x, dim, it in pairs]
+            ways = [
+                ordered(direction_of(x, Joint("", 0)), dim) if it else None
+                for x, dim, it in pairs
+            ]
             with torch.no_grad():
                 gradients = tape.backward((), ways)
         of_arguments = map(ordered, gradients[: tape.num_arguments])
@@ -139,12 +141,6 @@ def _results(
         buffers: list[Tensor | None] = [each.clone() for each in module.buffers()]
         rounding = [torch.finfo(x.dtype).eps for x in outputs if x.is_floating_point()]
         return [outputs, gradients, buffers], max([tape.eps(), *rounding])
-
-
-def _way(value: Tensor) -> Tensor:
-    """A gradient that gives each entry another weight."""
-    places = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
-    return places.mul(1.7).cos().view(value.shape).to(value.dtype)
 
 
 def _operator(
@@ -213,3 +209,20 @@ def _copied(value: Tensor, is_wide: bool) -> Tensor:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(found, requires_grad=value.requires_grad)
     return found.requires_grad_(value.requires_grad)
+
+
+def apart(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+    """How far tensors are from others, as a share of their size; None is 0."""
+    if len(found) != len(wanted):
+        return torch.inf
+    squares = sizes = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        if one is not None and other is not None and one.shape != other.shape:
+            return torch.inf
+        first, second = (
+            torch.zeros(()) if x is None else torch.nan_to_num(x.detach().cdouble())
+            for x in (one, other)
+        )
+        squares += float((first - second).abs().square().sum())
+        sizes += float(second.abs().square().sum())
+    return (squares / sizes) ** 0.5 if sizes else squares and torch.inf

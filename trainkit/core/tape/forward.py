@@ -17,20 +17,19 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
 from trainkit.core.in_place_of import InPlaceOf, check_cut
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Replaced
 from trainkit.core.inside.moment import attributes_of
 from trainkit.core.inside.refusals import refuse_parts
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape.call import Recorded, Tape
 from trainkit.core.tape.check import check, few_rows
 from trainkit.core.tape.functions import is_recording, recording
-from trainkit.core.tape.operations import Surroundings
+from trainkit.core.tape.operations import Store, Surroundings
 from trainkit.core.tape.recorder import Recorder
 from trainkit.core.tape.rows import Layout
-from trainkit.core.tape.store import Store
 from trainkit.errors import TrainkitError
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainkit.core._compat import version_of
-from trainkit.core.batch_norm.statistics import statistics_of
+from trainkit.core.batch_norm.statistics import Meeting, statistics_of, statistics_over
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape import functions
 from trainkit.core.tape.call import Tape
@@ -21,12 +21,11 @@ from trainkit.core.tape.operations import (
     Gap,
     Operation,
     Segment,
+    is_in_memory_of,
     take_apart,
     tensors_in,
 )
 from trainkit.core.tape.rows import Layout, NumberOfRows
-from trainkit.core.tape.statistics import Meeting, statistics_over
-from trainkit.core.tape.store import is_in_memory_of
 from trainkit.errors import TrainkitError
 
 

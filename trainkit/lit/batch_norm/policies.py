@@ -16,8 +16,8 @@ from trainkit.core.batch_norm.layers import (
     listed,
     momentum_per_micro_batch,
     thaw,
+    to_group_norm,
 )
-from trainkit.core.batch_norm.replace import to_group_norm
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import average_of
 from trainkit.lit.callback.base import has_callback

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight

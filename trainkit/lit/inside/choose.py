@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import random_kept
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.moment import attributes_of
 from trainkit.core.inside.refusals import paths_within
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import SELF

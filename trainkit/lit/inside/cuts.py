@@ -10,8 +10,8 @@ from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.documents import find_flattened
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.ranks import Ranks
 from trainkit.core.samples import num_samples

@@ -15,8 +15,8 @@ from trainkit.core.documents import count_documents, documents_option
 from trainkit.core.nested import describe, is_array
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch
+from trainkit.core.split.layout import nothing_of, shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.shapes import nothing_of, shapes_of
 from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
 from trainkit.core.window import quotient
