@@ -86,7 +86,7 @@ class Meeting:
     Attributes:
         x: the slot of what it normalises.
         places: of weight and bias among the shared tensors; None for none.
-        settings: in which it runs.
+        modes: in which it runs.
         trains: whether a gradient goes through it.
         mean: of each channel, over all rows.
         var: of each channel, divided by the number of entries.
@@ -100,7 +100,7 @@ class Meeting:
 
     x: int
     places: list[int | None]
-    settings: Any
+    modes: Any
     trains: bool
     mean: Tensor
     var: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,21 +17,15 @@ from trainkit.core.inside.moment import Moment, versions_of
 from trainkit.core.inside.outputs import Joined, Plan, are_close
 from trainkit.core.inside.rows import Arguments, Chunk
 from trainkit.core.inside.tokens import refuse_padding
-from trainkit.core.nested import Build
+from trainkit.core.nested import Build, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.errors import TrainkitError
 
 SAVED = object()
 """Stands for a tensor that autograd holds."""
 
-
-@dataclass
-class Graph:
-    """A chunk that ran with a graph: what it gives, and the arguments that train, by
-    their places."""
-
-    outputs: list[Any]
-    leaves: dict[int, Tensor]
+Graph = tuple[list[Any], dict[int, Tensor]]
+"""What a chunk gives that ran with a graph, and the arguments that train, by place."""
 
 
 class Call:
@@ -132,7 +126,7 @@ class Call:
             else:
                 outputs = self._outputs(chunk, arguments.of(chunk, values))
                 if self._is_checked and not number:
-                    self._first = [_copied(each) for each in outputs]
+                    self._first = with_tensors(outputs, lambda x: x.detach().clone())
             joined.add(chunk, outputs)
         self._ended = self._states()
         return joined
@@ -142,14 +136,12 @@ class Call:
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
         with self._shadows.in_place():
-            graph = self._graph(chunk, values)
-        known = [*self._shadows.own, *graph.leaves.values()]
-        strangers_of(graph.outputs, known, self.name)
-        for index, each in enumerate(graph.outputs[: len(self._plan)]):
-            if isinstance(each, Tensor) and each.requires_grad:
-                self._has_gradient[index] = True
-        self._kept = graph
-        return graph.outputs
+            self._kept = outputs, leaves = self._graph(chunk, values)
+        strangers_of(outputs, [*self._shadows.own, *leaves.values()], self.name)
+        self._has_gradient = [
+            isinstance(each, Tensor) and each.requires_grad for each in outputs
+        ]
+        return outputs
 
     def _halves(self) -> bool:
         arguments = self._arguments
@@ -166,7 +158,7 @@ class Call:
         for index in self._trained:
             leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
-            return Graph(self._outputs(chunk, given), leaves)
+            return self._outputs(chunk, given), leaves
 
     # ---- backward --------------------------------------------------------------------
 
@@ -232,8 +224,8 @@ class Call:
                 graph = self._again(chunk, values)
             if now is not None:
                 now.put_back()
-            self._pull(chunk, graph, gradients)
-            self._add(found, chunk, graph.leaves, values)
+            self._pull(chunk, graph[0], gradients)
+            self._add(found, chunk, graph[1], values)
             del graph  # not beside the next one
         return found
 
@@ -242,7 +234,7 @@ class Call:
         if self._first is None or chunk.start:
             return graph
         before, self._first = self._first, None
-        for one, other in zip(before, graph.outputs, strict=True):
+        for one, other in zip(before, graph[0], strict=True):
             if isinstance(one, Tensor) and not are_close(one, other):
                 raise TrainkitError(
                     f"{self.name}: a chunk of rows gives other outputs when it runs "
@@ -264,12 +256,12 @@ class Call:
         return True
 
     def _pull(
-        self, chunk: Chunk, graph: Graph, gradients: Sequence[Tensor | None]
+        self, chunk: Chunk, found: list[Any], gradients: Sequence[Tensor | None]
     ) -> None:
         """Run the backward pass of a chunk."""
         outputs, given = [], []
         for output, joint, gradient, is_expected in zip(
-            graph.outputs, self._plan, gradients, self._has_gradient, strict=True
+            found, self._plan, gradients, self._has_gradient, strict=True
         ):
             if not (isinstance(output, Tensor) and output.requires_grad):
                 continue
@@ -307,7 +299,3 @@ class Call:
                 found[index] = torch.zeros_like(value, dtype=dtype)
             padded = self._arguments.padded[index]
             chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

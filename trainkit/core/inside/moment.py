@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.generators import States
 from trainkit.errors import TrainkitError
 
 Settings = dict[tuple[nn.Module, str], object]
+Modes = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+"""Whether gradients are on; whether autocast is, and to what, by kinds of device."""
 
 KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -63,6 +65,50 @@ def versions_of(values: Iterable[Any]) -> list[tuple[int, int]]:
     ]
 
 
+class Surroundings:
+    """Reads and sets what operations on some devices depend on besides arguments.
+
+    Args:
+        devices: of the batch.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = list(devices)
+        kinds = {"cpu", *[each.type for each in self._devices]}
+        self._kinds = sorted(kinds - {"meta"})
+
+    def now(self) -> Modes:
+        """Whether gradients are on, and what autocast does."""
+        casts = [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in self._kinds
+        ]
+        return torch.is_grad_enabled(), tuple(casts)
+
+    def enter(self, modes: Modes) -> None:
+        """Set what `now` has read."""
+        torch.set_grad_enabled(modes[0])
+        for kind, (is_on, dtype) in zip(self._kinds, modes[1], strict=True):
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is set within it is put back. Autocast keeps no copies of weights, since
+        one that was made without a graph would be used with it later."""
+        before, caches = self.now(), torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            self.enter(before)
+            torch.set_autocast_cache_enabled(caches)
+
+    def random(self) -> States:
+        """The states of torch's generators."""
+        return States(self._devices, of_host=False)
+
+
 class Moment:
     """A module at the moment of a call.
 
@@ -90,11 +136,8 @@ class Moment:
         for each in module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
         self._versions = versions_of(self._tensors())
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", *[each.type for each in devices]}
-        ]
-        self._caches = torch.is_autocast_cache_enabled()
+        self._surroundings = Surroundings(devices)
+        self._modes = self._surroundings.now()
 
     def _tensors(self) -> list[Tensor]:
         return [*self._module.parameters(), *self._module.buffers()]
@@ -161,13 +204,8 @@ class Moment:
         try:
             for each in thawed:
                 each.requires_grad_(False)
-            with ExitStack() as stack:
-                for kind, dtype, is_on in self._autocast:
-                    stack.enter_context(
-                        torch.autocast(
-                            kind, dtype, enabled=is_on, cache_enabled=self._caches
-                        )
-                    )
+            with self._surroundings.kept():
+                self._surroundings.enter(self._modes)
                 yield
         finally:
             put_back(self._module, now)

@@ -127,7 +127,7 @@ def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
 
 
 def direction_of(value: Tensor, joint: Joint, start: int = 0) -> Tensor:
-    """A gradient of an output that is another one for each row, whichever are beside it.
+    """A gradient that is another one for each row, whichever rows are beside it.
 
     Args:
         value: the output.

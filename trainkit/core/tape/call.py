@@ -12,13 +12,13 @@ from torch import Tensor
 from trainkit.core._compat import keeps_graph
 from trainkit.core.batch_norm.statistics import Meeting
 from trainkit.core.inside.cut import Node
+from trainkit.core.inside.moment import Surroundings
 from trainkit.core.nested import Build
 from trainkit.core.tape.operations import (
     Chunk,
     Operation,
     Segment,
     Store,
-    Surroundings,
 )
 from trainkit.core.tape.rows import Layout, NumberOfRows
 
@@ -69,7 +69,7 @@ class Tape:
 
     def trains_through(self, operation: Operation) -> bool:
         """Whether a gradient goes through an operation."""
-        if not operation.settings[0] or operation.name in ("detach", "data"):
+        if not operation.modes[0] or operation.name in ("detach", "data"):
             return False
         return not operation.uses.isdisjoint(self.trains) or any(
             self.shared[place].requires_grad for place in operation.shared

@@ -215,12 +215,12 @@ def apart(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> fl
     """How far tensors are from others, as a share of their size; None is 0."""
     if len(found) != len(wanted):
         return torch.inf
-    squares = sizes = 0.0
+    squares, sizes, wide = 0.0, 0.0, torch.complex128
     for one, other in zip(found, wanted, strict=True):
         if one is not None and other is not None and one.shape != other.shape:
             return torch.inf
         first, second = (
-            torch.zeros(()) if x is None else torch.nan_to_num(x.detach().cdouble())
+            torch.zeros(()) if x is None else torch.nan_to_num(x.detach().to(wide))
             for x in (one, other)
         )
         squares += float((first - second).abs().square().sum())

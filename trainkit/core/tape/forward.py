@@ -18,7 +18,7 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
 from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.cut import Replaced
-from trainkit.core.inside.moment import attributes_of
+from trainkit.core.inside.moment import Surroundings, attributes_of
 from trainkit.core.inside.refusals import refuse_parts
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import take_apart, tensors, with_tensors
@@ -27,7 +27,7 @@ from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape.call import Recorded, Tape
 from trainkit.core.tape.check import check, few_rows
 from trainkit.core.tape.functions import is_recording, recording
-from trainkit.core.tape.operations import Store, Surroundings
+from trainkit.core.tape.operations import Store
 from trainkit.core.tape.recorder import Recorder
 from trainkit.core.tape.rows import Layout
 from trainkit.errors import TrainkitError
@@ -92,7 +92,7 @@ class TapedForward(Replaced):
         layout = Layout(rows, size)
         device = next(x for x in tensors(given) if x.ndim).device
         store = Store(len(layout.sizes), device)
-        tape = Tape(self.name, layout, store, Surroundings(device))
+        tape = Tape(self.name, layout, store, Surroundings([device]))
         recorder = Recorder(self.name, tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
         with self.around(None, None), recording(recorder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.statistics import Meeting
-from trainkit.core.generators import States
+from trainkit.core.inside.moment import Modes, Surroundings
 from trainkit.core.nested import describe
 from trainkit.core.tape.rows import NumberOfRows
 from trainkit.errors import TrainkitError
 
 Build = Callable[[Iterator[Any]], Any]
-Settings = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
 
 @dataclass(frozen=True)
@@ -77,49 +75,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [each for each in parts if isinstance(each, Tensor)]
 
 
-class Surroundings:
-    """Reads and sets what operations on some device depend on besides arguments.
-
-    Args:
-        device: of the batch.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kinds = sorted({"cpu", device.type} - {"meta"})
-
-    def now(self) -> Settings:
-        """Whether gradients are on, and what autocast does."""
-        casts = [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in self._kinds
-        ]
-        return torch.is_grad_enabled(), tuple(casts)
-
-    def enter(self, settings: Settings) -> None:
-        """Set what `now` has read."""
-        torch.set_grad_enabled(settings[0])
-        for kind, (is_on, dtype) in zip(self._kinds, settings[1], strict=True):
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is set within it is put back. Autocast keeps no copies of weights, since
-        one that was made without a graph would be used with it later."""
-        before, caches = self.now(), torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            self.enter(before)
-            torch.set_autocast_cache_enabled(caches)
-
-    def random(self) -> States:
-        """The states of torch's generators."""
-        return States([self._device], of_host=False)
-
-
 @dataclass(eq=False)
 class Operation:
     """A call of a function that depends on the batch.
@@ -129,7 +84,7 @@ class Operation:
         name: of it.
         parts: all that it is given, with gaps for tensors and numbers of rows.
         build: makes its arguments of as many parts.
-        settings: in which it runs.
+        modes: in which it runs.
         states: the random states before it, for each chunk; None if it draws nothing.
         outs: the slots of the tensors that it returns; None for an argument.
         likes: their shapes and types, in the first chunk and in the last.
@@ -143,7 +98,7 @@ class Operation:
     name: str
     parts: list[Any]
     build: Build
-    settings: Settings
+    modes: Modes
     states: dict[int, Any] | None = None
     outs: list[int | None] = field(default_factory=list)
     likes: list[tuple[Any, Any]] = field(default_factory=list)
@@ -247,11 +202,11 @@ class Segment:
         for slot in self.copied & self.needed:
             chunk.values[slot] = chunk.values[slot].clone()
         if own is not None:
-            surroundings.enter(own.settings)
+            surroundings.enter(own.modes)
             with torch.set_grad_enabled(again and own.trains):
                 chunk.values[own.y] = own.normalised(chunk.values[own.x], leaves)
         for each in self.operations:
-            surroundings.enter(each.settings)
+            surroundings.enter(each.modes)
             if each.states is not None and again:
                 each.states[number].put_back()
             elif each.states is not None:

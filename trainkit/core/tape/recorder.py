@@ -308,13 +308,13 @@ class Recorder(TorchFunctionMode):
             slot in tape.trains
             or any(x is not None and x.requires_grad for x in weights)
         )
-        settings = self._surroundings.now()
+        modes = self._surroundings.now()
         ranks = (
             self._ranks if norm.group is None else find_ranks(None, "none", norm.group)
         )
         with torch.no_grad(), self._surroundings.kept():
             found = statistics_over(*self._close_at(slot), ranks)
-            meeting = Meeting(slot, places, settings, trains, *found, norm.eps, ranks)
+            meeting = Meeting(slot, places, modes, trains, *found, norm.eps, ranks)
             meeting.take(*weights)
             if running:
                 meeting.move(running, norm.momentum)
