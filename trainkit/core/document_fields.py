@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,10 +109,6 @@ def begins_of(numbers: Tensor) -> Tensor:
 
 
 # ---- shapes --------------------------------------------------------------------------
-
-
-def is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _is_whole(value: Tensor) -> bool:

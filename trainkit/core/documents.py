@@ -24,12 +24,18 @@ from trainkit.core.document_fields import (
     begins_of,
     by_mask,
     by_offsets,
-    is_dense,
     reader_by_values,
     shape_beside,
     table_shape,
 )
-from trainkit.core.nested import Field, describe, fields_of, lookup, take_apart
+from trainkit.core.nested import (
+    Field,
+    describe,
+    fields_of,
+    is_dense,
+    lookup,
+    take_apart,
+)
 from trainkit.errors import TrainkitError
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import TrainkitError
@@ -207,6 +208,23 @@ def is_array(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim > 0
     return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))
+
+
+def is_dense(value: Any) -> bool:
+    """Whether it is a tensor that is neither sparse nor nested."""
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return is_strided and not value.is_nested
+
+
+def length_of(value: Any) -> int | None:
+    """How many entries a list, an array or a dense tensor has; None for other values.
+
+    >>> length_of([3, 4]), length_of(torch.zeros(3)), length_of("text")
+    (2, 3, None)
+    """
+    if isinstance(value, Tensor):
+        return value.shape[0] if is_dense(value) and value.ndim else None
+    return len(value) if is_array(value) or is_list(value) else None
 
 
 def is_list(value: Any) -> bool:

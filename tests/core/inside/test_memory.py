@@ -20,7 +20,6 @@ from tests.core.inside.common import (
     gradient,
     nt_xent,
     off_by,
-    twin,
 )
 from trainkit import Chunked
 from trainkit.core.inside.cut import Shadows
@@ -195,37 +194,17 @@ def test_there_is_never_a_second_gradient_of_all_parameters() -> None:
     assert peak(4) > 1.9
 
 
-class Stops(torch.autograd.Function):
-    """Runs out of memory in backward, in the first calls with many rows."""
-
-    left = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        if len(given[0]) > 3 and Stops.left:
-            Stops.left -= 1
-            raise torch.OutOfMemoryError("no room")
-        return given[0]
-
-
 @pytest.mark.parametrize("again", [True, False], ids=["all again", "as it stands"])
 def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
     again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The head's gradient has arrived when the body's has no room.
-    net = twin(Net(lambda net, x: net.head(Stops.apply(net.body(x)))))
+    """The head's gradient has arrived when the body's has no room."""
+    net, budget = hungry()
     _, wanted = gradient(net, step)
+    budget.most_backward = 9
+    if not again:
+        monkeypatch.setattr(Shadows, "clear", lambda _: None)
     with Chunked(net):
-        loss = step(net)
-        if not again:
-            monkeypatch.setattr(Shadows, "clear", lambda _: None)
-        monkeypatch.setattr(Stops, "left", 2)
-        net.zero_grad()
-        loss.backward()
-        found = torch.cat([p.grad.flatten() for p in net.parameters()])
-    assert not Stops.left
+        _, found = gradient(net, step)
+    assert budget.failures
     assert (off_by(found, wanted) <= EXACT) == again

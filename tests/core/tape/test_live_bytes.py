@@ -1,8 +1,9 @@
-"""What is on the device does not grow with the batch."""
+"""What is on the device does not grow with the batch; a real GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -107,3 +108,60 @@ def test_a_call_leaves_no_tensor_to_the_collector() -> None:
         assert tensors() <= before
     finally:
         gc.enable()
+
+
+# ---- a real GPU: values, memory, and a host that does not wait -----------------------
+
+
+def gpu(test: Any) -> Any:
+    """Marks a test that needs a CUDA device."""
+    skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.gpu(skips(test))
+
+
+def soft_step(net: nn.Module, x: Tensor) -> None:
+    vectors = net(x)
+    (
+        (vectors.softmax(1).mean(0) - 0.1).square().sum() + vectors.pow(2).mean()
+    ).backward()
+
+
+@gpu
+def test_a_batch_on_the_device_is_the_big_batch() -> None:
+    torch.manual_seed(0)
+    own = ResNet().cuda().double()
+    big, x = copy.deepcopy(own), torch.randn(37, 3, 16, 16).cuda().double()
+    assert Store(1, x.device).copies
+    soft_step(exact_batch_norm(own, size=8), x)
+    soft_step(big, x)
+    for one, other in zip(own.parameters(), big.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-10)
+
+
+@gpu
+def test_the_host_does_not_wait() -> None:
+    own, x = ResNet().cuda(), torch.randn(32, 3, 16, 16).cuda()
+    net = exact_batch_norm(own, size=8)
+    for _ in range(4):  # calls 1, 2 and 4 are checked
+        soft_step(net, x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        soft_step(net, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+def test_memory_does_not_grow_with_the_batch() -> None:
+    peaks = []
+    for rows in (64, 256):
+        net = exact_batch_norm(ResNet(width=32).cuda(), size=16)
+        x = torch.randn(rows, 3, 64, 64).cuda()
+        soft_step(net, x)
+        soft_step(net, x)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        soft_step(net, x)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 1.3 * peaks[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.cut import Cut, Node, Shadows, strangers_of
+from trainkit.core.inside.cut import Cut, Node, strangers_of
 from trainkit.core.inside.moment import Moment, versions_of
 from trainkit.core.inside.outputs import Joined, Plan, are_close
 from trainkit.core.inside.rows import Arguments, Chunk
@@ -64,6 +64,7 @@ class Call:
             for i, each in enumerate(arguments.values)
             if isinstance(each, Tensor) and each.requires_grad
         ]
+        self._shadows = cut.shadows(moment.parameters)
         self.build: Build | None = None
         self.saved: Sequence[Tensor] = ()
         self._has_gradient: list[bool] = []  # by the leaves of the output
@@ -75,10 +76,6 @@ class Call:
     @property
     def differentiable(self) -> list[bool]:
         return [self._has_gradient[i] for i in self._tensors]
-
-    @cached_property
-    def _shadows(self) -> Shadows:
-        return self._cut.shadows(self._moment.parameters)
 
     def _states(self) -> States:
         return States(self._arguments.devices)

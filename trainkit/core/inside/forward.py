@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import is_transformed, uncompiled
-from trainkit.core.in_place_of import InPlaceOf, check_cut
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
-from trainkit.core.inside.cut import Cut, nothing_around
+from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut, nothing_around
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts

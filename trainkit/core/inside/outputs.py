@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.rows import Arguments, Chunk
+from trainkit.core.nested import is_dense
 from trainkit.errors import TrainkitError
 
 
@@ -81,7 +82,7 @@ def _joint(path: str, value: Any, other: Any, num: int, num_others: int) -> Join
         return Joint(path)
     if not isinstance(other, Tensor) or other.ndim != value.ndim:
         raise Unfit(f"the shape of {name} depends on the rows")
-    if value.is_nested or value.layout is not torch.strided:
+    if not is_dense(value):
         raise Unfit(f"{name} is no dense tensor")
     dims = [d for d in range(value.ndim) if value.shape[d] != other.shape[d]]
     if not dims:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.nested import Build, Field, is_array, is_list, take_apart
+from trainkit.core.nested import Build, Field, is_dense, is_list, length_of, take_apart
 from trainkit.core.split.partition import Span, even_runs
 from trainkit.errors import TrainkitError
 
@@ -207,7 +207,7 @@ class Signature:
         fields, build = take_apart(given, _is_column)
         paths, values = [f.path for f in fields], [f.value for f in fields]
         rows = self._num_rows(fields)
-        cut = [_length(value) == rows for value in values]
+        cut = [length_of(value) == rows for value in values]
         if self._shared:
             pairs = zip(cut, paths, strict=True)
             cut = [is_cut and not self._is_shared(path) for is_cut, path in pairs]
@@ -230,7 +230,7 @@ class Signature:
                 continue
             if self._shared and self._is_shared(path):
                 continue
-            if value.is_nested or value.layout is not torch.strided:
+            if not is_dense(value):
                 kind = "nested" if value.is_nested else str(value.layout)
                 raise TrainkitError(
                     f"{self._module}: its rows must be those of a dense tensor, and "
@@ -242,14 +242,6 @@ class Signature:
     def _is_shared(self, path: str) -> bool:
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
-
-
-def _length(value: Any) -> int:
-    """How many entries a value has that may be rows; -1 for other values."""
-    if isinstance(value, Tensor):
-        is_dense = not value.is_nested and value.layout is torch.strided
-        return value.shape[0] if is_dense and value.ndim else -1
-    return len(value) if is_array(value) or is_list(value) else -1
 
 
 def _is_column(path: str, value: Any) -> bool:

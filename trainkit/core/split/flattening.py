@@ -18,10 +18,9 @@ from trainkit.core.document_fields import (
     NUMBERS,
     OFFSETS,
     are_offsets,
-    is_dense,
 )
 from trainkit.core.documents import Documents, find_documents
-from trainkit.core.nested import describe, take_apart
+from trainkit.core.nested import describe, is_dense, take_apart
 from trainkit.core.split.layout import Layout, Shape, alike, the_same, unlike
 from trainkit.core.split.rows import Group, Rows
 from trainkit.errors import TrainkitError

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainkit.core.documents import documents_option, find_flattened
@@ -20,8 +19,10 @@ from trainkit.core.nested import (
     describe,
     held_by,
     is_array,
+    is_dense,
     is_list,
     leaves,
+    length_of,
     lookup,
     take_apart,
 )
@@ -32,7 +33,6 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import (
     Rows,
     groups_of,
-    length_of,
     marks_of,
     rows_of_samples,
 )
@@ -87,11 +87,9 @@ class LayoutReader:
             value = field.value
             if id(value) in shared:
                 continue
-            is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-            if not is_dense or value.is_nested:
+            if (size := length_of(value)) is None:
                 _check_divisible(field, batch)
-            size = value.shape[0] if is_dense and value.ndim else length_of(value)
-            if size == num_rows:
+            elif size == num_rows:
                 of = field, ragged.get(id(value)), widths, batch
                 trims[place] = self._trims(*of) if widths else ()
         layout = Layout(fields, build, trims, rows)
@@ -198,7 +196,7 @@ def _check_divisible(field: Field, batch: Any) -> None:
     """Refuse a field that may hold rows and that nothing says how to cut."""
     value, kind = field.value, type(field.value).__name__
     if isinstance(value, Tensor):
-        is_known = not value.is_nested and value.layout is torch.strided
+        is_known = is_dense(value)
         kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
     else:
         is_plain = isinstance(value, type) or not hasattr(value, "__dict__")

@@ -16,8 +16,8 @@ from torch import Tensor
 from trainkit.core.nested import (
     Path,
     describe,
-    is_array,
     is_list,
+    length_of,
     lookup,
 )
 from trainkit.core.split.partition import Span, width
@@ -235,13 +235,6 @@ def _no_mask(path: Path, found: Any, batch: Any, num_rows: int = 0) -> TrainkitE
         f"{describe(found)} in the batch {describe(batch)}. Of numbers, make a mask "
         f"in the collate function: torch.arange(longest) < lengths[:, None]."
     )
-
-
-def length_of(value: Any) -> int | None:
-    """How many entries a list or array has; None for anything else."""
-    if is_list(value):
-        return len(value)
-    return value.shape[0] if is_array(value) else None
 
 
 def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:

@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.in_place_of import InPlaceOf, check_cut
-from trainkit.core.inside.cut import Replaced
+from trainkit.core.inside.cut import InPlaceOf, Replaced, check_cut
 from trainkit.core.inside.moment import Surroundings, attributes_of
 from trainkit.core.inside.refusals import refuse_parts
 from trainkit.core.inside.rows import Sizes

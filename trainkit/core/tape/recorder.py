@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainkit.core._compat import version_of
 from trainkit.core.batch_norm.statistics import Meeting, statistics_of, statistics_over
+from trainkit.core.inside.moment import versions_of
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape import functions
 from trainkit.core.tape.call import Tape
@@ -194,10 +194,10 @@ class Recorder(TorchFunctionMode):
         written = tensors_in(written_by(name, args, kwargs))
         for each in written:
             self._keep_apart(each, name)
-        before = [*map(_version, given)]
+        before = versions_of(given)
         found, lasts = self._run_at_once(operation, args, kwargs)
-        after = zip(given, before, strict=True)
-        changed = [each for each, version in after if _version(each) != version]
+        pairs = zip(before, versions_of(given), strict=True)
+        changed = [x for x, (a, b) in zip(given, pairs, strict=True) if a != b]
         results: list[Any] = []
         build = take_apart(found, results)
         tensors = [each for each in results if isinstance(each, Tensor)]
@@ -385,8 +385,3 @@ class Recorder(TorchFunctionMode):
                 shape[dim] = shape[dim] * layout.rows // layout.sizes[0]
                 whole[slot] = each.new_empty(shape)
             layout.piece(whole[slot], number, dim).copy_(each)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, where torch counts that."""
-    return 0 if tensor.is_inference() else version_of(tensor)
