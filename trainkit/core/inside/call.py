@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.cut import Cut, Node, strangers_of
+from trainkit.core.inside.cut import Node, strangers_of
 from trainkit.core.inside.moment import Moment, versions_of
 from trainkit.core.inside.outputs import Joined, Plan, are_close
-from trainkit.core.inside.rows import Arguments, Chunk
+from trainkit.core.inside.rows import Chunk
 from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
@@ -32,9 +31,7 @@ class Call:
     """One call of a module, cut into chunks of rows.
 
     Args:
-        cut: what is called.
-        arguments: of the call.
-        moment: what the module was like.
+        moment: the call, and what the module was like.
         plan: how outputs are joined.
         is_checked: whether its two passes are compared.
 
@@ -46,25 +43,18 @@ class Call:
         chunks: in which its rows have run.
     """
 
-    def __init__(
-        self,
-        cut: Cut,
-        arguments: Arguments,
-        moment: Moment,
-        plan: Plan,
-        *,
-        is_checked: bool = False,
-    ) -> None:
-        self._cut, self._plan, self._moment, self.name = cut, plan, moment, cut.name
-        self._arguments = replace(arguments, values=[])  # they are held once
-        self._is_checked = is_checked
-        self._values: list[Any] = arguments.values
+    def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
+        self._moment, self._plan, self._is_checked = moment, plan, is_checked
+        self._cut, self._arguments = moment.cut, moment.arguments
+        self.name = moment.name
+        values: list[Any] = moment.arguments.values
+        self._values, moment.arguments.values = values, []  # they are held once
         self._trained = [
             i
-            for i, each in enumerate(arguments.values)
+            for i, each in enumerate(values)
             if isinstance(each, Tensor) and each.requires_grad
         ]
-        self._shadows = cut.shadows(moment.parameters)
+        self._shadows = self._cut.shadows(moment.parameters)
         self.build: Build | None = None
         self.saved: Sequence[Tensor] = ()
         self._has_gradient: list[bool] = []  # by the leaves of the output
@@ -110,10 +100,10 @@ class Call:
         return leaves
 
     def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
-        cut, arguments = self._cut, self._arguments
-        by_length = arguments.by_length
+        arguments, by_length = self._arguments, self._arguments.by_length
         joined = Joined(self._plan, arguments, self.name)
-        self.chunks = by_length.chunks if by_length else cut.sizes.cut(arguments.rows)
+        sizes = self._moment.sizes
+        self.chunks = by_length.chunks if by_length else sizes.cut(arguments.rows)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
         for number, chunk in enumerate(self.chunks):
@@ -141,8 +131,7 @@ class Call:
         return outputs
 
     def _halves(self) -> bool:
-        arguments = self._arguments
-        return arguments.by_length is None and self._cut.sizes.halve(arguments.rows)
+        return self._moment.sizes.halve(self._arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
         fields, build = self._cut.run(self._arguments, given, self, chunk)
@@ -247,7 +236,8 @@ class Call:
         states = self.chunks[0].states
         if not states.are(self._ended) or not self._halves():
             return False
-        self._first, self.chunks = None, self._cut.sizes.cut(self._arguments.rows)
+        self._first = None
+        self.chunks = self._moment.sizes.cut(self._arguments.rows)
         for chunk in self.chunks:
             chunk.states = states
         return True

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import Cut, nodes_of, strangers_of
+from trainkit.core.inside.cut import nodes_of, strangers_of
 from trainkit.core.inside.moment import (
     Moment,
     attributes_of,
@@ -42,7 +42,7 @@ from trainkit.core.inside.outputs import (
     with_columns,
 )
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
-from trainkit.core.inside.rows import Arguments, ByLength, Chunk, Sizes
+from trainkit.core.inside.rows import ByLength, Chunk
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
@@ -55,15 +55,13 @@ ON_DEVICE = 2**-11
 """Kernels of a device may round products to so few digits (TF32)."""
 
 
-def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
+def look(moment: Moment) -> Plan:
     """Refuse a call whose rows do not stand alone; else, how it is joined.
 
     Args:
-        cut: which is called.
-        arguments: of the call.
-        sizes: of the chunks that are looked at.
-        moment: what the module was like before.
+        moment: the call, and what the module was like before.
     """
+    cut, arguments, sizes = moment.cut, moment.arguments, moment.sizes
     if found := normalising_by_batch(cut.module):
         names = [each or "the module itself" for each in found]
         raise TrainkitError(
@@ -81,9 +79,9 @@ def look(cut: Cut, arguments: Arguments, sizes: Sizes, moment: Moment) -> Plan:
             torch.clear_autocast_cache()
 
     def run() -> Plan:
-        trial = Trial(cut, arguments, moment)
-        with refusing(cut.module, cut.name, arguments, moment):
-            plan = trial.plan(sizes)
+        trial = Trial(moment)
+        with refusing(moment):
+            plan = trial.plan()
         moment.check_state(sums)
         return plan
 
@@ -97,9 +95,7 @@ class Trial:
     """Runs rows of one call, always with the same draws.
 
     Args:
-        cut: which is called.
-        arguments: of the call.
-        moment: what the module is like.
+        moment: the call, and what the module is like.
 
     Attributes:
         begun: the random states that each run begins with.
@@ -109,10 +105,10 @@ class Trial:
         eps: the coarsest rounding of what graphs have saved.
     """
 
-    def __init__(self, cut: Cut, arguments: Arguments, moment: Moment) -> None:
-        self.cut, self.arguments = cut, arguments
-        self.begun = States(arguments.devices)
-        self._shadows = cut.shadows(moment.parameters)
+    def __init__(self, moment: Moment) -> None:
+        self.cut, self.arguments = moment.cut, moment.arguments
+        self.sizes, self.begun = moment.sizes, States(self.arguments.devices)
+        self._shadows = self.cut.shadows(moment.parameters)
         self.has_graph = torch.is_grad_enabled()
         self.has_drawn, self.eps = False, 0.0
         self.paths: list[str] = []
@@ -149,9 +145,10 @@ class Trial:
 
     # ---- outputs ---------------------------------------------------------------------
 
-    def plan(self, sizes: Sizes) -> Plan:
+    def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
         rows, by_length = self.arguments.rows, self.arguments.by_length
+        sizes = self.sizes
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
         chunks = by_length.chunks if by_length else sizes.cut(rows)

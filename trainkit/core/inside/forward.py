@@ -15,7 +15,7 @@ from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut, nothing_around
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
-from trainkit.core.inside.rows import Arguments, Signature, Sizes
+from trainkit.core.inside.rows import Signature, Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
@@ -82,10 +82,10 @@ class ChunkedForward(Cut):
             return self.original(*args, **kwargs)
         self.was_cut = True
         if self.by_tokens is not None:
-            arguments, sizes = self.by_tokens.sort(arguments, self.name)
-        moment = Moment(self.module, self.name, arguments.devices)
-        plan, is_checked = self._find(arguments, sizes, moment)
-        call = Call(self, arguments, moment, plan, is_checked=is_checked)
+            arguments = self.by_tokens.sort(arguments, self.name)
+        moment = Moment(self, arguments)
+        plan, is_checked = self._find(moment)
+        call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
         if self.by_tokens is not None:
             leaves = self.by_tokens.restored(leaves, arguments, plan)
@@ -94,22 +94,15 @@ class ChunkedForward(Cut):
 
     def probe(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a module that cannot run in chunks, as one call of it shows."""
-        arguments = self._signature.read(args, kwargs)
-        look(
-            self,
-            arguments,
-            self.sizes,
-            Moment(self.module, self.name, arguments.devices),
-        )
+        look(Moment(self, self._signature.read(args, kwargs)))
 
-    def _find(
-        self, arguments: Arguments, sizes: Sizes, moment: Moment
-    ) -> tuple[Plan, bool]:
+    def _find(self, moment: Moment) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.
 
         Calls of one kind have modes and flags in common, what trains, and which
         arguments have rows.
         """
+        arguments = moment.arguments
         values = zip(arguments.paths, arguments.values, arguments.cut, strict=True)
         key = (
             torch.is_grad_enabled(),
@@ -124,7 +117,7 @@ class ChunkedForward(Cut):
         plan, before = self._kinds.get(key, (None, 0))
         is_checked = not before & (before + 1)  # calls 1, 2, 4, 8, ...
         if plan is None or is_checked:
-            plan = look(self, arguments, sizes, moment)
+            plan = look(moment)
             if len(self._kinds) >= MOST_KINDS:
                 self._kinds.clear()
         self._kinds[key] = plan, before + 1

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
+from trainkit.core.inside.cut import Cut
+from trainkit.core.inside.rows import Arguments
 from trainkit.errors import TrainkitError
 
 Settings = dict[tuple[nn.Module, str], object]
@@ -110,33 +112,37 @@ class Surroundings:
 
 
 class Moment:
-    """A module at the moment of a call.
+    """A call of a module, and what the module is like at its moment.
 
     In the second pass the modes of its layers, the numbers in its attributes, what
     trains, and autocast are as they were. Weights must not have changed: that is
     refused, as torch refuses it.
 
     Args:
-        module: which is called.
-        name: of the module, for messages.
-        devices: of its arguments.
+        cut: the module that is called.
+        arguments: of the call.
 
     Attributes:
+        cut: the module.
+        arguments: of the call.
+        name: of the module, for messages.
+        sizes: of its chunks.
         parameters: the parameters that train.
         settings: the numbers and words in attributes.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, devices: Iterable[torch.device]
-    ) -> None:
-        self._module, self._name = module, name
-        self.settings = settings_of(module)
+    def __init__(self, cut: Cut, arguments: Arguments) -> None:
+        self.cut, self.arguments = cut, arguments
+        self.name, self._module = cut.name, cut.module
+        by_length = arguments.by_length
+        self.sizes = cut.sizes if by_length is None else by_length.sizes
+        self.settings = settings_of(cut.module)
         self.parameters: list[Tensor] = []
         self._frozen: list[Tensor] = []
-        for each in module.parameters():
+        for each in cut.module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
         self._versions = versions_of(self._tensors())
-        self._surroundings = Surroundings(devices)
+        self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
 
     def _tensors(self) -> list[Tensor]:
@@ -146,7 +152,7 @@ class Moment:
         """Refuse weights and buffers that were changed since the forward pass."""
         if moved := self._moved():
             raise TrainkitError(
-                f"{self._name}: its weights and buffers must stay as they are between "
+                f"{self.name}: its weights and buffers must stay as they are between "
                 f"the forward and the backward pass, and {listed(moved)} changed. Call "
                 f"backward before the optimizer steps, and within functional_call."
             )
@@ -164,7 +170,7 @@ class Moment:
             moved = [each for each in sums if repr(sums[each]) != repr(now[each])]
         if moved:
             raise TrainkitError(
-                f"{self._name}: its forward pass must not move buffers or weights, "
+                f"{self.name}: its forward pass must not move buffers or weights, "
                 f"which each part of a batch would do once more, and it moved "
                 f"{listed(moved)}. Name a module within it, or "
                 f"put the layer into evaluation mode. If that is a cache, fill it "

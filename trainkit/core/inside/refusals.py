@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parameter import is_lazy
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Unfit
 from trainkit.core.inside.rows import Arguments
@@ -49,16 +50,11 @@ SHARE = 0.1
 
 
 @contextlib.contextmanager
-def refusing(
-    module: nn.Module, name: str, arguments: Arguments, moment: Moment
-) -> Iterator[None]:
+def refusing(moment: Moment) -> Iterator[None]:
     """Within it, what shows that rows do not stand alone is an error for the user.
 
     Args:
-        module: which is cut.
-        name: of it.
-        arguments: of the call.
-        moment: what the module was like before.
+        moment: a call, and what the module was like before.
     """
     try:
         yield
@@ -72,12 +68,10 @@ def refusing(
         reason = str(error)
         if not isinstance(error, Unfit):
             reason = f"it does not run on fewer rows: {type(error).__name__}: {error}"
-        raise _refusal(reason, arguments, module, name) from error
+        raise _refusal(reason, moment.cut, moment.arguments) from error
 
 
-def _refusal(
-    reason: str, arguments: Arguments, module: nn.Module, name: str
-) -> TrainkitError:
+def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
     cut, whole = [], []
     for path, is_cut in zip(arguments.paths, arguments.cut, strict=True):
         path = re.sub(r"(\.\d+)+$", "", path)  # a list is one argument
@@ -85,14 +79,14 @@ def _refusal(
     cut, whole = (list(dict.fromkeys(each)) for each in (cut, whole))
     rest = f", and each chunk gets all of {listed(whole, at_most=9)}" if whole else ""
     said = (
-        f"{name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows are "
-        f"the {arguments.rows} of {listed(cut, at_most=9)}, as long as the first "
+        f"{of.name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows "
+        f"are the {arguments.rows} of {listed(cut, at_most=9)}, as long as the first "
         f"tensor{rest}. "
     )
     if arguments.by_length is not None:
         said += OF_TOKENS.format(arguments.by_length.width)
     hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
-    within = [repr(each) for each in paths_within(module, name)]
+    within = [repr(each) for each in paths_within(of.module, of.name)]
     names = f", such as {' and '.join(within)}" if within else ""
     return TrainkitError(f"{said}{hint.format(names)}.")
 

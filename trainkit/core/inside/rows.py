@@ -104,12 +104,14 @@ class ByLength:
         chunks: blocks of rows, as places in that order, and of columns.
         spans: the columns of each row that are not padding, in that order.
         width: how many columns there are.
+        sizes: of chunks that leave out no columns.
     """
 
     order: list[int]
     chunks: list[Chunk]
     spans: list[Span]
     width: int
+    sizes: Sizes
 
 
 @dataclass

@@ -43,7 +43,7 @@ class ByTokens:
         self._lengths = lengths or LENGTHS
         self._wide: dict[tuple[str, int], bool] = {}  # as wide as the mask, always
 
-    def sort(self, arguments: Arguments, name: str) -> tuple[Arguments, Sizes]:
+    def sort(self, arguments: Arguments, name: str) -> Arguments:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
 
         Args:
@@ -51,8 +51,7 @@ class ByTokens:
             name: of the module, for messages.
 
         Returns:
-            The arguments in the order of their lengths, and the sizes of chunks that
-            leave out no columns.
+            The arguments in the order of their lengths.
         """
         paths, values, rows = arguments.paths, arguments.values, arguments.rows
         mask = self._mask(arguments, name)
@@ -69,14 +68,14 @@ class ByTokens:
             padded = [()] * len(values)
         order = [row for group in groups for row in group]
         spans = [spans[row] for row in order]
-        found = replace(
+        most = max(1, self._tokens // max(width, 1))
+        sizes = Sizes(min(most, self._size or rows))
+        return replace(
             arguments,
             values=[reordered(x, order) if is_cut else x for _, x, is_cut in fields],
-            by_length=ByLength(order, chunks, spans, width),
+            by_length=ByLength(order, chunks, spans, width, sizes),
             padded=padded,
         )
-        most = max(1, self._tokens // max(width, 1))
-        return found, Sizes(min(most, self._size or rows))
 
     def _mask(self, arguments: Arguments, name: str) -> Tensor:
         paths, rows = arguments.paths, arguments.rows

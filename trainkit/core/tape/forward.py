@@ -92,7 +92,7 @@ class TapedForward(Replaced):
         device = next(x for x in tensors(given) if x.ndim).device
         store = Store(len(layout.sizes), device)
         tape = Tape(self.name, layout, store, Surroundings([device]))
-        recorder = Recorder(self.name, tape, ranks)
+        recorder = Recorder(tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
         with self.around(None, None), recording(recorder):
             found = self.original(*args, **kwargs)

@@ -75,7 +75,6 @@ class Recorder(TorchFunctionMode):
     runs once, as Python calls it, and is shared by all chunks.
 
     Args:
-        name: of the module that runs.
         tape: on which it is written.
         ranks: that share the statistics.
 
@@ -85,9 +84,9 @@ class Recorder(TorchFunctionMode):
         is_within: whether a function runs whose own calls are no part of the forward.
     """
 
-    def __init__(self, name: str, tape: Tape, ranks: Ranks) -> None:
+    def __init__(self, tape: Tape, ranks: Ranks) -> None:
         super().__init__()
-        self.name, self._tape, self._ranks = name, tape, ranks
+        self._tape, self._ranks = tape, ranks
         self._layout, self._surroundings = tape.layout, tape.surroundings
         self.values = Values(tape.layout, tape.fixed)
         self.cut: list[Tensor] = []
@@ -97,9 +96,9 @@ class Recorder(TorchFunctionMode):
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse a function."""
         raise TrainkitError(
-            f"exact BatchNorm: the forward of {self.name} runs once, on the first "
-            f"chunk of rows, and the other chunks repeat its operations, so it must "
-            f"not use {name} on values of the batch: {why}. Do it outside of the "
+            f"exact BatchNorm: the forward of {self._tape.name} runs once, on the "
+            f"first chunk of rows, and the other chunks repeat its operations, so it "
+            f"must not use {name} on values of the batch: {why}. Do it outside of the "
             f"module, or give a module within to exact BatchNorm."
         )
 
