@@ -262,6 +262,22 @@ def held_by(value: Any) -> dict[str, Any]:
     return held if any(True for _ in tensors(list(held.values()))) else {}
 
 
+def are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same; arrays of several numbers are not, unless they
+    are one.
+
+    >>> are_equal([1, "a"], [1, "a"]), are_equal(1, 1.0)
+    (True, False)
+    """
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    try:
+        is_same = type(value) is type(other) and bool(value == other)
+    except Exception:  # what compares as it likes
+        return value is other
+    return value is other or is_same
+
+
 def describe(batch: Any, *, depth: int = 3) -> str:
     """The batch's structure in one line, for error messages.
 

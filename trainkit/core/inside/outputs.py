@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.rows import Arguments, Chunk
-from trainkit.core.nested import is_dense
+from trainkit.core.nested import are_equal, is_dense
 from trainkit.errors import TrainkitError
 
 
@@ -243,16 +243,6 @@ ON_DEVICE = 2**-18
 OUTLIER = 1e6
 """Entries of this size, such as those of a mask, do not say what rounding is, where a
 tenth of all is far smaller."""
-
-
-def are_equal(value: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are the same."""
-    if value is other:
-        return True
-    try:
-        return type(value) is type(other) and bool(value == other)
-    except Exception:
-        return False
 
 
 def are_close(value: Tensor, other: Tensor, *, eps: float = 0.0) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.document_fields import IGNORED
-from trainkit.core.nested import Build, Field, describe, is_list, lookup
+from trainkit.core.nested import Build, Field, are_equal, describe, is_list, lookup
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import (
     columns_of,
@@ -151,18 +151,9 @@ def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> 
 def the_same(path: str, values: Sequence[Any], batches: Sequence[Any]) -> Any:
     """What every row of a pool's loader batches has in common, which must not
     differ."""
-    first = values[0]
-    for each in values[1:]:
-        if isinstance(first, Tensor) and isinstance(each, Tensor):
-            is_same = torch.equal(first, each)
-        else:
-            try:
-                is_same = bool(first is each or first == each)
-            except Exception:  # arrays of several values, and what compares as it likes
-                is_same = False
-        if not is_same:
-            raise unlike(path, batches, "is shared by its rows, and differs")
-    return first
+    if not all(are_equal(values[0], each) for each in values[1:]):
+        raise unlike(path, batches, "is shared by its rows, and differs")
+    return values[0]
 
 
 def unlike(name: Any, batches: Sequence[Any], why: str) -> TrainkitError:
