@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.core.documents import documents_option, find_flattened
 from trainkit.core.nested import Field, describe
 from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.layout import (
@@ -120,16 +119,17 @@ class Cutter:
             return batches[0]
         if self._options.collate is not None:
             return [sample for each in batches for sample in each]
-        how = documents_option(self._options, self._strategy)
-        found = [find_flattened(each, how) for each in batches]
-        documents = [each for each in found if each is not None]
+        reader = LayoutReader(self._options, self._strategy)
+        layouts = [reader.read(each) for each in batches]
+        documents = [
+            each.documents[0] for each in layouts if isinstance(each, Flattened)
+        ]
         if len(documents) == len(batches):
             flat = Flattened.read(batches, documents)
             return flat.of(range(flat.rows.num_rows))
         if documents:
             raise unlike("documents", batches, "are told apart in some of them only")
-        reader = LayoutReader(self._options, self._strategy)
-        layouts = [reader.read(each).untrimmed() for each in batches]
+        layouts = [each.untrimmed() for each in layouts]
         return all_rows(layouts, batches, nothing_in(batches[0], self._nothing))
 
     def cut(
