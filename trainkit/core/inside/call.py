@@ -46,12 +46,12 @@ class Call:
     def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
         self._moment, self._plan, self._is_checked = moment, plan, is_checked
         self._cut, self._arguments = moment.cut, moment.arguments
-        self.name = moment.name
-        values: list[Any] = moment.arguments.values
-        self._values, moment.arguments.values = values, []  # they are held once
+        self._devices = moment.arguments.devices
+        self.name, self._values = moment.name, list[Any](moment.arguments.values)
+        moment.arguments.values = []  # they are held once
         self._trained = [
             i
-            for i, each in enumerate(values)
+            for i, each in enumerate(self._values)
             if isinstance(each, Tensor) and each.requires_grad
         ]
         self._shadows = self._cut.shadows(moment.parameters)
@@ -67,9 +67,6 @@ class Call:
     def differentiable(self) -> list[bool]:
         return [self._has_gradient[i] for i in self._tensors]
 
-    def _states(self) -> States:
-        return States(self._arguments.devices)
-
     # ---- forward ---------------------------------------------------------------------
 
     def leaves(self) -> list[Any]:
@@ -79,7 +76,7 @@ class Call:
         versions = versions_of(values)
         run = partial(self._run, values, has_graph=has_graph)
         with torch.no_grad():
-            joined = in_smaller_parts(run, self._halves, self._states().put_back)
+            joined = in_smaller_parts(run, self._halves, States(self._devices).put_back)
         self._moment.check_state()
         if versions != versions_of(values):
             raise TrainkitError(
@@ -107,7 +104,7 @@ class Call:
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = self._states()
+            chunk.states = States(self._devices)
             if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
@@ -115,7 +112,7 @@ class Call:
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
             joined.add(chunk, outputs)
-        self._ended = self._states()
+        self._ended = States(self._devices)
         return joined
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
@@ -134,9 +131,9 @@ class Call:
         return self._moment.sizes.halve(self._arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        fields, build = self._cut.run(self._arguments, given, self, chunk)
+        _, outputs, build = self._cut.run(self._arguments, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
-        return [field.value for field in fields]
+        return outputs
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
@@ -158,8 +155,10 @@ class Call:
             given: the gradients of the tensors of the output.
         """
         self._moment.check_weights()
-        tensors, now = iter(saved), self._states()
-        values = [next(tensors) if each is SAVED else each for each in self._values]
+        tensors, now = iter(saved), States(self._devices)
+        values: list[Any] = [
+            next(tensors) if each is SAVED else each for each in self._values
+        ]
         gradients: list[Tensor | None] = [None] * len(self._plan)
         for place, gradient in zip(self._tensors, given, strict=True):
             gradients[place] = gradient
@@ -202,7 +201,7 @@ class Call:
         found: dict[int, Tensor] = {}
         draws = not self.chunks[0].states.are(self._ended)
         for chunk in reversed(self.chunks):  # the last comes first: it is kept
-            now = self._states() if draws else None
+            now = States(self._devices) if draws else None
             graph = kept.pop() if kept else None
             if graph is None:
                 if draws:

@@ -122,11 +122,10 @@ class Trial:
             given = arguments.taken(rows)
         versions = versions_of(given)
         with torch.no_grad(), self._again():
-            fields, _ = self.cut.run(arguments, given)
+            self.paths, outputs = self.cut.run(arguments, given)[:2]
         if versions != versions_of(given):
             raise Unfit("it changes its arguments in place")
-        self.paths = [each.path for each in fields]
-        return [each.value for each in fields]
+        return outputs
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
@@ -264,7 +263,7 @@ class Trial:
         with torch.enable_grad(), self._shadows.in_place(), self._again():
             try:
                 with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    fields = self.cut.run(self.arguments, given)[0]
+                    paths, outputs = self.cut.run(self.arguments, given)[:2]
             except RuntimeError as error:
                 # Functions of torch.func refuse what is added to a graph.
                 words = "saved tensor hooks", "functorch"
@@ -272,7 +271,6 @@ class Trial:
                     raise
                 self.has_graph = False
                 return
-        outputs = [each.value for each in fields]
         if any(node.name() == REENTRANT for node in nodes_of(outputs)):
             raise Unfit(
                 "it has activation checkpoints with use_reentrant=True, which warn of "
@@ -281,8 +279,9 @@ class Trial:
         known = [*self._shadows.own, *leaves]
         strangers = strangers_of(outputs, known, self.cut.name)
         foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
-        others = [each for each in fields if not isinstance(each.value, Tensor)]
-        del fields, outputs, strangers, known, given, leaves
+        pairs = zip(paths, outputs, strict=True)
+        others = [each for each in pairs if not isinstance(each[1], Tensor)]
+        del pairs, outputs, strangers, known, given, leaves
         if _are_alive(foreign):
             raise Unfit(
                 "its output depends on a tensor that trains, and is neither a "
@@ -331,11 +330,11 @@ class Trial:
             with torch.enable_grad(), shadows.in_place(), self._again():
                 part = arguments.of(Chunk(start, stop), given)
                 with without_hooks():
-                    fields = self.cut.run(arguments, part)[0]
+                    found = self.cut.run(arguments, part)[1]
                 pulled = [
-                    (x.value, sign * direction_of(x.value, joint, start))
-                    for x, joint in zip(fields, plan, strict=True)
-                    if isinstance(x.value, Tensor) and x.value.requires_grad
+                    (each, sign * direction_of(each, joint, start))
+                    for each, joint in zip(found, plan, strict=True)
+                    if isinstance(each, Tensor) and each.requires_grad
                     # What has no rows has one gradient, of any of them.
                     if joint.dim is not None or not start
                 ]
@@ -346,8 +345,8 @@ class Trial:
                 torch.autograd.backward(outputs, given_to)
                 if not before.are(States(arguments.devices)):
                     return False  # what draws cannot be compared
-            found = [*shadows.gradients(), *[each.grad for each in leaves]]
-            norms = [float(x.double().norm()) for x in found if x is not None]
+            gradients = [*shadows.gradients(), *[each.grad for each in leaves]]
+            norms = [float(x.double().norm()) for x in gradients if x is not None]
             sizes.append(sum(each**2 for each in norms) ** 0.5)
             for each in outputs:
                 rounding = torch.finfo(each.dtype).eps

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.rows import Arguments, Chunk, Sizes
-from trainkit.core.nested import Build, Field, take_apart
+from trainkit.core.nested import Build, take_apart
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -98,8 +98,9 @@ class Cut(Replaced):
         values: Sequence[Any],
         call: Any = None,
         chunk: Chunk | None = None,
-    ) -> tuple[list[Field], Build]:
-        """The parts of the output of the module's own forward.
+    ) -> tuple[list[str], list[Any], Build]:
+        """The paths of the parts of the output of the module's own forward, the parts,
+        and what builds an output of them.
 
         Models of transformers return a cache of keys in training too, where nothing
         reads it, and its rows cannot be joined: so that is turned off meanwhile.
@@ -118,8 +119,9 @@ class Cut(Replaced):
             with self.around(call, chunk):
                 output = arguments.call(self.original, values)
             if isinstance(output, Tensor):
-                return [Field("", output)], next
-            return take_apart(output)
+                return [""], [output], next
+            fields, build = take_apart(output)
+            return [f.path for f in fields], [f.value for f in fields], build
         finally:
             if caches:
                 config.use_cache = True
@@ -270,8 +272,8 @@ def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> 
         known: what may get a gradient.
         name: of the module, for messages.
     """
-    found = {id(x): x for x in outputs if isinstance(x, Tensor) and x.requires_grad}
-    found = {at: each for at, each in found.items() if each.grad_fn is None}
+    trained = (x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
+    found = {id(each): each for each in trained if each.grad_fn is None}
     for node in nodes_of(outputs):
         leaf = getattr(node, "variable", None)
         if leaf is not None:

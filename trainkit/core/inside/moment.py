@@ -81,11 +81,9 @@ class Surroundings:
 
     def now(self) -> Modes:
         """Whether gradients are on, and what autocast does."""
-        casts = [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in self._kinds
-        ]
-        return torch.is_grad_enabled(), tuple(casts)
+        are_on = map(torch.is_autocast_enabled, self._kinds)
+        dtypes = map(torch.get_autocast_dtype, self._kinds)
+        return torch.is_grad_enabled(), tuple(zip(are_on, dtypes, strict=True))
 
     def enter(self, modes: Modes) -> None:
         """Set what `now` has read."""
