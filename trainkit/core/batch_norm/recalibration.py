@@ -8,7 +8,7 @@ are used, by the mean and variance over many samples under the present weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,22 +51,15 @@ def recalibrate(
         How many passes were made.
     """
     ranks = ranks or Ranks()
-    saved = {n: [b.clone() for b in _buffers(layer)] for n, layer in layers.items()}
     num_passes, found = 0, {name: _none(layer) for name, layer in layers.items()}
-    try:
-        with _in_evaluation(layers):
-            while num_passes < (len(layers) if exact else 1):
-                num_passes += 1
-                before, found = found, _one_pass(layers, batches, forward, exact, ranks)
-                if all(torch.equal(found[name], before[name]) for name in layers):
-                    break
-                for name, statistics in found.items():
-                    _put(layers[name], statistics, unbiased=False)
-    except BaseException:
-        for name, layer in layers.items():
-            for buffer, copy in zip(_buffers(layer), saved[name], strict=True):
-                buffer.copy_(copy)
-        raise
+    with _aside(layers):
+        while num_passes < (len(layers) if exact else 1):
+            num_passes += 1
+            before, found = found, _one_pass(layers, batches, forward, exact, ranks)
+            if all(torch.equal(found[name], before[name]) for name in layers):
+                break
+            for name, statistics in found.items():
+                _put(layers[name], statistics, unbiased=False)
     for name, statistics in found.items():
         _put(layers[name], statistics, unbiased=True)
     return num_passes
@@ -79,13 +72,19 @@ def _one_pass(
     names = {id(layer): name for name, layer in layers.items()}
     found = {name: _none(layer) for name, layer in layers.items()}
 
-    def collect(layer: Any, x: Tensor) -> None:
+    def collect(layer: Any, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["input"]
         own, name = statistics_of(x), names[id(layer)]
         found[name] = joined(torch.stack([found[name], own.to(found[name].dtype)]))
         if not exact:
             _put(layer, own, unbiased=False)  # it normalises by this micro-batch
 
-    with _hooked(layers.values(), collect):
+    with ExitStack() as stack:
+        for layer in layers.values():
+            hook = layer.register_forward_pre_hook(collect, with_kwargs=True)
+            stack.enter_context(hook)
+        # A compiled model would run without the hooks.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for batch in batches():
             forward(batch)
     # Equal on each rank to the last bit.
@@ -93,33 +92,25 @@ def _one_pass(
 
 
 @contextmanager
-def _hooked(layers: Iterable[BatchNorm], hook: Any) -> Iterator[None]:
-    def look(layer: Any, args: Any, kwargs: Any) -> None:
-        hook(layer, args[0] if args else kwargs["input"])
-
-    handles = [
-        layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers
+def _aside(layers: Layers) -> Iterator[None]:
+    """Keep layers from updating their statistics, and from exchanging them; if it
+    fails, these are as before."""
+    before = [
+        (layer, layer.training, [each.clone() for each in _buffers(layer)])
+        for layer in layers.values()
     ]
     try:
-        # A compiled model would run without the hooks.
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _in_evaluation(layers: Layers) -> Iterator[None]:
-    """Keep layers from updating their statistics, and from exchanging them."""
-    modes = {name: layer.training for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.training = False
-    try:
+        for layer, _, _ in before:
+            layer.training = False
         yield
+    except BaseException:
+        for layer, _, copies in before:
+            for buffer, copy in zip(_buffers(layer), copies, strict=True):
+                buffer.copy_(copy)
+        raise
     finally:
-        for name, layer in layers.items():
-            layer.training = modes[name]
+        for layer, was_training, _ in before:
+            layer.training = was_training
 
 
 def _none(layer: BatchNorm) -> Tensor:

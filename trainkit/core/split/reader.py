@@ -51,6 +51,7 @@ class LayoutReader:
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options, self._strategy = options, strategy
         self._documents = documents_option(options, strategy)
+        self._lengths = options.length_paths
         self._always: dict[str, bool] = {}  # by path
 
     def read(self, batch: Any) -> Layout:
@@ -61,7 +62,7 @@ class LayoutReader:
         """
         options, strategy = self._options, self._strategy
         if (collate := options.collate) is not None:
-            rows = rows_of_samples(batch, options.length_paths)
+            rows = rows_of_samples(batch, self._lengths)
             samples = [Field("", list(batch))]
             return Layout(samples, lambda values: collate(next(values)), [()], rows)
         documents = find_flattened(batch, self._documents)
@@ -69,7 +70,7 @@ class LayoutReader:
             whole = [lookup(batch, path) for path in options.shared]
             return Flattened.read([batch], [documents], whole)
         shared = {id(lookup(batch, path)) for path in options.shared}
-        marks = marks_of(batch, options.length_paths, strategy)
+        marks = marks_of(batch, self._lengths, strategy)
         if isinstance(strategy, PerSample) and strategy.size is not None:
             num_rows = int(strategy.weight(batch))
         else:

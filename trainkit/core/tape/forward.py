@@ -155,14 +155,6 @@ OF_TAPES: dict[str, Callable[[str, Any], Any]] = {
 """What exact BatchNorm refuses: operations that cannot be written down, or repeated."""
 
 
-class ExactBatchNorm(InPlaceOf):
-    """A module whose BatchNorm layers are normalised by the whole batch.
-
-    `exact_batch_norm` makes it. It has the module's parameters under their own names,
-    and can be called in its place.
-    """
-
-
 def warn_of_memory(name: str, memory: Any) -> None:
     """Say that an option of earlier versions does nothing."""
     if memory is not None:
@@ -175,7 +167,7 @@ def warn_of_memory(name: str, memory: Any) -> None:
 
 def exact_batch_norm(
     module: nn.Module, *, size: int, process_group: Any = None, memory: Any = None
-) -> ExactBatchNorm:
+) -> InPlaceOf:
     """Let the BatchNorm layers of a module see the whole batch, in any loop.
 
     The module runs in chunks of rows. Each layer is normalised by the mean and variance
@@ -192,6 +184,9 @@ def exact_batch_norm(
     SyncBatchNorm keeps its group. `remove`, or the end of a `with` block, gives the
     module its own forward back.
 
+    What is returned can be called in the module's place, and has its parameters under
+    their own names.
+
     Args:
         module: which holds the layers.
         size: the most rows in a chunk.
@@ -201,4 +196,4 @@ def exact_batch_norm(
     warn_of_memory("exact_batch_norm", memory)
     check_cut("exact_batch_norm", module, size)
     ranks = find_ranks(None, "none", process_group)
-    return ExactBatchNorm(module, TapedForward(module, Sizes(size), ranks))
+    return InPlaceOf(module, TapedForward(module, Sizes(size), ranks))
