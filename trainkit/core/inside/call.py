@@ -164,15 +164,13 @@ class Call:
             gradients[place] = gradient
         if self._arguments.by_length is not None:
             refuse_padding(gradients, self._plan, self.chunks, self.name)
-        shadows, kept = self._shadows, [self._kept]
-        self._kept = None
+        shadows = self._shadows
 
         def begin_again() -> None:
-            kept.clear()
             shadows.clear()
             now.put_back()
 
-        run = partial(self._pass, values, gradients, kept)
+        run = partial(self._pass, values, gradients)
         try:
             with self._moment.again(), shadows.in_place():
                 found = in_smaller_parts(run, self._may_begin_again, begin_again)
@@ -188,10 +186,7 @@ class Call:
         return [*of_parameters, *of_arguments]
 
     def _pass(
-        self,
-        values: Sequence[Any],
-        gradients: Sequence[Tensor | None],
-        kept: list[Graph | None],
+        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
     ) -> dict[int, Tensor]:
         """Run the backward pass of all chunks; the gradients of arguments.
 
@@ -202,7 +197,7 @@ class Call:
         draws = not self.chunks[0].states.are(self._ended)
         for chunk in reversed(self.chunks):  # the last comes first: it is kept
             now = States(self._devices) if draws else None
-            graph = kept.pop() if kept else None
+            graph, self._kept = self._kept, None
             if graph is None:
                 if draws:
                     chunk.states.put_back()
