@@ -363,24 +363,16 @@ class Recorder(TorchFunctionMode):
 
     def outputs(self) -> list[Tensor]:
         """What the call returns, of all chunks."""
-        whole: dict[int, Tensor] = {}
+        tape, layout, whole = self._tape, self._layout, dict[int, Tensor]()
         with self._surroundings.kept():
-            for number, values in self._close({*self._tape.outputs}):
-                self._join(number, values, whole)
-        return [whole[slot] for slot in self._tape.outputs]
-
-    def _join(
-        self, number: int, values: dict[int, Tensor], whole: dict[int, Tensor]
-    ) -> None:
-        """Write what the call returns of a chunk into what it returns of all."""
-        tape, layout = self._tape, self._layout
-        for slot, dim in tape.outputs.items():
-            each = values[slot] if slot in values else tape.store.get(number, slot)
-            if not layout.last:
-                whole[slot] = each.clone()
-                continue
-            if slot not in whole:
-                shape = list(each.shape)
-                shape[dim] = shape[dim] * layout.rows // layout.sizes[0]
-                whole[slot] = each.new_empty(shape)
-            layout.piece(whole[slot], number, dim).copy_(each)
+            for number, values in self._close({*tape.outputs}):
+                for slot, dim in tape.outputs.items():
+                    held = slot in values
+                    each = values[slot] if held else tape.store.get(number, slot)
+                    if slot not in whole:
+                        shape = list(each.shape)
+                        if layout.last:
+                            shape[dim] = shape[dim] * layout.rows // layout.sizes[0]
+                        whole[slot] = each.new_empty(shape)
+                    layout.piece(whole[slot], number, dim).copy_(each)
+        return [whole[slot] for slot in tape.outputs]
