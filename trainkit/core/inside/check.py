@@ -162,23 +162,25 @@ class Trial:
         picked = groups[0]
         some, others = self.run(picked), self.run(range(size))
         plan = plan_of(self.paths, some, others, len(picked), size)
-        is_trimmed = False
-        for chunk in chunks[::-1]:
-            if by_length and not is_trimmed and chunk.columns != (0, by_length.width):
-                chunk = replace(chunk, stop=min(chunk.start + 2, chunk.stop))
-                few = range(chunk.start, chunk.stop)
-                plan = with_columns(plan, self.run(few), self.run(chunk))
-                is_trimmed = True
+        trimmed = [
+            chunk
+            for chunk in chunks
+            if by_length and chunk.columns != (0, by_length.width)
+        ]
+        if trimmed:
+            first, stop = trimmed[-1].start, trimmed[-1].stop
+            few = replace(trimmed[-1], stop=min(first + 2, stop))
+            plan = with_columns(plan, self.run(range(first, few.stop)), self.run(few))
         if self.has_drawn and not self._can_evaluate(picked, plan):
-            if is_trimmed:
+            if trimmed:
                 raise Unfit(
                     "it draws random numbers in evaluation mode too, so that it cannot "
                     "be seen whether a row depends on the columns that are padding. "
                     "Cut by size= alone"
                 )
             return plan
-        few = size if sizes.is_auto else max(size, 2)
-        is_mixed = self.has_graph and self.has_mixed_gradients(plan, few)
+        most = size if sizes.is_auto else max(size, 2)
+        is_mixed = self.has_graph and self.has_mixed_gradients(plan, most)
         self._compare(groups, plan, chunks)
         if is_mixed:
             raise Unfit(

@@ -209,10 +209,10 @@ class Signature:
         fields, build = take_apart(given, _is_column)
         paths, values = [f.path for f in fields], [f.value for f in fields]
         rows = self._num_rows(fields)
-        cut = [length_of(value) == rows for value in values]
-        if self._shared:
-            pairs = zip(cut, paths, strict=True)
-            cut = [is_cut and not self._is_shared(path) for is_cut, path in pairs]
+        cut = [
+            length_of(value) == rows and not (self._shared and self._is_shared(path))
+            for path, value in fields
+        ]
         return Arguments(
             values,
             paths,
