@@ -1,4 +1,5 @@
-"""Finding the BatchNorm layers of a module, and freezing them."""
+"""Finding the BatchNorm layers of a module, freezing them, and replacing them by others
+that keep their parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
-"""A module that runs in chunks of rows, and a call of it as autograd sees it; what the
-inner cut and exact BatchNorm have in common."""
+"""What stands for a module that runs in chunks of rows: for its forward, for itself,
+for a call of it as autograd sees it, and for its parameters while chunks run.
+
+A shadow shares its parameter's storage and has a gradient of its own, in which autograd
+adds up what the chunks give. So hooks on parameters, DDP and tied weights see one
+gradient, of all rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the outputs of chunks become those of a call."""
+"""How the outputs of chunks become those of a call, and which of them are alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The operations between two meetings of the chunks, which each chunk repeats."""
+"""The operations between two meetings of the chunks, which each chunk repeats; the
+values that cross a meeting, on the host where a GPU computes."""
 
 from __future__ import annotations
 
