@@ -305,7 +305,7 @@ SHARED = (
     "_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What the two have in common."""
+"""What a module and that which stands for it have in common."""
 
 Own = TypeVar("Own", bound="InPlaceOf")
 
