@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -136,3 +137,10 @@ SENT: dict[str, Callable[[Any], Any]] = {
     "copied": copy.deepcopy,
 }
 """Ways in which an object goes to another process, or stays beside itself."""
+
+
+class Terminal(io.StringIO):
+    """Keeps what is shown, as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True

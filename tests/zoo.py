@@ -8,7 +8,7 @@ control, is one more value of a column. What only one test needs is a hook, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -341,13 +341,13 @@ def pad_and_mask(samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 class Stream(IterableDataset[Any]):
-    """Batches that are there already, and does not say how many."""
+    """Rows, or batches, that are there already; it does not say how many."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
+    def __init__(self, given: Iterable[Any]) -> None:
+        self.given = given
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+        return iter(self.given)
 
 
 def scaled(init_scale: float = 2.0**10, **options: Any) -> dict[str, Any]:

@@ -89,6 +89,12 @@ class ConvModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class MixedConv(AccumulationMixin, ConvModule):
+    """The same with the mixin."""
+
+    accumulation = PerSample()
+
+
 class Validated(ConvModule):
     """Validates as well."""
 

@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers import run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     BATCH,
     ConvModule,
     ConvNet,
+    MixedConv,
     StepsByTwo,
     batches,
     dataset,
     fit,
 )
+from tests.zoo import Stream
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     AccumulationSchedule,
     BatchNormGuard,
     MicroBatching,
@@ -60,11 +61,6 @@ def own_batches(sizes: Any) -> Any:
     return DataLoader(dataset(), batch_sampler=cut)
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(dataset())
-
-
 def with_layers(make: Any) -> ConvModule:
     def build() -> nn.Module:
         net: Any = ConvNet()
@@ -84,7 +80,7 @@ SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
 TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     "of 4": (FEW, {"max_epochs": 3, "exact": True}),
     "without the callback": (FEW, {}),
-    "stream": ("of 4 samples", {"data": DataLoader(Stream(), batch_size=4)}),
+    "stream": ("of 4 samples", {"data": DataLoader(Stream(dataset()), batch_size=4)}),
     "unknown": ("of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
     "unknown, cut": (
         "of 2 samples.*has 2 micro",
@@ -177,16 +173,12 @@ def test_synchronised_layers_count_all_their_ranks(
     assert samples[ranks] in text
 
 
-class Mixed(AccumulationMixin, ConvModule):
-    accumulation = PerSample()
-
-
 def warned_on(rank: int, world: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(
             2, strategy="ddp", devices=world, max_epochs=1, callbacks=[BatchNormGuard()]
-        ).fit(Mixed(), batches())
+        ).fit(MixedConv(), batches())
     return [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 
 from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
-from tests.lit.batch_norm.fits import At, ConvModule, StepsByTwo, batches
+from tests.lit.batch_norm.fits import At, ConvModule, MixedConv, StepsByTwo, batches
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -153,10 +153,6 @@ def test_several_layers_are_named_and_lazy_ones(capsys: Any) -> None:
 # ---- which windows -------------------------------------------------------------------
 
 
-class Mixed(AccumulationMixin, ConvModule):
-    accumulation = PerSample()
-
-
 SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
 
 
@@ -164,12 +160,12 @@ SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
     ("several", "how"),
     [
         (True, {}),
-        (True, {"module": Mixed}),
+        (True, {"module": MixedConv}),
         (True, {"accumulate": 1, "exact": SPLIT}),
         (True, {"accumulate": 1, "module": StepsByTwo}),
         (True, {"accumulate": 1, "of": AccumulationSchedule({0: 1, 1: 2})}),
         (True, {"accumulate": 1, "of": GradientAccumulationScheduler({1: 2})}),
-        (False, {"accumulate": 1, "module": Mixed}),
+        (False, {"accumulate": 1, "module": MixedConv}),
         (False, {"rows": 4}),
         (False, {"limit_train_batches": 1}),
         (False, {"accumulate": 1, "of": AccumulationSchedule({0: 1})}),

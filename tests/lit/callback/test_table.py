@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tests.helpers import trainer
 from tests.lit.fronts import micro_batches
 from tests.lit.schedule.scheduling import SEQUENCES, batches, fitted, make
+from tests.recording import Terminal
 from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
 from trainkit.lit.callback.table import say, show
 
@@ -77,11 +78,6 @@ def test_plan_is_printed_once_in_order(
 
 
 # ---- a terminal, a pipe, or nothing --------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def at_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:

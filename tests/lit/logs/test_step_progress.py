@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.helpers import loader, quiet_lightning, trainer
-from tests.recording import Ending
+from tests.recording import Ending, Terminal
 from tests.zoo import hooked
 from trainkit import (
     AccumulationCallback,
@@ -200,11 +199,6 @@ def test_a_schedule_says_how_many_steps_there_are(
     schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
     fit(schedule, StepProgress(every_n_steps=6), accumulate=1)
     assert lines(capsys)[0] == "trainkit | step 6 of 6: window/loss 3"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer as quick
+from tests.zoo import Stream
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
@@ -122,18 +123,13 @@ class HparamsData(pl.LightningDataModule):
         )
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from rows()
-
-
 def shuffled_loader(batch_size: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     return DataLoader(rows(), batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
 
 
 def stream_loader(batch_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(), batch_size)
+    return DataLoader(Stream(rows()), batch_size)
 
 
 def resumable_loader(batch_size: int) -> DataLoader[Any]:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers import raise_rank_errors, run_ranks, trainer
 from tests.lit.proof import wrongs, zoo
@@ -32,6 +32,7 @@ from tests.lit.proof.starting import (
     tokens,
 )
 from tests.lit.proof.zoo import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
+from tests.zoo import Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -316,16 +317,9 @@ def test_exact_batch_norm_is_measured(capsys: pytest.CaptureFixture[str]) -> Non
     assert said(capsys).startswith("exact on 7 of your rows")
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, rows: Iterable[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
 def stream(rows: Iterable[Any], size: int = 4) -> Any:
-    return DataLoader(Stream(rows), batch_size=size, collate_fn=zoo.padded)
+    data = Stream(rows)
+    return DataLoader(data, batch_size=size, collate_fn=zoo.padded)
 
 
 def packed() -> list[Any]:

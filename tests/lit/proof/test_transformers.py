@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 WORDS = 60
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 32, "vocab_size": WORDS,
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def t5() -> Any:
 
 def gpt2() -> Any:
     config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=WORDS, n_positions=32
+        n_embd=16, n_layer=1, n_head=2, vocab_size=WORDS, n_positions=32
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -142,7 +142,7 @@ CASES: dict[str, Any] = {
 def test_language_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, strategy, kind = CASES[name]
     with quiet_lightning():
-        report = trainkit.check(Model(make()), loader(), strategy=strategy, rows=12)
+        report = trainkit.check(Model(make()), loader(), strategy=strategy, rows=8)
         assert report.precision == "float64"
         assert [cause.kind for cause in report.causes] == ([kind] if kind else [])
         assert report.exact == (kind is None)

@@ -27,6 +27,7 @@ from tests.lit.fronts import (
     micro_batches,
     plain_token_loss,
 )
+from tests.zoo import Manual
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 
 SEQUENCES = ragged_sequences(38)
@@ -121,22 +122,6 @@ def off(
             plain_token_loss(net, pad(samples)).backward()
             stepper.step()
     return deviation(module, weights(net), START)
-
-
-class Manual(Mixed):
-    """Closes its windows itself."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        self.accumulate(self.loss(self.net, batch), batch)
-        if self.window_ends(batch_idx):
-            self.finish_window()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def make(front: str, **options: Any) -> tuple[Any, list[Any]]:

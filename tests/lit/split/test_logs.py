@@ -148,6 +148,7 @@ class Validated(Split):
         self.log_exact("val_exact", loss, batch)
 
 
+ONE = {"max_epochs": 1}
 TWICE = {"val_check_interval": 2, "validation": loader_batches((4, 4))}
 
 
@@ -155,8 +156,8 @@ TWICE = {"val_check_interval": 2, "validation": loader_batches((4, 4))}
     ("kind", "cut", "names", "options"),
     [
         *[
-            (Telling, cut, {"both_step", "both_epoch", "d/half_epoch", "long"}, {})
-            for cut in ("size", "tokens", "auto")
+            (Telling, cut, {"both_step", "both_epoch", "d/half_epoch", "long"}, how)
+            for cut, how in (("size", {}), ("tokens", ONE), ("auto", ONE))
         ],
         (Telling, "size", {"sum_epoch"}, {"window": 2, "sizes": (6, 8, 9)}),
         (Summing, "size", {"exact"}, {}),
