@@ -107,14 +107,15 @@ def test_no_key_of_the_data_is_ever_missing(
         ("linear", 0.2, (None, None, None)),
         ("sqrt", 0.1 * 2**0.5, (None, None, None)),
         ("none", 0.1, (None, None, None)),
-        ("half-life", 0.1, (None, 0.999**2, None)),
-        ("adam-sde", 0.1 * 2**0.5, (0.8, 0.998, 1e-8 / 2**0.5)),
+        ("half-life", 0.1, (None, 0.95**2, None)),
+        ("adam-sde", 0.1 * 2**0.5, (0.6, 0.9, 1e-6 / 2**0.5)),
     ],
 )
 def test_one_rule_equals_its_formula(
     rule: str, lr: float, changed: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (scaled,) = report(capsys, *PLAN, *RATE, "--rule", rule)["scaling"]
+    adam = ["--betas", "0.8", "0.95", "--eps", "1e-6"]
+    (scaled,) = report(capsys, *PLAN, *RATE, "--rule", rule, *adam)["scaling"]
     assert (scaled["rule"], scaled["k"], scaled["problem"]) == (rule, 2, None)
     assert scaled["lr"] == pytest.approx(lr, rel=1e-12)
     for name, value in zip(("beta1", "beta2", "eps"), changed, strict=True):
@@ -131,7 +132,7 @@ def test_a_rule_that_cannot_follow_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "lr, adam-sde: LRScaling rule='adam-sde': eve" in capsys.readouterr().out
 
 
-FAR = [*PLAN, "--lr", "0.1", "--reference", "4", "--rule"]
+FAR = [*PLAN, "--lr", "0.1", "--reference", "4", "--betas", "0.9", "0.5", "--rule"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,12 @@ FAR = [*PLAN, "--lr", "0.1", "--reference", "4", "--rule"]
         ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be above 0, received nan"),
         ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a positive number"),
         ([*PLAN, *RATE, "--reference", "8.5"], "--reference: invalid int value"),
+        ([*PLAN, "--eps", "1e-8"], "--eps: needs --lr, which is missing"),
+        ([*PLAN, "--betas", "0.9", "0.99"], "--betas: needs --lr, which is missing"),
+        ([*PLAN, *RATE, "--eps", "0"], "--eps: must be above 0"),
+        ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: must be below 1, received 1"),
         ([*FAR, "adam-sde"], "k = 128 beta = 0.9 becomes -11.8:"),
+        ([*FAR, "half-life"], "k = 128 beta = 0.5 becomes 2.9.e-39:"),
         ([*PLAN, *RATE, "--rule", "gain"], "--rule gain: needs --noise-scale"),
         ([*PLAN, "--noise-scale", "2", "--rule", "gain"], "--rule: needs --lr"),
     ],

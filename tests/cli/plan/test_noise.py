@@ -64,7 +64,7 @@ def test_without_a_rate_or_devices_their_columns_are_left_out(
 def test_each_window_is_what_its_definition_says(
     scale: float, effective: int, devices: int, reference: int
 ) -> None:
-    rate = Reference(batch=reference, lr=0.1)
+    rate = Reference(batch=reference, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
     found = windows(scale, effective, devices, rate)
     assert [each["window"] for each in found if each["plan"]] == [effective]
     sizes = [each["window"] for each in found]

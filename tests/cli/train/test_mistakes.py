@@ -61,6 +61,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["trainer=4"], "A group takes the name of one of its options"),
         (["-m", "model=glob(nothing*)"], "must give at least one run"),
         (["--trainer.max_steps=3"], "arguments: --trainer.max_steps=3. Settings have"),
+        (["--config-path=pkg://trainkit.conf", "trainer.devices=0"], "devices"),
         (["--config-path=nowhere"], "/nowhere' exists and readable"),
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
@@ -306,6 +307,7 @@ def test_a_refusal_leaves_the_folders_that_were_there(
         assert run_dirs(tmp_path) == [mine / "run"]
     assert train(wrong, f"paths.run_dir={mine}") == 2
     assert {each.name for each in mine.iterdir()} == {"run", "thesis.txt"}
+    assert (mine / "thesis.txt").read_text() == "years of work"
     assert not (mine / "new").exists()
     assert not list((tmp_path / "outputs").iterdir())
 

@@ -334,7 +334,20 @@ def in_one_width(rows: list[Any]) -> Any:
     return {name: value[:-1] for name, value in batch.items()}
 
 
+def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
+    named = {**batch, "attention_mask": batch["label_mask"]}
+    return zoo.masked(module, logits, named)
+
+
+def with_label_mask(rows: list[Any]) -> Any:
+    batch = zoo.padded(rows)
+    return {**batch, "label_mask": torch.ones_like(batch["ids"])}
+
+
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
+    "a mask of labels": (lambda: Tokens(masked_by_label),
+     lambda: tokens(4, rows=packed(), collate=with_label_mask), PerSample(),
+     "PerSample and PerToken look the same"),
     "one length in one width": (lambda: Tokens(zoo.shifted),
      lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
      "PerSample and PerToken look the same"),
@@ -388,15 +401,32 @@ def test_unequal_parts_that_weigh_alike_are_not_called_exact(
     fit(Decays(zoo.classified), images(15), Uniform(), proof="require")
 
 
+class Counted(Stream):
+    """Its workers share it, so its length does not tell that of batches."""
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two rows are all that is known of it, and they are two equal parts."""
     rows = list(images(15).dataset)  # type: ignore[arg-type]
-    loader = DataLoader(Stream(rows), batch_size=2)
-    fit(IMAGES(), loader, Uniform())
-    assert "may be of unequal sizes, so it is right by chance" in said(capsys)
+    loader: Any = DataLoader(Stream(rows), batch_size=2)
+    for each in (loader, DataLoader(Counted(rows), batch_size=2)):
+        fit(IMAGES(), each, Uniform())
+        assert "may be of unequal sizes, so it is right by chance" in said(capsys)
     fit(IMAGES(), loader, PerSample(), proof="require")
+    equal: Any = DataLoader(Stream(rows), batch_size=2, drop_last=True)
+    fit(IMAGES(), equal, Uniform(), proof="require")
+
+
+def test_a_mask_in_whose_name_labels_stand_is_a_mask() -> None:
+    data = tokens(4, rows=packed(), collate=with_label_mask)
+    own = PerToken(mask="label_mask")
+    fit(Tokens(masked_by_label), data, own, proof="require")
 
 
 def test_stream_of_one_length_is_exact_where_padding_is_not_seen(

@@ -47,6 +47,8 @@ _NEEDS = {
     "lr": "reference",
     "reference": "lr",
     "rule": "lr",
+    "betas": "lr",
+    "eps": "lr",
     "drop_last": "dataset_size",
 }
 """Options that have no meaning without another one."""
@@ -72,7 +74,8 @@ def main(argv: list[str]) -> int:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
         check_size("trainkit plan --reference", args.reference)
-        reference = Reference(batch=args.reference, lr=args.lr)
+        adam = {"betas": args.betas or (0.9, 0.999), "eps": args.eps or 1e-8}
+        reference = Reference(batch=args.reference, lr=args.lr, **adam)
     report = make_report(
         plan,
         epoch=epoch,
@@ -160,6 +163,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--reference", type=int, help="the effective batch to which --lr belongs")
     only = "one rule only (default: all of them)"
     add("--rule", choices=[*RULES, BY_NOISE], help=only)
+    betas = "Adam's, for the rules that change them (default 0.9 0.999)"
+    add("--betas", type=share, nargs=2, help=betas)
+    add("--eps", type=positive, help="Adam's (default 1e-08)")
     noise = (
         "the gradient noise scale, or a run that has measured it with NoiseScale: a "
         "table of windows with the progress of a step and of a sample, the time on one "
@@ -211,6 +217,12 @@ def positive(text: str) -> float:
     if not is_positive_number(value):
         raise argparse.ArgumentTypeError(f"must be above 0, received {value}")
     return value
+
+
+def share(text: str) -> float:
+    if positive(text) >= 1:
+        raise argparse.ArgumentTypeError(f"must be below 1, received {text}")
+    return float(text)
 
 
 def _noise_scale(text: str) -> Scale:

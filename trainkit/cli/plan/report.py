@@ -15,8 +15,6 @@ from trainkit.errors import TrainkitError
 
 BY_NOISE = "gain"
 """The rule that goes by the noise scale: its rates stand in the table of windows."""
-_ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-"""Adam's own values, for the rules that change them."""
 _DOUBLED = 3
 """How often the window is doubled, and how often halved."""
 
@@ -30,6 +28,8 @@ class Reference:
 
     batch: int
     lr: float
+    betas: Sequence[float]
+    eps: float
 
 
 def make_report(
@@ -77,16 +77,18 @@ def _scaled(
 ) -> list[dict[str, Any]]:
     """For each rule but gain its name, k and what it changes, or its problem."""
     k = plan.effective_batch.over(reference.batch)
+    beta1, beta2 = reference.betas
+    old = {"beta1": beta1, "beta2": beta2, "eps": reference.eps}
     found = []
     for rule in [each for each in RULES.values() if only in (None, each.name)]:
-        values: dict[str, Any] = dict.fromkeys(("lr", *_ADAM))
+        values: dict[str, Any] = dict.fromkeys(("lr", *old))
         problem = None
         try:
-            rule.check_reach(_ADAM["beta1"], _ADAM["beta2"], k)
+            rule.check_reach(beta1, beta2, k)
             values["lr"] = plan.scaled_rate(
                 reference.lr, reference_batch=reference.batch, rule=rule.name
             )
-            for name, value in _ADAM.items():
+            for name, value in old.items():
                 change = getattr(rule, name)
                 values[name] = change and change(value, k)
         except TrainkitError as error:

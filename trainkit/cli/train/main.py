@@ -39,13 +39,13 @@ from trainkit.cli.words import (
     options_first,
     refuse_another_app,
 )
-from trainkit.config._compat import main_options, without_group
+from trainkit.config._compat import VERSION_BASE, main_options, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
 
-_ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
-_ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
+_ONLY_SHOWS = {"--help", "--hydra-help", "--cfg", "--info"}
+_ONLY_SHOWS |= {"--shell-completion", "--version"}
 
 _PLACES = {CONFIG_DIR, CONFIG_NAME, CONFIG_PATH}
 
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
         argv = options_first(_in_one_folder(argv))
         refuse_another_app(argv)
     argv = completed(argv)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints errors, and exits with 1
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
     own = found_first(option(argv, CONFIG_DIR))
-    before = sys.argv
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     with own, no_sweep, compared_even_if_some_fail():
         try:
             sys.argv = [*(before[:1] or ["trainkit"]), *argv]
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints errors and exits
             _run(argv)
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
@@ -86,6 +86,8 @@ def main(argv: list[str]) -> int:
             raise TrainkitError(_of_hydra_itself(error)) from error
         finally:
             sys.argv = before
+            if full is None:
+                os.environ.pop("HYDRA_FULL_ERROR", None)
     if Comparison.is_empty:
         raise TrainkitError(
             "--multirun: the overrides must give at least one run, and one of them has "
@@ -99,7 +101,11 @@ def _run(argv: list[str]) -> None:
     """Have Hydra compose and run; its `main` would compose one run twice."""
     options = {word.partition("=")[0] for word in argv if word.startswith("-")}
     may_be_several = {"hydra.mode", "hparams_search"} & set(map(key_of, argv))
-    if options <= _PLACES and not may_be_several:
+    may_be_several |= {word for word in argv if {*",("} & {*word}}  # several values
+    is_in_package = "://" in (option(argv, CONFIG_PATH) or "")
+    how = main_options(allowed_packages())
+    is_known = __debug__ and how == VERSION_BASE  # it asserts that there is one run
+    if is_known and options <= _PLACES and not (may_be_several or is_in_package):
         _refuse_no_folder(option(argv, CONFIG_DIR))
         with Composition(argv).hydra() as (name, overrides):
             single: Any = GlobalHydra.instance().hydra
@@ -108,9 +114,7 @@ def _run(argv: list[str]) -> None:
                 return
             except AssertionError:
                 pass  # the configuration itself has hydra.mode=MULTIRUN
-    hydra.main(
-        config_path=PACKAGE, config_name="train", **main_options(allowed_packages())
-    )(run_job)()
+    hydra.main(config_path=PACKAGE, config_name="train", **how)(run_job)()
 
 
 def _refuse_no_folder(path: str | None) -> None:

@@ -174,7 +174,7 @@ class FewRows:
         self, rows: Sequence[int], weighs: Sequence[Callable[..., Any]]
     ) -> Tensor:
         """What each row counts by each of several denominators."""
-        singles = [_on_host(self.make([row])) for row in rows]
+        singles = [with_tensors(self.make([row]), Tensor.cpu) for row in rows]
         columns = [[_number(weigh, each) for each in singles] for weigh in weighs]
         return torch.tensor(columns, dtype=torch.float64).T
 
@@ -288,10 +288,10 @@ class FewRows:
             is_label = name == "y" or any(each in name for each in LABELS)
             is_label |= path == named or path == last and path.isdigit()
             if value.ndim > 1 and value.shape[1] > 1:
-                if is_label and value.dtype != torch.bool:
-                    found[path] = value, self._ignored
-                elif is_label or "mask" in name and _is_mask(value):
-                    found[path] = value, 0
+                may_be_labels = path == named and value.dtype != torch.bool
+                is_mask = _is_mask(value) and not may_be_labels
+                if is_label or "mask" in name and is_mask:
+                    found[path] = value, 0 if is_mask else self._ignored
             elif value.ndim == 1 and is_label and value.dtype != torch.bool:
                 if bool((value == value[0]).all()):
                     found[path] = value, self._ignored
@@ -364,10 +364,10 @@ def collates_by_itself(loader: Any) -> bool:
 
 def has_equal_batches(loader: Any) -> bool:
     """Whether all batches of a loader have as many rows."""
-    size, data = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
-    if not isinstance(size, int) or not hasattr(data, "__len__"):
-        return False
-    return bool(getattr(loader, "drop_last", False)) or len(data) % size == 0  # type: ignore[arg-type]
+    size, drawn = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
+    if not isinstance(size, int) or getattr(loader, "drop_last", False):
+        return isinstance(size, int)
+    return hasattr(drawn, "__len__") and len(drawn) % size == 0  # type: ignore[arg-type]
 
 
 def _half(counts: Tensor) -> int:
@@ -392,10 +392,6 @@ def _unheard() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _on_host(batch: Any) -> Any:
-    return with_tensors(batch, lambda tensor: tensor.detach().cpu())
 
 
 def _is_mask(value: Tensor) -> bool:
