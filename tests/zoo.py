@@ -8,7 +8,7 @@ control, is one more value of a column. What only one test needs is a hook, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -343,7 +343,7 @@ def pad_and_mask(samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 class Stream(IterableDataset[Any]):
     """Rows, or batches, that are there already; it does not say how many."""
 
-    def __init__(self, given: Iterable[Any]) -> None:
+    def __init__(self, given: Any) -> None:
         self.given = given
 
     def __iter__(self) -> Iterator[Any]:
