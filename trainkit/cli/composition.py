@@ -47,7 +47,7 @@ class Composition:
 
     @cached_property
     def config(self) -> DictConfig:
-        with self.hydra() as (name, overrides):
+        with self._hydra() as (name, overrides):
             try:
                 return compose(name, overrides)
             except RecursionError as error:
@@ -56,7 +56,7 @@ class Composition:
     def options(self, group: str) -> list[str]:
         """The options of a group, the user's own too; none for an unknown group."""
         if group not in self._options:
-            with self.hydra() as (name, overrides):
+            with self._hydra() as (name, overrides):
                 loader = GlobalHydra.instance().config_loader()
                 where = [word for word in overrides if key_of(word) == SEARCH_PATH]
                 found = loader.get_group_options(
@@ -66,7 +66,7 @@ class Composition:
         return self._options[group]
 
     @contextmanager
-    def hydra(self) -> Iterator[tuple[str, list[str]]]:
+    def _hydra(self) -> Iterator[tuple[str, list[str]]]:
         """Set up Hydra; gives the name of the root configuration, and the overrides."""
         overrides = [word for word in self._words if not word.startswith("-")]
         name = option(self._words, CONFIG_NAME) or "train"

@@ -102,7 +102,7 @@ def of_this_job() -> list[str]:
         f"{CONFIG_NAME}={hydra.job.config_name}"
     ]  # fmt: skip
     for source in hydra.runtime.config_sources:
-        if source.provider == "first":
+        if source.provider == "command-line":
             words.append(f"{CONFIG_DIR}={source.path}")
         elif source.provider == "main" and source.schema == "file":
             words.append(f"{CONFIG_PATH}={source.path}")

@@ -18,18 +18,30 @@ ADVICE = (
 )
 
 
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")
+
+
+@contextlib.contextmanager
+def logged_from(level: int) -> Iterator[None]:
+    """Lightning's loggers say nothing below a level.
+
+    To set one takes long, so those that have it, or a higher one, are left alone.
+    """
+    loggers = map(logging.getLogger, LIGHTNINGS)
+    lower = [(each, each.level) for each in loggers if each.level < level]
+    try:
+        for each, _ in lower:
+            each.setLevel(level)
+        yield
+    finally:
+        for each, before in lower:
+            each.setLevel(before)
+
+
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
     """Lightning does not give the advice that is meant for a training."""
-    names = "lightning.pytorch", "pytorch_lightning"
-    loggers = [(each, each.level) for each in map(logging.getLogger, names)]
-    with warnings.catch_warnings():
+    with logged_from(logging.WARNING), warnings.catch_warnings():
         for known in ADVICE:
             warnings.filterwarnings("ignore", known)
-        for logger, level in loggers:
-            logger.setLevel(max(level, logging.WARNING))
-        try:
-            yield
-        finally:
-            for logger, level in loggers:
-                logger.setLevel(level)
+        yield

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from pathlib import Path
-from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -19,7 +16,7 @@ from trainkit.cli.comparison import (
     compared_even_if_some_fail,
     some_failed,
 )
-from trainkit.cli.composition import LOOP, Composition
+from trainkit.cli.composition import LOOP
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.printing import say_loading
@@ -30,8 +27,6 @@ from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.words import (
     CONFIG_DIR,
-    CONFIG_NAME,
-    CONFIG_PATH,
     completed,
     find_modules_here,
     key_of,
@@ -39,15 +34,13 @@ from trainkit.cli.words import (
     options_first,
     refuse_another_app,
 )
-from trainkit.config._compat import VERSION_BASE, main_options, without_group
+from trainkit.config._compat import main_options, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
 
 _ONLY_SHOWS = {"--help", "--hydra-help", "--cfg", "--info"}
 _ONLY_SHOWS |= {"--shell-completion", "--version"}
-
-_PLACES = {CONFIG_DIR, CONFIG_NAME, CONFIG_PATH}
 
 
 class _JobEnded(BaseException):
@@ -70,12 +63,15 @@ def main(argv: list[str]) -> int:
     argv = completed(argv)
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
     own = found_first(option(argv, CONFIG_DIR))
+    app = hydra.main(
+        config_path=PACKAGE, config_name="train", **main_options(allowed_packages())
+    )
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     with own, no_sweep, compared_even_if_some_fail():
         try:
             sys.argv = [*(before[:1] or ["trainkit"]), *argv]
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints errors and exits
-            _run(argv)
+            app(run_job)()
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
         except (OSError, RecursionError, ValueError) as error:
@@ -86,8 +82,9 @@ def main(argv: list[str]) -> int:
             raise TrainkitError(_of_hydra_itself(error)) from error
         finally:
             sys.argv = before
-            if full is None:
-                os.environ.pop("HYDRA_FULL_ERROR", None)
+            del os.environ["HYDRA_FULL_ERROR"]
+            if full is not None:
+                os.environ["HYDRA_FULL_ERROR"] = full
     if Comparison.is_empty:
         raise TrainkitError(
             "--multirun: the overrides must give at least one run, and one of them has "
@@ -95,34 +92,6 @@ def main(argv: list[str]) -> int:
             "the options of each group."
         )
     return 1 if Comparison.num_failed else 0
-
-
-def _run(argv: list[str]) -> None:
-    """Have Hydra compose and run; its `main` would compose one run twice."""
-    options = {word.partition("=")[0] for word in argv if word.startswith("-")}
-    may_be_several = {"hydra.mode", "hparams_search"} & set(map(key_of, argv))
-    may_be_several |= {word for word in argv if {*",("} & {*word}}  # several values
-    is_in_package = "://" in (option(argv, CONFIG_PATH) or "")
-    how = main_options(allowed_packages())
-    is_known = __debug__ and how == VERSION_BASE  # it asserts that there is one run
-    if is_known and options <= _PLACES and not (may_be_several or is_in_package):
-        _refuse_no_folder(option(argv, CONFIG_DIR))
-        with Composition(argv).hydra() as (name, overrides):
-            single: Any = GlobalHydra.instance().hydra
-            try:
-                single.run(name, run_job, overrides)
-                return
-            except AssertionError:
-                pass  # the configuration itself has hydra.mode=MULTIRUN
-    hydra.main(config_path=PACKAGE, config_name="train", **how)(run_job)()
-
-
-def _refuse_no_folder(path: str | None) -> None:
-    if path is not None and not Path(path).is_dir():
-        raise TrainkitError(
-            f"{CONFIG_DIR}: must be a folder of groups: '{Path(path).absolute()}' not "
-            f"found. Name one that is there."
-        )
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:

@@ -196,8 +196,8 @@ class Call:
         found: dict[int, Tensor] = {}
         draws = not self.chunks[0].states.are(self._ended)
         for chunk in reversed(self.chunks):  # the last comes first: it is kept
+            graph, self._kept = self._kept, None  # before memory may run out
             now = States(self._devices) if draws else None
-            graph, self._kept = self._kept, None
             if graph is None:
                 if draws:
                     chunk.states.put_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -32,14 +33,14 @@ from trainkit.lit.proof.measure import (
     name_of,
     refuse_backend,
 )
-from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
-from trainkit.lit.proof.rehearse import Rehearsal, unheard
+from trainkit.lit.proof.parts import chosen_parts, has_equal_batches, unlike_sizes
+from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import Cut, Report
-from trainkit.lit.proof.rows import few_rows, has_equal_batches
+from trainkit.lit.proof.rows import few_rows
 from trainkit.lit.proof.subject import Subject, as_given
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.proof.words import cause
-from trainkit.lit.quiet import without_advice
+from trainkit.lit.quiet import logged_from, without_advice
 
 NUM_PARTS = 6
 PRECISIONS = torch.float64, torch.float32
@@ -199,7 +200,7 @@ class _Check(Callback):
 
     # ---- what is measured ------------------------------------------------------------
 
-    @unheard()
+    @logged_from(logging.CRITICAL)  # once for all rehearsals
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         try:
             refuse_backend(trainer)

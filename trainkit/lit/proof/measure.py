@@ -14,9 +14,9 @@ from trainkit.core.terms import ONE, leading
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
-from trainkit.lit.proof.parts import MEANT, shares_of
+from trainkit.lit.proof.parts import MEANT, has_equal_batches, shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
-from trainkit.lit.proof.rows import FewRows, collates_by_itself, has_equal_batches
+from trainkit.lit.proof.rows import FewRows, collates_by_itself
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured

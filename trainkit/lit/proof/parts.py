@@ -140,6 +140,17 @@ def shares_of(counts: Tensor, choices: Sequence[Parts]) -> Tensor:
     return in_parts / in_parts.sum(1, keepdim=True).clamp_min(1e-9)
 
 
+def has_equal_batches(loader: Any) -> bool:
+    """Whether all batches of a loader surely have as many rows."""
+    size = getattr(loader, "batch_size", None)
+    sampler: Any = getattr(loader, "sampler", None)
+    if not isinstance(size, int):
+        return False
+    if getattr(loader, "drop_last", False):
+        return True
+    return hasattr(sampler, "__len__") and len(sampler) % size == 0
+
+
 def unlike_sizes(rows: int, most: int, *, is_equal: bool) -> list[int]:
     """How many of some rows each of several parts gets.
 

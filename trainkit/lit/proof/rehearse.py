@@ -34,6 +34,7 @@ from trainkit.lit.proof.copying import Copies, move_weights
 from trainkit.lit.proof.draws import SEED, Draws, WritesShared
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import NotMeasured
+from trainkit.lit.quiet import LIGHTNINGS, logged_from
 
 MOST_WIDE = 2**27
 """With more parameters, none are copied to float64."""
@@ -53,8 +54,6 @@ OF_A_STEP = (
 NO_WEIGHT = 0.25
 """What the losses of a rehearsed window are divided by first: no rows weigh so much, so
 that a hook which looks at a gradient before the window is complete shows."""
-
-_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")
 
 
 class Ended(BaseException):
@@ -228,7 +227,7 @@ class Rehearsal:
 def may_change_steps(callback: Any) -> bool:
     """Whether a callback of the user's has hooks of a step."""
     kind = type(callback).__module__
-    if kind.startswith((*_LIGHTNINGS, "trainkit.")):
+    if kind.startswith((*LIGHTNINGS, "trainkit.")):
         return False
     return any(has_own(callback, hook) for hook in OF_A_STEP)
 
@@ -366,26 +365,11 @@ def _no_callbacks() -> list[Any]:
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """Lightning's loggers say nothing. To set a level takes long, so several rehearsals
-    are unheard together."""
-    loggers = map(logging.getLogger, _LIGHTNINGS)
-    loud = [(each, each.level) for each in loggers if each.level != logging.CRITICAL]
-    try:
-        for each, _ in loud:
-            each.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for each, level in loud:
-            each.setLevel(level)
-
-
-@contextlib.contextmanager
 def _aside(dtype: torch.dtype) -> Iterator[None]:
     """Nobody hears what a copy says, and nothing is rounded more than it must be."""
     precision, own = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     with (
-        unheard(),
+        logged_from(logging.CRITICAL),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
         torch.compiler.set_stance("force_eager"),

@@ -362,14 +362,6 @@ def collates_by_itself(loader: Any) -> bool:
     return getattr(own, "__module__", "").partition(".")[0] != "torch"
 
 
-def has_equal_batches(loader: Any) -> bool:
-    """Whether all batches of a loader have as many rows."""
-    size, drawn = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-    if not isinstance(size, int) or getattr(loader, "drop_last", False):
-        return isinstance(size, int)
-    return hasattr(drawn, "__len__") and len(drawn) % size == 0  # type: ignore[arg-type]
-
-
 def _half(counts: Tensor) -> int:
     """The column behind half of what counts, in the row where that is last."""
     done = counts.flatten(2).any(2) if counts.ndim > 2 else counts

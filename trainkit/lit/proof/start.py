@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,12 +30,13 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.measure import measured, refuse_backend
-from trainkit.lit.proof.parts import chosen_parts
-from trainkit.lit.proof.rehearse import Rehearsal, unheard
+from trainkit.lit.proof.parts import chosen_parts, has_equal_batches
+from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import Cause, Report
-from trainkit.lit.proof.rows import FewRows, few_rows, has_equal_batches
+from trainkit.lit.proof.rows import FewRows, few_rows
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+from trainkit.lit.quiet import logged_from
 
 SIZES = ((3, 2, 2), (3, 2), (2, 2), (2, 1), (1, 1))
 """Rows in the parts, where batches of the run may be unlike."""
@@ -90,7 +92,7 @@ class ProofAtStart:
         self._trainer, self._module, self._windows = trainer, module, windows
         self._is_proven = False
 
-    @unheard()
+    @logged_from(logging.CRITICAL)  # once for all rehearsals
     def look(self, batch: Any) -> bool:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
         windows, split = self._windows, self._windows.split
