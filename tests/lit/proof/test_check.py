@@ -246,6 +246,26 @@ def test_module_of_the_older_package_is_checked() -> None:
     assert check_quickly(module, data, strategy=PerSample()).is_off
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: trainkit.check(3, token_loader()),
+            "check module: must be a Lightning",
+        ),
+        (lambda: trainkit.check(nn.Linear(2, 2), token_loader()), "received Linear"),
+        (lambda: trainkit.check(Tokens(), trainer=3), "check trainer: must be a Train"),
+        (
+            lambda: trainkit.find_micro_batch(3, Tokens()),
+            "find_micro_batch trainer: mus",
+        ),
+    ],
+)
+def test_other_kinds_are_refused_by_name(call: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        call()
+
+
 def test_a_number_is_no_cut() -> None:
     with pytest.raises(TrainkitError, match="micro_batches: must be a MicroBatching, "):
         trainkit.check(Tokens(), token_loader(), micro_batches=2)

@@ -25,7 +25,7 @@ from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.front.accumulation_callback import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.front.mixin_callback import MixinCallback
-from trainkit.lit.probe.fit_aside import fit_aside
+from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
@@ -84,6 +84,7 @@ def check(
         )
     with without_advice():
         trainer = trainer or _trainer_for(module)
+        refuse_other_kinds("check", trainer, module)
         of = module, trainer
         strategy = _option(strategy, "accumulation", "strategy", *of)
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)

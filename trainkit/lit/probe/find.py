@@ -15,7 +15,7 @@ from trainkit.lit._compat import leaves_fit
 from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.probe.attempt import Attempts
-from trainkit.lit.probe.fit_aside import fit_aside
+from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
 from trainkit.lit.probe.setting import (
@@ -122,6 +122,7 @@ def find_micro_batch(
             f"find_micro_batch margin: must be a share from 0 to below 1, received "
             f"{margin!r}. 0.1 tries a size with a tenth more rows."
         )
+    refuse_other_kinds("find_micro_batch", trainer, module)
     refuse(trainer, module)
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()

@@ -14,11 +14,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainkit.core.generators import generator_keeper
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import parts_of
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import no_callbacks
 
 ITERATOR = "_iterator"
+
+
+def refuse_other_kinds(door: str, trainer: Any, module: Any) -> None:
+    """Refuse what is no Trainer or no LightningModule, of either package."""
+    for name, value, kind, part in (
+        ("trainer", trainer, "Trainer", "fit_loop"),
+        ("module", module, "LightningModule", "configure_optimizers"),
+    ):
+        if not hasattr(value, part):
+            raise TrainkitError(
+                f"{door} {name}: must be a {kind} of Lightning, received "
+                f"{type(value).__name__}. A net by itself goes into a LightningModule."
+            )
 
 
 def fit_aside(
