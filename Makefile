@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+# What is imported is compiled then; to compile all of it takes as long as to install it.
+INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo side_by_side test test_environments lint bench clean
@@ -16,12 +18,12 @@ $(DEMO): pyproject.toml constraints.txt
 	@echo 'Installing torch, Lightning and what they need into $(VENV), once: 1 to 5 minutes.'
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: a second resolve could take another build of it
-	$(BIN)/python -m pip install --constraint constraints.txt torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable .
+	$(INSTALL) torch
+	$(INSTALL) --editable .
 	touch $@
 
 $(READY): $(DEMO)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 # One thread: on busy cores several wait for each other, up to nine times as long.

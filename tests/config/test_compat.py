@@ -94,9 +94,11 @@ def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
     """Beside the installed one, so that nothing is changed by the test."""
     if "PYTHONPATH" in os.environ:
         pytest.skip("it is what runs now, or something else is wanted")
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target"]
+    install = [sys.executable, "-m", "pip", "install", "--no-compile", "--no-deps"]
     got = subprocess.run(
-        [*install, str(tmp_path), *PACKAGES], capture_output=True, timeout=240
+        [*install, "--target", str(tmp_path), *PACKAGES],
+        capture_output=True,
+        timeout=240,
     )
     if got.returncode != 0:
         pytest.skip("needs a package index")

@@ -173,7 +173,7 @@ def leaves_fit(trainer: Any) -> BaseException:
     return module._TunerExitException()
 
 
-def quiet_trainer(live: Any, **options: Any) -> Any:
+def quiet_trainer(live: Any, logged: Any, **options: Any) -> Any:
     """A Trainer beside one that trains: on its device alone, silent, without saving.
 
     It has no callbacks but those that it is given, also where installed packages add
@@ -181,6 +181,7 @@ def quiet_trainer(live: Any, **options: Any) -> Any:
 
     Args:
         live: the Trainer that trains.
+        logged: the metrics that it has, in place of those that Lightning keeps.
         **options: of the new one.
     """
     package = type(live.fit_loop).__module__.partition(".loops.")[0]
@@ -193,6 +194,7 @@ def quiet_trainer(live: Any, **options: Any) -> Any:
 
     class Quiet(trainer_class):
         is_rehearsal = True
+        callback_metrics = logged_metrics = progress_bar_metrics = logged
         estimated_stepping_batches = property(
             lambda self: live.estimated_stepping_batches
         )

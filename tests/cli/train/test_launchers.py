@@ -179,7 +179,8 @@ def test_optuna_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(made / "bin" / "python")]
     wanted = ["hydra-optuna-sweeper==1.3.0"]
     wanted += [f"{name}=={version(name)}" for name in ("hydra-core", "omegaconf")]
-    subprocess.run([*pip, "install", "--quiet", *wanted], check=True, timeout=500)
+    install = [*pip, "install", "--quiet", "--no-compile", *wanted]
+    subprocess.run(install, check=True, timeout=500)
     (site,) = made.glob("lib/python*/site-packages")
     lent = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "lent.pth").write_text("\n".join([str(ROOT), *sorted(lent)]) + "\n")

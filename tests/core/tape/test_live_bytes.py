@@ -21,7 +21,7 @@ from trainkit import exact_batch_norm
 from trainkit.core.tape import call, forward
 from trainkit.core.tape.operations import Store
 
-SIZE = 8
+SIZE = 4
 
 
 class InNumPy(Store):
@@ -84,11 +84,11 @@ NETS = {
 @pytest.mark.parametrize("make", NETS.values(), ids=NETS)
 def test_a_batch_takes_the_memory_of_one_chunk(make: Any) -> None:
     with numpy_as_host():
-        few, more = peak(make, 32), peak(make, 128)
+        few, more = peak(make, 16), peak(make, 64)
         assert more <= 1.25 * few
         if make is DenseNet:
-            assert peak(make, 512) <= 1.35 * few
-    assert peak(make, 128, is_whole=True) > 5 * more
+            assert peak(make, 256) <= 1.35 * few
+    assert peak(make, 64, is_whole=True) > 5 * more
 
 
 def test_a_call_leaves_no_tensor_to_the_collector() -> None:

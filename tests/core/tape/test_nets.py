@@ -79,7 +79,7 @@ def test_rounding_in_a_deep_net_is_no_link_between_rows(
 ) -> None:
     """In its own precision its gradients would differ by a hundredth, or by all."""
     torch.manual_seed(0)
-    net = exact_batch_norm(resnet(), size=5)
+    net = exact_batch_norm(resnet(first=16, widths=(64, 128, 256, 512)), size=5)
     with torch.autocast("cpu", enabled=precision is torch.bfloat16):
         assert net(torch.randn(11, 3, 64, 64)).isfinite().all()
     assert all(p.dtype is torch.float32 for p in net.parameters())

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
@@ -120,6 +121,48 @@ def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
     assert all(torch.equal(plain[name], after[name]) for name in plain)
     assert all(plain[name].dtype == after[name].dtype for name in plain)
     assert not list(tmp_path.iterdir())
+
+
+class Logging(Tokens):
+    """Logs a number, a metric, and several at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"rows": len(batch["ids"]), "twice": 2 * loss.detach()})
+        return loss
+
+
+class Reading(Callback):
+    """Reads what was logged, as many callbacks do, and may use it."""
+
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        for held in (trainer.callback_metrics, trainer.logged_metrics):
+            assert held["loss_step"] * 2 == held["twice"]
+            assert held["mean"].isfinite()
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        for each in pl_module.parameters():
+            each.grad *= trainer.callback_metrics["rows"] ** self.power
+
+
+@pytest.mark.parametrize("power", [0, 1])
+def test_hooks_read_what_a_copy_logs(power: int) -> None:
+    """A gradient that is scaled by it is another one in parts, which is the control."""
+    own = trainer(2, callbacks=[AccumulationCallback(PerToken()), Reading(power)])
+    report = check(Logging(), token_loader(), trainer=own)
+    assert report.exact == (power == 0), report
 
 
 # ---- what it is given ----------------------------------------------------------------
