@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
+from tests.helpers import trainer
 from tests.lit.proof import zoo
 from tests.lit.proof.starting import fit, plain_trainer, said, tokens
 from tests.lit.proof.zoo import Tokens
-from trainkit import PerToken
+from trainkit import AccumulationCallback, PerToken
 from trainkit.lit.proof import copying
 from trainkit.lit.proof.copying import Copies, move_weights
 
@@ -52,6 +54,34 @@ def test_a_copy_is_its_own() -> None:
     assert module.calls == []
     assert copy.calls == [1]
     assert module.head.weight.grad is None
+
+
+class Measured(Tokens):
+    """Logs metric objects, which Lightning finds again by their identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_mean, self.mean = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.training_mean.update(loss.detach())
+        self.log("train/mean", self.training_mean)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(super().training_step(batch, batch_idx))
+        self.log("val/mean", self.mean)
+
+
+def test_metrics_that_were_logged_before_are_found_in_the_copy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the validation before training, say."""
+    own = AccumulationCallback(PerToken())
+    pl = trainer(2, max_epochs=1, num_sanity_val_steps=1, callbacks=[own])
+    pl.fit(Measured(), tokens(), tokens())
+    assert said(capsys).startswith("exact on")
 
 
 def test_hooks_close_over_the_copy() -> None:
