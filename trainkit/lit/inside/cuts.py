@@ -18,6 +18,7 @@ from trainkit.core.samples import num_samples
 from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
 from trainkit.lit.inside.refusals import refusing_logs
@@ -133,6 +134,8 @@ class InsideCuts:
 
         how = self._options.documents
         rows = float(num_samples(batch, how))
+        if rows != rows:  # lists of samples do not tell: the loader does
+            rows = float(micro_batch_of(self._module.trainer.train_dataloader) or 0)
         is_flat = find_flattened(batch, how) is not None
         for cut in self.cuts:
             if cut.was_called and not cut.was_cut and cut.most_rows < rows:
