@@ -153,7 +153,7 @@ def test_lengths_that_are_none_are_refused(lengths: Any, text: str) -> None:
 def test_lengths_of_samples(make: Any, path: Any) -> None:
     """So that nothing is padded twice; a sample of nothing counts as one token."""
     options = MicroBatching(tokens=6, collate=tuple, lengths=path)
-    samples = tuple(map(make, (3, 5, 2, 3, 0)))
+    samples = list(map(make, (3, 5, 2, 3, 0)))
     cutter = Cutter(options, PerSample())
     micros = cutter.cut(samples, trim=False)  # which is for padded batches
     assert [m.rows for m in micros] == [[0, 3], [1], [2, 4]]
@@ -166,6 +166,7 @@ def test_lengths_of_samples(make: Any, path: Any) -> None:
     ("samples", "options", "text"),
     [
         (torch.zeros(4), {"size": 2}, r"collate: is for a loader.*float32\[4\]"),
+        ((torch.ones(4), torch.ones(4)), {"size": 2}, "Give the loader collate_fn"),
         ([[1], [2]], {"tokens": 2}, r"needs .*lengths='path.to.mask'"),
         *[
             ([{"n": 3}, {"n": value}], {"size": 2, "lengths": "n"},

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.core.inside.common import CLASSES, WIDTH, Net, batch
-from tests.lit.inside.common import Foreign, fit
+from tests.lit.inside.common import Foreign, data, fit
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
 
 OPTIONS = MicroBatching(size=4, inside="net")
@@ -54,6 +55,32 @@ def test_a_fit_says_exact_where_it_was_measured(
 ) -> None:
     fit(with_net(net, calls=2), OPTIONS)
     assert "proof: exact on 6 of your rows" in capsys.readouterr().out
+
+
+class ByHand(Foreign):
+    """Steps by itself, and knows nothing of windows."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(mean_of_squares)
+        self.net, self.automatic_optimization = net.double(), False  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("net", [Net(), Counting()])
+def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
+    net: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_off := isinstance(net, Counting):
+        with pytest.warns(UserWarning, match="Chunks of rows do not give"):
+            fit(ByHand(net), OPTIONS)
+    else:
+        fit(ByHand(net), OPTIONS)
+    assert ("proof: exact on 6 of your rows" in capsys.readouterr().out) is not is_off
 
 
 def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:
@@ -130,16 +157,26 @@ def test_a_submodule_that_is_not_called_is_named() -> None:
         fit(Around(), OPTIONS)
 
 
-def test_a_submodule_that_gets_a_list_of_samples_is_said_to_run_whole() -> None:
+def unlike(rows: list[Any]) -> Any:
+    """A list of tensors of unlike lengths, as of images."""
+    x, labels = zip(*rows, strict=True)
+    return [each.repeat(1 + n % 3, 1) for n, each in enumerate(x)], torch.stack(labels)
+
+
+@pytest.mark.parametrize("collate", [None, unlike])
+def test_a_submodule_that_gets_a_list_of_samples_is_said_to_run_whole(
+    collate: Any,
+) -> None:
     class Listing(Net):
         def forward(self, x: Any) -> Tensor:
             return super().forward(torch.stack([each[0] for each in x]))
 
     class Lists(Foreign):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net([each[None] for each in x])
+        def forward(self, x: Any) -> Tensor:
+            return self.net([each.view(-1, each.shape[-1]) for each in x])
 
     module = Lists()
     module.net = Listing().double()  # type: ignore[assignment]
+    loader = DataLoader(data().dataset, batch_size=22, collate_fn=collate)
     with pytest.warns(UserWarning, match="net ran whole. Of a loader batch of 22 rows"):
-        fit(module, OPTIONS)
+        fit(module, OPTIONS, loader=loader)

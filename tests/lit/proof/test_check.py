@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import trainkit
 from tests.helpers import quiet_lightning
@@ -62,6 +64,12 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (Tokens, token_loader, PerToken(), None),
     (Tokens, token_loader, PerToken(), SPLIT),
     (Tokens, token_loader, PerToken(), MicroBatching(tokens=30)),
+    (
+        Tokens,
+        lambda: token_loader(list),
+        PerToken(),
+        MicroBatching(size=3, collate=zoo.padded),
+    ),
     (lambda: Tokens(zoo.shifted), token_loader, PerToken(shift=True), None),
     (lambda: Tokens(zoo.masked), token_loader, MASKED, None),
     (lambda: Tokens(zoo.row_mean), token_loader, PerSample(), None),
@@ -92,6 +100,29 @@ def test_what_is_exact_is_called_exact(
     assert report.deviation < ROUNDING
     assert report.causes == ()
     assert report.precision == "float64"
+
+
+def labelled_here_and_there() -> DataLoader[Any]:
+    """Rows of one width, each with some columns behind its last label."""
+    ids = torch.arange(22 * 7).reshape(22, 7) % (zoo.VOCABULARY - 1) + 1
+    rows: Any = [
+        {"ids": each, "labels": each.where(torch.arange(7) < 3 + n % 4, -100)}
+        for n, each in enumerate(ids)
+    ]
+    return DataLoader(rows, batch_size=8)
+
+
+class SeesAllColumns(Tokens):
+    def features(self, batch: dict[str, Any]) -> torch.Tensor:
+        found = super().features(batch)
+        return found + found.mean(1, keepdim=True)
+
+
+def test_a_run_that_keeps_its_width_is_checked_as_it_runs() -> None:
+    """Where labels alone tell lengths, and the model sees what stands behind them."""
+    how = {"strategy": PerToken(), "micro_batches": MicroBatching(size=1)}
+    report = check_quickly(SeesAllColumns(), labelled_here_and_there(), **how)
+    report.assert_exact()
 
 
 @pytest.mark.parametrize("rows", [4, 8, 12])

@@ -54,6 +54,8 @@ IMAGES, BATCH_NORM = (lambda: Images(zoo.classified), lambda: Images(
 INSIDE = MicroBatching(inside="net", size=4)
 TERMS = {"tokens": PerToken(), "rows": PerSample()}
 
+COLLATED = MicroBatching(size=2, collate=zoo.padded)
+
 EXACT: dict[str, tuple[Any, ...]] = {
     "tokens": (Tokens, tokens, PerToken()),
     "in few rows": (Tokens, lambda: tokens(2), PerToken()),
@@ -79,9 +81,11 @@ EXACT: dict[str, tuple[Any, ...]] = {
      rows=wrongs.all_labels()[:6] * 4), PerToken()),
     "one row": (Tokens, lambda: tokens(1), PerToken()),
     "one image": (IMAGES, lambda: images(1), PerSample()),
+    "collated parts": (Tokens, lambda: tokens(collate=list), PerToken(), COLLATED),
     "random collate": (Tokens, lambda: tokens(collate=wrongs.masked_at_random),
      PerToken()),
     "terms": (TwoTerms, tokens, TERMS, SPLIT),
+    "terms, collated": (TwoTerms, lambda: tokens(collate=list), TERMS, COLLATED),
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
     "noise by row": (lambda: wrongs.Scaling(None), images, PerSample()),
@@ -111,6 +115,10 @@ def test_what_is_exact_is_said_to_be_and_required(
 OFF: dict[str, tuple[Any, ...]] = {
     "another count": (Tokens, tokens, PerSample(), None, "PerToken() counts"),
     "another count, split": (Tokens, tokens, PerSample(), SPLIT, "PerToken() counts"),
+    "another count, collated": (Tokens, lambda: tokens(collate=list), PerSample(),
+     COLLATED, "PerToken() counts"),
+    "padding, collated": (wrongs.Bidirectional, lambda: tokens(collate=list),
+     PerToken(), COLLATED, "(lstm)"),
     "no shift": (lambda: Tokens(zoo.shifted), tokens, PerToken(), None,
      "PerToken(shift=True) counts"),
     "no mask": (lambda: Tokens(zoo.masked), tokens, PerToken(), None,

@@ -175,8 +175,8 @@ def _rows_of(batch: Any, shared: Collection[int]) -> int:
         f"leading dimension, but the batch {has}. The batch is {describe(batch)}. Name "
         f"what every micro-batch gets whole in shared=, or what has a row for each "
         f"sample: PerSample(size='path.to.it'). A list of samples is cut before it is "
-        f"collated, and needs MicroBatching(collate=your_collate_fn), or "
-        f"PerSample(size='') if training_step takes lists."
+        f"collated: MicroBatching(collate=your_collate_fn), and collate_fn=list for "
+        f"the loader; or PerSample(size='') if training_step takes lists."
     )
 
 

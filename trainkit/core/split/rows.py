@@ -16,7 +16,6 @@ from torch import Tensor
 from trainkit.core.nested import (
     Path,
     describe,
-    is_list,
     length_of,
     lookup,
 )
@@ -248,7 +247,7 @@ def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
     Raises:
         TrainkitError: the batch is not a list of samples, or something has no length.
     """
-    if not is_list(samples):
+    if not isinstance(samples, list):  # a tuple is one of fields
         raise TrainkitError(
             f"MicroBatching collate: is for a loader that yields a list of samples, "
             f"received {describe(samples)}. Give the loader collate_fn=list, or leave "

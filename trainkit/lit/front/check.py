@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Uniform
-from trainkit.core.terms import named_strategies
+from trainkit.core.terms import leading, named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
 from trainkit.lit.batch_norm.exact import cut_inside
@@ -36,7 +36,7 @@ from trainkit.lit.proof.measure import (
 from trainkit.lit.proof.parts import chosen_parts, has_equal_batches, unlike_sizes
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import Cut, Report
-from trainkit.lit.proof.rows import few_rows
+from trainkit.lit.proof.rows import FewRows, few_rows
 from trainkit.lit.proof.subject import Subject, as_given
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.proof.words import cause
@@ -207,7 +207,7 @@ class _Check(Callback):
             refuse_backend(trainer)
             subject = self._subject(trainer, module, batch)
             try:
-                return self._report(subject)
+                return self._report(subject, batch)
             except (NotMeasured, TrainkitError):
                 raise
             except Exception as error:
@@ -217,11 +217,15 @@ class _Check(Callback):
         except NotMeasured as error:
             raise TrainkitError(f"check: not measured: {error}.") from error
 
-    def _report(self, subject: Subject) -> Report:
+    def _report(self, subject: Subject, batch: Any) -> Report:
         report, options = measured(subject, PRECISIONS), subject.options
-        trims = options is not None and options.inside is None and options.trim
-        if options is not None and trims and not (options.shapes or report.exact):
-            if subject.off_without_padding():  # then the run trims nothing
+        keeps = options and (options.inside or options.shapes or options.collate)
+        if options and options.trim and not (keeps or report.exact):
+            rows: FewRows | None = FewRows(batch, options, leading(subject.strategies))
+            if rows and (labels := rows.labels_alone) is not None:
+                rows = rows.with_labels_cut(labels)
+            if not rows or replace(subject, rows=rows).off_without_padding():
+                # Then the run trims nothing.
                 options = replace(options, trim=False)
                 alike = not subject.has_batches  # which have widths of their own
                 subject = replace(subject, options=options, are_alike=alike)

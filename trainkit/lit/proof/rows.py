@@ -49,6 +49,7 @@ class FewRows:
     Attributes:
         num_rows: how many there are.
         collates: whether batches are put together anew.
+        collate_of_run: what the run puts its micro-batches together with.
         can_widen: whether rows can also be had as wide as all rows are together, where
             they would be narrower alone.
         varies: whether loader batches are each padded to a width of their own.
@@ -77,7 +78,8 @@ class FewRows:
             self.collates, samples = False, ()
         self._batch = self._collated(range(len(samples))) if self.collates else batch
         self._fewer: tuple[dict[str, int], Sequence[int]] = {}, ()
-        yields_samples = options is not None and options.collate is not None
+        self.collate_of_run = None if options is None else options.collate
+        yields_samples = self.collate_of_run is not None
         how = MicroBatching(size=1) if yields_samples or options is None else options
         self._cutter = Cutter(how, self._strategy)
         rows = Rows(-1)
@@ -137,7 +139,7 @@ class FewRows:
 
     def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
-        if self._options is not None and self._options.collate is not None:
+        if self.collate_of_run is not None:
             return [self._samples[row] for row in rows]
         return self.make(rows, alike=alike)
 

@@ -150,7 +150,9 @@ class ProofAtStart:
         has_batches = may_have_batches(trainer) if is_split else self._has_parts
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
-        elif is_split and not windows.split.trims and options.shapes is None:
+        elif is_split and not (
+            windows.split.trims or options.shapes or options.collate
+        ):
             options = replace(options, trim=False)
         # Loader batches have widths of their own, also where none is trimmed.
         cuts = windows.cut if has_batches else options
@@ -199,7 +201,7 @@ class ProofAtStart:
         """The largest of a number on all ranks."""
         strategy = self._trainer.strategy
         given = torch.tensor([number], dtype=torch.float32, device=strategy.root_device)
-        return float(strategy.all_gather(given).max())
+        return float(strategy.reduce(given, reduce_op="max"))
 
     # ---- trimming --------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trainkit.core.out_of_memory import is_out_of_memory
@@ -97,25 +96,29 @@ class Subject:
         sums that are divided, and windows by hand.
         """
         rows = self.all_rows if rows is None else rows
+        make, collate = self.rows.make, self.rows.collate_of_run
         reductions = {each.loss_reduction for each in self.strategies.values()}
         is_ours = not self.is_plain or "sum" in reductions
         if self.strategies and is_ours and not self.steps_alone:
             how["strategies"] = as_given(self.strategies)
             if ONE not in self.strategies:
                 how["options"] = MicroBatching(size=2**30, trim=False)
-        batch = self.rows.make(rows, alike=self._keeps_width)
+                if collate is not None:
+                    make = self.rows.loader_batch
+                    how["options"] = MicroBatching(size=2**30, collate=collate)
+        batch = make(rows, alike=self._keeps_width)
         taken = self.rehearsal.run([batch], [rows], **how)
         self.has_dropout += [True] * taken.draws.has_dropout
         return taken
 
     def window(self) -> Taken:
         """One step over all rows as the run would make it."""
-        if self.steps_alone:
+        if self.steps_alone and self.options is None:
             return self._by_hand()
         batches = self.loader_batches
-        make = partial(self.rows.loader_batch, alike=self._keeps_width)
+        make = self.rows.loader_batch if self.is_split else self.rows.make
         return self.rehearsal.run(
-            [make(rows) for rows in batches],
+            [make(rows, alike=self._keeps_width) for rows in batches],
             batches,
             strategies=as_given(self.strategies),
             options=self._small(),
@@ -124,7 +127,7 @@ class Subject:
     @property
     def loader_batches(self) -> Parts:
         """The rows of each loader batch of the run's window."""
-        if not self.has_batches:
+        if not self.has_batches or self.steps_alone:
             return [self.all_rows]
         if not self.is_split:
             return self.parts

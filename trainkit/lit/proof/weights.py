@@ -265,7 +265,8 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
         inside = basis @ torch.linalg.lstsq(basis, gradients, driver="gelsd").solution
         off = float(torch.linalg.matrix_norm(gradients - inside)) / size
         if off <= most:
-            found.append((basis.shape[1], off, one, other))
+            simplicity = one.simplicity + other.simplicity
+            found.append((basis.shape[1], simplicity, one, other))
     if not found:
         return None
     # A constant is a mean of anything: what has fewer columns says more.

@@ -9,7 +9,7 @@ from trainkit.lit.proof.report import Cause
 STEP = "training_step"
 
 INSIDE = 'micro_batching = MicroBatching(size=8, inside="auto")'
-NO_STRATEGY = "no strategy can make it exact; the inner cut can"
+NO_STRATEGY = "no one strategy makes it exact; the inner cut can"
 TOTAL = 'PerSample(loss_reduction="total")'
 
 WITH_MIXIN = (
