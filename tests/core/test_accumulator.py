@@ -101,6 +101,11 @@ def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> N
 # ---- a gradient scaler ---------------------------------------------------------------
 
 
+def test_scaler_that_is_none_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="scaler: must be a torch.*, received 3"):
+        Toy(scaler=3)
+
+
 def test_open_window_keeps_the_scalers_factor() -> None:
     """Half precision would lose gradients without it."""
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)

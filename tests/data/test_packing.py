@@ -77,6 +77,8 @@ def test_rows_are_filled_with_what_counts_nothing(options: Any, shape: Any) -> N
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"length": 4, "lengths": (4,)}, ROWS, "length and lengths exclude each other"),
     ({"length": 0}, ROWS, "length: must be a whole number"),
+    ({"lengths": 4}, ROWS, "lengths: must be several, as .* received 4"),
+    ({"lengths": (4, "8")}, ROWS, "length: must be a whole number"),
     ({"length": 3}, ROWS, "row of 3 tokens, received one of 4"),
     ({}, [], "needs at least one sample"),
     ({}, [{"ids": [1]}], "must have input_ids, received one with 'ids'"),

@@ -146,3 +146,5 @@ def test_options_are_checked() -> None:
         PadCollate(side="top")  # type: ignore[arg-type]
     with pytest.raises(TrainkitError, match="multiple_of: must be a whole number from"):
         PadCollate(multiple_of=0)
+    with pytest.raises(TrainkitError, match="fill: must be a dict, .* received -100"):
+        PadCollate(-100)  # type: ignore[arg-type]

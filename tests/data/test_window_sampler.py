@@ -392,6 +392,10 @@ def test_ranks_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"cost": "tokens"}, "cost: must be"),
         ({"seed": 0.5}, "seed: must be a whole number"),
         ({"lengths": "no.npy"}, "a file of them that `trainkit lengths` has written"),
+        (
+            {"lengths": 3},
+            "lengths: must be a number for each .* received 3",
+        ),
         ({"lengths": [0]}, "must be whole numbers of at least 1, received 0"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.gradients import HALF
+from trainkit.core.plan.options import check_kind
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import (
     LossReduction,
@@ -63,6 +64,8 @@ class Division:
     def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
         self._ranks = ranks
         self._headroom = HEADROOM if leaves_room else 1
+        kinds = (torch.amp.GradScaler, type(None))
+        check_kind("Accumulator scaler", scaler, kinds, "a torch.amp.GradScaler")
         self._scaler = scaler
         self.has_scaler: bool = scaler is not None and scaler.is_enabled()
         self.opening: Tensor | None = None

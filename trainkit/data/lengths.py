@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trainkit.core.plan.options import check_kind
 from trainkit.errors import TrainkitError
 
 
@@ -26,7 +27,10 @@ def checked_lengths(
     if isinstance(lengths, str | os.PathLike):
         lengths = _read(name, Path(lengths))
     given: Any = lengths
-    found = list(given.tolist() if hasattr(given, "tolist") else given)
+    given = given.tolist() if hasattr(given, "tolist") else given
+    what = "a number for each row, or a file of them"
+    check_kind(f"{name} lengths", given, Iterable, what)
+    found = list(given)
     for row, length in enumerate(found):
         is_whole = isinstance(length, Integral) and not isinstance(length, bool)
         if not is_whole or length < 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.core.split.partition import first_fit
 from trainkit.data.padding import as_tensor
 from trainkit.errors import TrainkitError
@@ -61,9 +61,11 @@ class PackCollate:
                 f"PackCollate: length and lengths exclude each other, received "
                 f"length={length!r} and lengths={lengths!r}. Leave one out."
             )
-        self.lengths = sorted(lengths or [] if length is None else [length])
-        for each in self.lengths:
+        several = lengths or [] if length is None else [length]
+        check_kind("PackCollate lengths", several, Sequence, "several, as (512, 1024)")
+        for each in several:
             check_whole_number("PackCollate length", each)
+        self.lengths = sorted(several)
         self.fill = fill
         self.ignore_index = ignore_index
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 
 Columns = dict[Any, list[Any]]
@@ -53,7 +53,9 @@ class PadCollate:
                 f'PadCollate side: must be "right" or "left", received {side!r}.'
             )
         check_whole_number("PadCollate multiple_of", multiple_of)
-        self.fill, self.mask = dict(fill or {}), mask
+        fill = {} if fill is None else fill
+        check_kind("PadCollate fill", fill, Mapping, "a dict, as {'labels': -100}")
+        self.fill, self.mask = dict(fill), mask
         self.side, self.multiple_of = side, multiple_of
 
     def __call__(self, samples: Sequence[Any]) -> Any:

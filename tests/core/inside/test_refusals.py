@@ -148,8 +148,9 @@ def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
                 linear(kind)
     with pytest.raises(TrainkitError, match="it has lazy parameters"):
         Chunked(nn.LazyLinear(5), size=2)
-    with pytest.raises(TrainkitError, match=r"'tables'.*input"):
-        Chunked(nn.Linear(6, 5), size=2, shared=["tables"])
+    for shared in ("tables", ["tables"]):
+        with pytest.raises(TrainkitError, match=r"'tables'.*input"):
+            Chunked(nn.Linear(6, 5), size=2, shared=shared)
     embedding = nn.Embedding(9, 5, max_norm=0.5)
     refused(embedding, "moved weight", torch.arange(9))
 

@@ -43,7 +43,7 @@ class ChunkedForward(Cut):
         module: nn.Module,
         name: str,
         sizes: Sizes,
-        shared: Sequence[Path] = (),
+        shared: Path | Sequence[Path] = (),
         by_tokens: ByTokens | None = None,
     ) -> None:
         copied = vars(module).get("forward")
@@ -52,7 +52,8 @@ class ChunkedForward(Cut):
         super().__init__(module, name, sizes)
         self.is_copy = False
         self.by_tokens = by_tokens
-        paths = [str(path) for path in shared]
+        several = shared if isinstance(shared, tuple | list) else [shared]
+        paths = [str(path) for path in several]
         self._signature = Signature(self.original, paths, name)
         self._kinds: dict[Any, tuple[Plan, int]] = {}
 
@@ -158,7 +159,7 @@ class Chunked(InPlaceOf):
             there, and the loss must give padding no weight.
         lengths: the name of the argument that tells rows from padding: a mask, in which
             1 or True marks tokens; default: `"attention_mask"`.
-        shared: names of the arguments that every chunk gets whole.
+        shared: names of the arguments that every chunk gets whole, or one name.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Chunked(InPlaceOf):
         size: int | None = None,
         tokens: int | None = None,
         lengths: str | None = None,
-        shared: Sequence[Path] = (),
+        shared: Path | Sequence[Path] = (),
     ) -> None:
         check_cut("Chunked", module, 1 if size is None else size)
         name = f"Chunked({type(module).__name__})"

@@ -62,6 +62,14 @@ def check_choice(
         )
 
 
+def check_kind(
+    name: str, value: object, kinds: type | tuple[type, ...], what: str
+) -> None:
+    """Refuse a value that is of none of the kinds; `what` says what to write."""
+    if not isinstance(value, kinds):
+        raise TrainkitError(f"{name}: must be {what}, received {value!r}.")
+
+
 def brief(number: float) -> str:
     """A number as a person writes it.
 
