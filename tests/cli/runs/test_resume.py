@@ -65,6 +65,7 @@ def resumed(name: str, checkpoint: str = "last.ckpt") -> list[str]:
             ["ckpt_path=outputs/code_lm/a/checkpoints/step=5.ckpt"],
             ["seed=1", *resumed("a", "step=5.ckpt")],
         ),
+        (["ckpt_path=outputs/code_lm/a"], ["seed=1", *resumed("a")]),
         (
             ["seed=1", "ckpt_path='some where/it\\'s.ckpt'"],
             ["seed=1", "ckpt_path={elsewhere}"],

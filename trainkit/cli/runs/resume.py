@@ -146,6 +146,7 @@ def _came_to_nothing(run: RunFolder) -> bool:
 
 def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     path = Path(wanted).expanduser().absolute()
+    path = RunFolder(path).newest_checkpoint() or path
     if not path.exists():
         raise TrainkitError(
             f"ckpt_path: must be a checkpoint, `last` or `auto`, received {wanted!r}, "
