@@ -8,7 +8,7 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from trainkit.cli.comparison import Comparison, table
+from trainkit.cli.comparison import Comparison, show, table
 from trainkit.cli.runs.folder import RunFolder
 
 
@@ -73,10 +73,10 @@ def test_how_many_runs_failed_is_no_name_of_a_run(
     for name in "12":
         made(tmp_path, name, 1.0)
     config = OmegaConf.create({"mode": "min", "hydra": {"sweep": {"dir": folder}}})
-    Comparison().on_multirun_end(config)
+    show(config)
     assert "runs failed" not in capsys.readouterr().out
     (tmp_path / "0").mkdir()
     for name in "02":
         (tmp_path / name / ".failed").touch()
-    Comparison().on_multirun_end(config)
+    show(config)
     assert capsys.readouterr().out.endswith("\ntrainkit | 2 of 3 runs failed\n")

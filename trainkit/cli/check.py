@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.door import Door, in_words, spoken
+from trainkit.cli.door import Door, in_words
 from trainkit.cli.printing import say_loading
-from trainkit.cli.training_words import built, words_behind
-from trainkit.cli.words import find_modules_here
+from trainkit.cli.training_words import aside, built, words_behind
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
@@ -41,12 +39,8 @@ def main(argv: list[str]) -> int:
     """Run `trainkit check`, and return the exit status."""
     options, words = _parse(argv)
     say_loading("check", argv)
-    from trainkit.lit.quiet import without_advice
-
-    find_modules_here()
     door: Any = words[0]
-    folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
-    with spoken(door), without_advice(), folders as folder:
+    with aside(door) as folder:
         trainer, report = _reported(words, folder, options.rows)
     if not trainer.is_global_zero:
         return 0 if report.exact else 1
@@ -60,8 +54,8 @@ def main(argv: list[str]) -> int:
         page = Path(options.html).absolute()
         _write_page(report, page, command)
         # With --json, what is printed must be JSON.
-        aside = sys.stderr if options.json else sys.stdout
-        print(f"trainkit | page: {page}", file=aside)
+        where = sys.stderr if options.json else sys.stdout
+        print(f"trainkit | page: {page}", file=where)
     return 0 if report.exact else 1
 
 

@@ -22,16 +22,17 @@ _FAILED = ".failed"
 
 
 class Comparison(Callback):
-    """Prints the table when all runs of a multirun have ended, in any process."""
+    """Notes what a multirun is, and which of its runs fail, in any process."""
 
-    under_way: ClassVar[DictConfig | None] = None
+    multirun: ClassVar[DictConfig | None] = None
+    """The configuration of the multirun of this command, once it has begun."""
     num_failed: ClassVar[int] = 0
     """The number of failed runs in the last multirun; a sweeper may hide them."""
     is_empty: ClassVar[bool] = False
     """Whether the last multirun ended without any run, as `seed=range(1,1)` does."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        Comparison.under_way = config
+        Comparison.multirun = config
         for path in _failures(config):  # left by a multirun that was killed
             path.unlink()
 
@@ -46,29 +47,23 @@ class Comparison(Callback):
         if is_one_of_many and job_return.status is JobStatus.FAILED:
             Path(config.hydra.runtime.output_dir, _FAILED).touch()
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        Comparison.under_way = None
-        Comparison.is_empty = _removed_if_empty(Path(config.hydra.sweep.dir))
-        _show(config)
-
 
 @contextmanager
 def compared_even_if_some_fail() -> Iterator[None]:
-    """Print the table even if a failed run or an interruption ends the multirun."""
-    Comparison.under_way = None
+    """Print the table of a multirun, even if a failure or an interruption ends it."""
+    Comparison.multirun = None
     Comparison.num_failed = 0
     Comparison.is_empty = False
     try:
         yield
     finally:
-        if Comparison.under_way is not None:
-            _show(Comparison.under_way)
-            Comparison.under_way = None
+        if Comparison.multirun is not None:
+            show(Comparison.multirun)
 
 
 def some_failed() -> bool:
     """Whether a run of the multirun under way has failed."""
-    return Comparison.under_way is not None and bool(_failures(Comparison.under_way))
+    return Comparison.multirun is not None and bool(_failures(Comparison.multirun))
 
 
 def _failures(config: DictConfig) -> list[Path]:
@@ -88,7 +83,9 @@ def _removed_if_empty(folder: Path) -> bool:
     return True
 
 
-def _show(config: DictConfig) -> None:
+def show(config: DictConfig) -> None:
+    """Print the table of a multirun, and how many of its runs have failed."""
+    Comparison.is_empty = _removed_if_empty(Path(config.hydra.sweep.dir))
     _redact(config)
     failures = _failures(config)
     Comparison.num_failed = len(failures)

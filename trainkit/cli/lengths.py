@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.door import spoken
 from trainkit.cli.printing import say_loading
-from trainkit.cli.training_words import built, words_behind
-from trainkit.cli.words import find_modules_here
+from trainkit.cli.training_words import aside, built, words_behind
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -34,9 +31,7 @@ def main(argv: list[str]) -> int:
     options, words = _parse(argv)
     say_loading("lengths", argv)
     from trainkit.data.lengths import write_lengths
-    from trainkit.lit.quiet import without_advice
 
-    find_modules_here()
     target = Path(options.out)
     if not target.parent.is_dir():
         raise TrainkitError(
@@ -44,8 +39,7 @@ def main(argv: list[str]) -> int:
             f"{options.out}."
         )
     door: Any = words[0]
-    folders = tempfile.TemporaryDirectory(prefix="trainkit-lengths-")
-    with spoken(door), without_advice(), folders as folder:
+    with aside(door) as folder:
         rows = _rows(*built("trainkit lengths", words, folder), options.dataset)
         found = list(_lengths(rows, options.field, options.workers))
     write_lengths(target, found)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.words import options_first, refuse_another_app
+from trainkit.cli.door import Door, spoken
+from trainkit.cli.words import find_modules_here, options_first, refuse_another_app
 from trainkit.errors import TrainkitError
 
 TRAININGS = ("train", "fit")
@@ -45,6 +48,16 @@ def words_behind(
                 f"since what follows is for the training."
             )
     return options, list(argv[place:])
+
+
+@contextmanager
+def aside(door: Door) -> Iterator[str]:
+    """Be quiet, and speak as the command does; gives a folder that is then removed."""
+    from trainkit.lit.quiet import without_advice
+
+    find_modules_here()
+    with spoken(door), without_advice(), TemporaryDirectory(prefix="trainkit-") as path:
+        yield path
 
 
 def built(command: str, words: Sequence[str], folder: str) -> tuple[Any, Any, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit import PerSample, PerToken, Uniform, Weighed
-from trainkit.cli.report.charts import choose
-from trainkit.cli.report.lines import Line
+from trainkit.cli.report.charts import Line, choose
 from trainkit.cli.runs import summary
 
 TITLES = {

@@ -16,9 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from tests.cli.report.runs import page_of, run_folder
-from trainkit.cli.report.charts import Chart
+from trainkit.cli.report.charts import LARGEST, Chart, Line
 from trainkit.cli.report.drawing import _save, figure_of
-from trainkit.cli.report.lines import LARGEST, Line
 from trainkit.pages.look import LIGHT
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.cli.report.lines import MOST, Line, noise_lines, read_lines, window_sizes
+from trainkit.cli.report.charts import MOST, Line, noise_lines, read_lines, window_sizes
 
 NAN = math.nan
 NUMBERS = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(NAN)), max_size=100)

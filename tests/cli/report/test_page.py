@@ -19,7 +19,7 @@ from tests.cli.report.runs import (
     run_folder,
     titles,
 )
-from trainkit.cli.report.lines import Line
+from trainkit.cli.report.charts import Line
 from trainkit.cli.report.page import report_of_training
 from trainkit.pages.look import LIGHT
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import like, places_in
-from trainkit.cli.door import spoken
-from trainkit.cli.plan.report import BY_NOISE, Reference, Scale, make_report
-from trainkit.cli.plan.words import describe, table
+from trainkit.cli.plan.report import (
+    BY_NOISE,
+    Reference,
+    Scale,
+    describe,
+    make_report,
+    table,
+)
 from trainkit.cli.printing import say_loading
-from trainkit.cli.training_words import composed
+from trainkit.cli.training_words import aside, composed
 from trainkit.cli.words import (
     CONFIG_DIR,
     CONFIG_NAME,
     CONFIG_PATH,
-    find_modules_here,
 )
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan
@@ -104,11 +107,8 @@ def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.config.build import build
     from trainkit.lit.probe.find import find_micro_batch
-    from trainkit.lit.quiet import without_advice
 
-    find_modules_here()
-    folders = tempfile.TemporaryDirectory(prefix="trainkit-plan-")
-    with without_advice(), spoken("train"), folders as folder:
+    with aside("train") as folder:
         config = composed([*places_in(args), *args.overrides], folder)
         _refuse_without_key(config.data or {})
         training = build(config)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from trainkit.cli.report.charts import METRIC, Chart
+from trainkit.cli.report.charts import METRIC, MOST, Chart, Line
 from trainkit.cli.report.drawing import draw_all
-from trainkit.cli.report.lines import MOST, Line
 from trainkit.cli.report.run import Run, read, read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.whole_config import flatten

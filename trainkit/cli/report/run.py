@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from trainkit.cli.report.charts import Chart, choose
-from trainkit.cli.report.lines import Line, noise_lines, read_lines
+from trainkit.cli.report.charts import Chart, Line, choose, noise_lines, read_lines
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows, throughput_text
 from trainkit.core.plan.effective_batch import EffectiveBatch

@@ -6,13 +6,16 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -29,7 +32,6 @@ from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.resume import NOISE_SCALE
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
-from trainkit.cli.train.bounds import Beginning, Ending, signals_given_back
 from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
@@ -44,7 +46,90 @@ from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
 from trainkit.lit.logs.summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
-from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
+
+
+class Beginning(Callback):
+    """Writes `config.yaml` and `overrides.yaml`, and opens `train.log`.
+
+    A new folder gets them at once. A resumed run's folder gets them only when training
+    starts: if the checkpoint does not fit, or no step is left, the folder stays as it
+    was, and the next `ckpt_path=last` does not inherit the failed attempt.
+
+    Args:
+        folder: the folder of the run.
+        config: the resolved configuration.
+        words: the overrides of the command line.
+        log: what has stood on the screen so far.
+
+    Attributes:
+        has_trained: whether training has started, on this rank and so on all.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Mapping[str, Any],
+        words: Sequence[str],
+        log: ScreenLog,
+    ) -> None:
+        self.folder, self.config, self.words, self.screen = folder, config, words, log
+        self.has_trained = False
+        self._earlier = folder.started() if folder.is_of_a_run() else None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this process or another rank has written the files."""
+        return self._earlier is None or self.folder.started() != self._earlier
+
+    def write_if_new(self) -> None:
+        if self._earlier is None:
+            self._write()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.has_trained = True
+        if self._earlier is not None and trainer.is_global_zero:
+            self._write()
+
+    def _write(self) -> None:
+        self.folder.write_start(self.config, self.words)
+        self.screen.open(self.folder.log)
+
+
+class Ending(Callback):
+    """Handles the signals that ask a run to stop after training.
+
+    Lightning restores the signal handlers before it closes the loggers, which may
+    upload for a long time. A SIGTERM would then end the process before the summary is
+    written. This callback must be the first in the list.
+
+    Attributes:
+        is_over: whether training has ended by itself.
+        signals: the first signal after training, once they are listened to.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.signals = FirstSignal(
+            "training is over, writing the summary",
+            on_ctrl_c="Ctrl+C again quits at once",
+        )
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.signals.listen()
+        self.is_over = True
+
+
+@contextmanager
+def signals_given_back() -> Iterator[None]:
+    """Restore the signal handlers at the end."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
 
 def run(config: DictConfig, log: ScreenLog) -> float | None:
