@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,60 @@ import pytest
 from tests.cli.sweep import helpers
 from tests.cli.sweep.helpers import LR, command, private_env, run, toy, wait_until
 from tests.wandb_server import WandbServer
+from trainkit.cli.sweep.offline import OfflineSweep
+from trainkit.cli.sweep.process import KILL_DELAY, TrialProcess, end_orphan
 from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.trial import Trial
+from trainkit.errors import TrainkitError
+
+HOLDS = """
+import signal, sys, time
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def holding(folder: Path, *words: str) -> TrialProcess:
+    """A process that runs a trial, and is ready."""
+    trial = Trial(name="t", arguments={}, folder=str(folder))
+    process = TrialProcess(trial, [sys.executable, "-c", HOLDS, *words], {})
+    wait_until(lambda: "held" in (folder / "output.log").read_text())
+    return process
+
+
+@pytest.mark.parametrize(("words", "status"), [([], -15), (["stubborn"], -9)])
+def test_an_orphan_is_asked_and_then_killed(
+    words: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KILL_DELAY, "0.3" if words else "30")
+    process = holding(tmp_path, *words)
+    assert end_orphan(process.trial)
+    wait_until(lambda: process.poll() == status)
+    assert not end_orphan(process.trial)  # the controls: nobody holds the lock
+    never = Trial(name="t", arguments={}, pid=1, folder=str(tmp_path / "never made"))
+    assert not end_orphan(never)
+
+
+def test_one_that_cannot_be_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KILL_DELAY, "0.1")
+    process = holding(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(240)
+    number = process.trial.pid
+    for process.trial.pid in (ended.pid, None):
+        with pytest.raises(TrainkitError, match="t: a process still runs it in"):
+            end_orphan(process.trial)
+    monkeypatch.setenv(KILL_DELAY, "30")
+    process.trial.pid = number
+    assert end_orphan(process.trial)
+    wait_until(lambda: process.poll() is not None)
+
 
 pytest.importorskip("optuna")
-from trainkit.cli.sweep.offline import OfflineSweep
 
 
 @pytest.fixture
