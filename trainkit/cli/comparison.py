@@ -118,7 +118,7 @@ def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
         runs: the folders of the runs.
         maximizes: whether a larger metric is better.
     """
-    summaries = [run.read_summary() or {} for run in runs]
+    summaries = [run.read_summary() for run in runs]
     overrides = [
         {key_of(word): word.partition("=")[2] for word in run.overrides()}
         for run in runs

@@ -46,40 +46,14 @@ def test_a_training_that_is_not_ends_with_1_and_says_why_also_in_a_page(
     assert math.hypot(*offs) == pytest.approx(report["deviation"])
 
 
-USER = """
-import torch
-from torch.utils.data import DataLoader
-from lightning.pytorch import LightningDataModule, LightningModule
-
-
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        rows = torch.utils.data.TensorDataset(torch.randn(40, 2))
-        return DataLoader(rows, batch_size=4)
-"""
-
-
 def test_a_module_of_the_lightning_cli(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "my_checked.py").write_text(USER)
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    words = ["check", "fit", "--model=my_checked.Net", "--data=my_checked.Data"]
+    own = "tests.cli.ones_own"
+    words = ["check", "fit", f"--model={own}.Bare", f"--data={own}.OnlyTrain"]
     words += ["--trainer.accelerator=cpu", "--seed_everything=0"]
     assert main([*words, "--accumulation=PerSample"]) == 0
     assert "verdict: exact" in capsys.readouterr().out

@@ -198,8 +198,8 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.write_start({"a": {"b": [1, None]}}, ["x=1"])
     assert folder.overrides() == ["x=1"]
-    assert folder.read_summary() is None
-    folder.write_summary({"loss": 1.5})
+    assert folder.read_summary() == {}
+    folder.write_json(folder.SUMMARY, {"loss": 1.5})
     assert folder.read_summary() == {"loss": 1.5}
     names = sorted(each.name for each in folder.path.iterdir())
     assert names == ["config.yaml", "overrides.yaml", "summary.json"]

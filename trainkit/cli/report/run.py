@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def read_run(folder: RunFolder) -> Run:
     """
     columns = read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
     times = read(folder, STEP_TIMES, read_step_times)
-    facts = read(folder, folder.SUMMARY, _read_json)
+    facts = read(folder, folder.SUMMARY, lambda _: folder.read_summary())
     last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
     columns |= noise_lines(columns) | rates(times)
     charts, left_out = choose(columns, unit=facts.get("unit", ""))
@@ -158,11 +157,6 @@ def throughput_of(folder: RunFolder) -> dict[str, Any] | None:
         return throughput(read(folder, STEP_TIMES, read_step_times))
     except (OSError, TrainkitError):  # the report names the damage
         return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return dict(found)
 
 
 def _rows(facts: dict[str, Any], speed: dict[str, Any] | None) -> list[Row]:

@@ -80,11 +80,11 @@ class RunFolder:
         self.write(self.CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         self.write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self.write_json(self.SUMMARY, summary)
-
-    def read_summary(self) -> dict[str, Any] | None:
-        return self._read_json(self.SUMMARY)
+    def read_summary(self) -> dict[str, Any]:
+        """How the run has ended; empty if it has not."""
+        path = self.path / self.SUMMARY
+        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+        return dict(json.loads(text))
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(dict(content), indent=2, allow_nan=False)
@@ -93,10 +93,6 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
         write_atomically(self.path / name, text)
-
-    def _read_json(self, name: str) -> dict[str, Any] | None:
-        path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _written(path: Path) -> float:

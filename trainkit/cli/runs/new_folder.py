@@ -62,7 +62,7 @@ def remove_if_new(path: Path) -> None:
     """
     folder, names = RunFolder(path), NewFolder.names
     is_new = folder.path == NewFolder.path and RunFolder.OVERRIDES not in names
-    summary = folder.read_summary() or {}
+    summary = folder.read_summary()
     if not (is_new and is_first_rank()) or folder.newest_checkpoint():
         return
     if RunFolder.SUMMARY not in names and summary.get("steps"):

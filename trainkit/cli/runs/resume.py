@@ -87,10 +87,15 @@ def _resumed_or_begun(given: list[str]) -> list[str]:
 
 
 def _of_the_job(given: list[str]) -> RunFolder | None:
-    if any(key_of(word) == "paths.run_dir" for word in given):
-        return RunFolder(_paths(given).run_dir)
-    name = job_name()
-    return None if name is None else RunFolder(Path(_paths(given).output_dir, name))
+    named, job = _given_folder(given), job_name()
+    if named is None and job is not None:
+        named = Path(_paths(given).output_dir, job)
+    return None if named is None else RunFolder(named)
+
+
+def _given_folder(words: list[str]) -> Path | None:
+    is_given = any(key_of(word) == "paths.run_dir" for word in words)
+    return Path(_paths(words).run_dir) if is_given else None
 
 
 def as_trial(argv: list[str]) -> list[str]:
@@ -114,9 +119,9 @@ def as_trial(argv: list[str]) -> list[str]:
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
     """The newest run in `paths.run_dir` if given, or else in the folder of runs."""
-    is_given = any(key_of(word) == "paths.run_dir" for word in argv)
-    where = Path(_paths(argv).run_dir if is_given else _folder_of_runs(argv))
-    newest = _newest_of(where, deep=not is_given)
+    given = _given_folder(argv)
+    where = given or _folder_of_runs(argv)
+    newest = _newest_of(where, deep=given is None)
     if newest is None:
         raise TrainkitError(
             f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
@@ -140,7 +145,7 @@ def _newest_of(
 
 def _came_to_nothing(run: RunFolder) -> bool:
     """Whether the run failed before its first checkpoint and cannot be resumed."""
-    failed = (run.read_summary() or {}).get("status") == "failed"
+    failed = run.read_summary().get("status") == "failed"
     return failed and run.newest_checkpoint() is None
 
 

@@ -87,16 +87,10 @@ def show_written(
 
 def git_commit(where: str | Path = ".") -> str | None:
     """The commit of the working directory, with `+` if files were changed, or None."""
-    commit = _git(where, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return f"{commit}+" if _git(where, "status", "--porcelain", "-uno") else commit
-
-
-def _git(where: str | Path, *words: str) -> str | None:
+    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(
-            ["git", *words], cwd=where, capture_output=True, text=True, timeout=10
+            git, cwd=where, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.core.noise.advice import short
 from trainkit.core.plan.options import brief
 
 Row = tuple[str, str]
@@ -96,22 +97,13 @@ def throughput_text(
     **_: float,
 ) -> str:
     """The numbers of `throughput` in a run's summary, in words."""
-    said = [f"{three_digits(steps_per_second)} steps/s"]
+    said = [f"{short(steps_per_second)} steps/s"]
     if samples_per_second is not None:
-        said = [f"{three_digits(samples_per_second)} samples/s"]
+        said = [f"{short(samples_per_second)} samples/s"]
     if tokens_per_second is not None:
-        said.append(f"{three_digits(tokens_per_second)} tokens/s")
+        said.append(f"{short(tokens_per_second)} tokens/s")
     if padding is not None:
         said.append(f"{padding:.0%} padding")
     if waiting is not None:
         said.append(f"{waiting:.0%} of the time waiting for data")
     return ", ".join(said)
-
-
-def three_digits(number: float) -> str:
-    """A number in three digits.
-
-    >>> three_digits(1.2345), three_digits(38149.2)
-    ('1.23', '38,100')
-    """
-    return f"{float(f'{number:.3g}'):,.10f}".rstrip("0").rstrip(".")

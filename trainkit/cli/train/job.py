@@ -259,7 +259,7 @@ def _fit_and_report(
                 )
         elif trainer.is_global_zero:
             beginning.screen.open(folder.log)  # if another rank began
-            folder.write_summary(facts)
+            folder.write_json(folder.SUMMARY, facts)
             if config.report:
                 report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
