@@ -38,8 +38,7 @@ def python(path: Path, *words: str) -> int | str | None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"),
-    [("src/deep", "src.deep.mine"), ("../other", "mine")],
+    ("folder", "name"), [("src/deep", "src.deep.mine"), ("../other", "mine")]
 )
 def test_a_copy_of_a_recipe_trains_itself(
     folder: str, name: str, tmp_path: Path
@@ -73,9 +72,7 @@ def test_another_rank_gets_the_whole_command(tmp_path: Path) -> None:
     assert python(path, "train", "experiment=lines", "--cfg=job") == 0
 
 
-def test_conf_beside_the_file_is_found_from_any_folder(
-    tmp_path: Path,
-) -> None:
+def test_conf_beside_the_file_is_found_from_any_folder(tmp_path: Path) -> None:
     path = tmp_path / "project" / "mine.py"
     (path.parent / "conf" / "experiment").mkdir(parents=True)
     path.write_text(RECIPE.read_text().replace('"experiment=lines", ', ""))

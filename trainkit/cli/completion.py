@@ -21,13 +21,7 @@ from trainkit.cli.arguments import Arguments, offer
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
 from trainkit.cli.training_words import TRAININGS
-from trainkit.cli.words import (
-    CONFIG_DIR,
-    CONFIG_NAME,
-    CONFIG_PATH,
-    completed,
-    key_of,
-)
+from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, completed, key_of
 
 EPILOG = """\
 In the shell's start-up file:

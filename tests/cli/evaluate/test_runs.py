@@ -185,10 +185,7 @@ def is_refused(
         (["data.nothing=1"], "Could not override 'data.nothing'"),
         (["--trainer.devices=1"], "--trainer.devices=1. Settings have no dashes"),
         (["-m", "seed=1,2"], "key=value without dashes, received '--multirun'"),
-        (
-            ["ckpt_path=last"],
-            "The checkpoint is the first word: trainkit test",
-        ),
+        (["ckpt_path=last"], "The checkpoint is the first word: trainkit test"),
         (["other"], "after the run stand overrides of trainkit train, ke"),
         (["+model.width=6"], "checkpoints/best.ckpt does not fit this configuration"),
         (["trainer.limit_test_batches=0"], "test_dataloader: must give at least one b"),

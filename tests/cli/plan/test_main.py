@@ -95,9 +95,7 @@ def test_fit_gets_the_ranks_that_were_probed() -> None:
     assert found == [*(f"--trainer.{word}" for word in fit), *sizes]
 
 
-def test_no_key_of_the_data_is_ever_missing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) -> None:
     everything = report(capsys, *PLAN, *EPOCH, *RATE, "--noise-scale", "210")
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)

@@ -182,11 +182,7 @@ def test_each_column_has_its_chart_and_without_it_there_is_none(
             [FIRST, SECOND, THIRD],
         ),
         (["lr-Adam", "lr-Adam-1"], "Learning rate", [FIRST, SECOND]),
-        (
-            ["window/noise_scale", "size of the window"],
-            "Noise scale",
-            [FIRST, SECOND],
-        ),
+        (["window/noise_scale", "size of the window"], "Noise scale", [FIRST, SECOND]),
         (["val/acc", "train/acc"], "val/acc and train/acc", [VALIDATION, FIRST]),
         (["critic/loss_of_val"], "critic/loss_of_val", [FIRST]),
     ],

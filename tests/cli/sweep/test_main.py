@@ -62,10 +62,7 @@ def test_exit_status_1_needs_a_metric_and_json_is_all_that_standard_output_gets(
         (["--resume", "nope", "--offline"], "there is no sweep 'nope'"),
         (["--fast"], "unrecognized arguments: --fast"),
         (["--offline"], "method random never ends by itself. Give --count N"),
-        (
-            ["--offline", "--count", "1"],
-            "lr: distribution beta is drawn by W&B's server",
-        ),
+        (["--offline", "--count", "1"], "lr: distribution beta is drawn by W&B's"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -102,11 +99,7 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
         ({"optim.lr": LR}, [], "optim.lr=0.1: .* override.*Did you mean optimizer"),
         ({"lr": LR}, [], "lr=0.1: .* override .*Did you mean optimizer.lr"),
         ({"seed.x": LR}, [], "seed.x=0.1: "),
-        (
-            {"lr_scaling": {"values": ["sqrt", "cubic"]}},
-            [],
-            "Available options.*linear",
-        ),
+        ({"lr_scaling": {"values": ["sqrt", "cubic"]}}, [], "Available options.*lin"),
         ({"lr_scaling.rule": RULE}, ["lr_scaling=sqrt", REFERENCE], None),
         ({"lr_scaling.rule": RULE}, [], "lr_scaling.rule='sqrt': Could not override"),
         ({"model": MINE, "model.width": WIDTH}, ["--config-dir={own}"], None),

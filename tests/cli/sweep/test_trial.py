@@ -180,9 +180,7 @@ def overlap(axis: Axis, figure: Figure) -> bool:
 
 
 @pytest.mark.parametrize("span", [1.3, 9, 90, 400, 1e20], ids=lambda span: f"x{span:g}")
-def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
-    span: float,
-) -> None:
+def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(span: float) -> None:
     places = [0.013 * span ** (n / 3) for n in range(4)]
     trials = [drawn(n, arguments={"lr": x}, metric=[x]) for n, x in enumerate(places)]
     figure = picture_of(drawn_sweep(of=["lr"]), trials)
@@ -200,10 +198,7 @@ def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
         ([CRASHED], ["lr", "kind"]),
         # the zero in the list of `decay` is not among what was drawn
         ([drawn(1)], ["decay", "batch"]),
-        (
-            [drawn(0, metric=[math.nan]), drawn(1, metric=[math.inf])],
-            ["lr", "kind"],
-        ),
+        ([drawn(0, metric=[math.nan]), drawn(1, metric=[math.inf])], ["lr", "kind"]),
         ([drawn(0, metric=[-1.0]), drawn(1, metric=[1e9])], ["batch", "decay"]),
         ([drawn(0, arguments={})], PARAMETERS),
     ],

@@ -110,10 +110,7 @@ def test_an_inner_cut_is_summed_up_by_name(
         ({"size": 3, "pool": 4}, "4 loader batches were cut together into some of"),
         ({"size": 3, "tokens": 64}, "at most 3 rows and 64 tokens"),
         ({"found": 2}, "cut into some of at most 2, which was found"),
-        (
-            {"inside": "net"},
-            "none; inside training_step, net ran in chunks as large as",
-        ),
+        ({"inside": "net"}, "none; inside training_step, net ran in chunks as large"),
         ({"inside": "net", "found": 8}, "of at most 8, which was found"),
     ],
 )

@@ -78,11 +78,7 @@ def test_an_end_before_the_first_validation_is_named(
             "is logged by nothing, since Unvalidated has no validation",
         ),
         ("Nll", "''", "metric: must be a name or null, received ''"),
-        (
-            "Nll",
-            "val/loss",
-            "val/loss is logged by nothing; there are: val/nll. Choose",
-        ),
+        ("Nll", "val/loss", "val/loss is logged by nothing; there are: val/nll. Ch"),
     ],
 )
 def test_one_that_was_chosen_is_refused_before_the_first_step(

@@ -134,10 +134,7 @@ def test_nothing_chosen_is_the_demo() -> None:
     ],
 )
 def test_what_is_missing_is_asked_for(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert own(*words) == 2
     assert message in capsys.readouterr().err

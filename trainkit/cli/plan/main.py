@@ -19,11 +19,7 @@ from trainkit.cli.plan.report import (
 )
 from trainkit.cli.printing import say_loading
 from trainkit.cli.training_words import aside, composed
-from trainkit.cli.words import (
-    CONFIG_DIR,
-    CONFIG_NAME,
-    CONFIG_PATH,
-)
+from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.options import check_size, is_positive_number

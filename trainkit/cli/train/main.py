@@ -11,11 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainkit.cli.comparison import (
-    Comparison,
-    compared_even_if_some_fail,
-    some_failed,
-)
+from trainkit.cli.comparison import Comparison, compared_even_if_some_fail, some_failed
 from trainkit.cli.composition import LOOP
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown

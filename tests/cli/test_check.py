@@ -47,9 +47,7 @@ def test_a_training_that_is_not_ends_with_1_and_says_why_also_in_a_page(
 
 
 def test_a_module_of_the_lightning_cli(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     own = "tests.cli.ones_own"
@@ -69,14 +67,8 @@ def test_a_module_of_the_lightning_cli(
         ([], "must be followed by train or fit, .* received nothing"),
         (["experiment=digits_bn"], "received 'experiment=digits_bn'"),
         (["--rows", "train"], "argument --rows: expected one argument"),
-        (
-            ["--rows=1", "train"],
-            "--rows: must be a whole number from 2 to .* 1",
-        ),
-        (
-            ["--deep", "train"],
-            "unrecognized arguments: --deep. .* --help",
-        ),
+        (["--rows=1", "train"], "--rows: must be a whole number from 2 to .* 1"),
+        (["--deep", "train"], "unrecognized arguments: --deep. .* --help"),
         (["train", "--rows", "3"], "check --rows: must stand before the word train"),
         (["train", "model.nope=1"], "nope"),
     ],
