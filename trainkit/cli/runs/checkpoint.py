@@ -153,7 +153,12 @@ def find(verb: str, text: str) -> Place:
             f"checkpoint, received {text!r}, which does not exist.{near} For example: "
             f"trainkit {verb} outputs/MyModule/2026-01-31_12-00-00-1a2b"
         )
-    run = next((each for each in (path, *path.parents) if _is_run(each)), None)
+    around = (
+        each
+        for each in (path, *path.parents)
+        if RunFolder(each).is_of_a_run() or _config_of_fit(each)
+    )
+    run = next(around, None)
     if run is None:
         below = sorted({file.parent for file in path.rglob(RunFolder.OVERRIDES)})
         runs = "".join(f"\n  {each}" for each in below[-5:])
@@ -174,10 +179,6 @@ def find(verb: str, text: str) -> Place:
         )
     config = None if folder.is_of_a_run() else _config_of_fit(run)
     return Place(folder, config, about_checkpoint(named, folder))
-
-
-def _is_run(path: Path) -> bool:
-    return RunFolder(path).is_of_a_run() or _config_of_fit(path) is not None
 
 
 def _config_of_fit(path: Path) -> Path | None:

@@ -51,7 +51,11 @@ def collect(
         "unit": unit_of_weights(trainer),
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
-        "learning_rates": _learning_rates(trainer),
+        "learning_rates": [
+            number(group["lr"])
+            for optimizer in trainer.optimizers
+            for group in optimizer.param_groups
+        ],
         "plain_accumulation": _plain(trainer),
         "run_dir": str(folder.path),
         "checkpoint": None if checkpoint is None else str(checkpoint),
@@ -132,14 +136,6 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
         return limits
     found = found if options.is_auto else None
     return {**limits, "found": found, "inside": windows.inside.names}
-
-
-def _learning_rates(trainer: Any) -> list[float | None]:
-    return [
-        number(group["lr"])
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-    ]
 
 
 def _plain(trainer: Any) -> dict[str, float] | None:
