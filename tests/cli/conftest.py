@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra._internal.core_plugins.importlib_resources_config_source import (
-    ImportlibResourcesConfigSource,
-)
 from hydra.core.global_hydra import GlobalHydra
 
 from tests.wandb_server import WandbServer
 from trainkit.config import allow_targets
 
 allow_targets("tests")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def read_once() -> Iterator[None]:
-    """The files in trainkit's own `conf/` are parsed once: each command reads fifty."""
-    known: dict[tuple[str, str], Any] = {}
-    load = ImportlibResourcesConfigSource.load_config
-
-    def from_memory(self: Any, config_path: str) -> Any:
-        key = self.path, config_path
-        if key not in known:
-            known[key] = load(self, config_path)
-        return copy.deepcopy(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImportlibResourcesConfigSource, "load_config", from_memory)
-        yield
 
 
 @pytest.fixture(autouse=True)
