@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 # What is imported is compiled then; to compile all of it takes as long as to install it.
 INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 
+# Write bytecode in any case: many processes read what one has compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help demo side_by_side test test_environments lint bench clean
 
@@ -35,12 +38,10 @@ side_by_side: $(DEMO)  ## the same training by plain Lightning, trainkit and the
 	$(BIN)/python recipes/side_by_side.py
 
 test: $(READY)  ## run the tests, with a worker more than there are cores
-	# write bytecode in any case: many processes read what one has compiled
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-		--numprocesses auto --dist worksteal --durations 10
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 10
 
 test_environments: $(READY)  ## run the tests that install packages or start a cluster
-	$(BIN)/python -m pytest -m environments --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m environments --numprocesses 3 --dist loadfile
 
 lint: $(READY)  ## ruff, pyright, codespell, plain English
 	$(BIN)/ruff check .
