@@ -137,7 +137,7 @@ def test_a_quiet_trainer_stands_where_another_is_and_leaves_signals_alone() -> N
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 2 and not handlers:
                 handlers.append(signal.getsignal(signal.SIGTERM))
-                quiet = quiet_trainer(trainer, {}, callbacks=[])
+                quiet = quiet_trainer(trainer, callbacks=[])
                 stand_where(quiet, trainer)
                 other = Small()
                 quiet.fit(other, DataLoader(torch.ones(1, 1)))  # type: ignore[arg-type]
@@ -168,4 +168,4 @@ def test_a_quiet_trainer_has_no_callbacks_of_installed_packages(
 
     live = quick()
     assert number(live) == 1
-    assert number(quiet_trainer(live, {}, callbacks=[])) == 0
+    assert number(quiet_trainer(live, callbacks=[])) == 0

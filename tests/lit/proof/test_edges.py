@@ -124,7 +124,7 @@ def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
 
 
 class Logging(Tokens):
-    """Logs a number, a metric, and several at once."""
+    """Logs numbers, a metric, and several at once, under names of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +135,12 @@ class Logging(Tokens):
         self.mean(loss.detach())
         self.log("mean", self.mean)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"rows": len(batch["ids"]), "twice": 2 * loss.detach()})
+        self.log("later", loss.reshape(1), on_step=False, on_epoch=True)
+        self.log_dict({"rows": len(batch["ids"]), "twice": 2 * loss}, prog_bar=True)
         return loss
+
+    def log(self, name: str, *args: Any, **options: Any) -> None:
+        super().log(f"train/{name}", *args, **options)
 
 
 class Reading(Callback):
@@ -147,14 +151,18 @@ class Reading(Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         for held in (trainer.callback_metrics, trainer.logged_metrics):
-            assert held["loss_step"] * 2 == held["twice"]
-            assert held["mean"].isfinite()
+            assert held["train/loss_step"] * 2 == held["train/twice"]
+            assert held["train/mean"].isfinite()
+            assert "train/later" not in held  # until the epoch ends
+        numbers = trainer.progress_bar_metrics
+        assert {*map(type, numbers.values())} == {float}
+        assert {*numbers} == {"train/rows", "train/twice"}
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
         for each in pl_module.parameters():
-            each.grad *= trainer.callback_metrics["rows"] ** self.power
+            each.grad *= trainer.callback_metrics["train/rows"] ** self.power
 
 
 @pytest.mark.parametrize("power", [0, 1])

@@ -102,6 +102,8 @@ class Copies:
         held += [vars(each).get("_fabric") for each in module.modules()]
         held += [trainer, trainer.strategy, *trainer.loggers, compiled]
         held += [vars(module).get(name) for name in names]
+        # Which metric stands where, by identity: a copy looks again.
+        held.append(vars(module).get("_metric_attributes"))
         self._memo.update({id(each): None for each in held})
         self._memo[id(trainer.datamodule)] = trainer.datamodule
         return names

@@ -149,14 +149,12 @@ class Rehearsal:
         )
         draws.turn_off(module)
         taken = Taken(draws)
-        vars(module)["log"] = taken.logged.log
         if has_driver:
             own = self.driver.for_copy(module, strategies, options)
             callbacks += [] if own is None else [own]
         has_window = has_driver or module.automatic_optimization
         trainer = quiet_trainer(
             self.trainer,
-            taken.logged,
             callbacks=[*callbacks, _Taker(taken, loader)],
             precision="64-true" if self.dtype is torch.float64 else "32-true",
             accumulate_grad_batches=len(batches) if has_window else 1,

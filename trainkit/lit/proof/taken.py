@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from trainkit.lit.proof.draws import Draws
 
 Key = tuple[int, int, str]
-
-
-class Logged(UserDict[str, Any]):
-    """The values that a copy has logged last, for hooks that read them.
-
-    What Lightning does to add them up over batches takes longer than a small step.
-    """
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Takes the place of the module's `log`, to which its `log_dict` leads too."""
-        value = value.detach() if isinstance(value, Tensor) else value
-        self.update(dict.fromkeys((name, f"{name}_step", f"{name}_epoch"), value))
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = super().__getitem__(name)
-        return torch.as_tensor(value.compute() if isinstance(value, Metric) else value)
 
 
 @dataclass
@@ -44,7 +26,6 @@ class Taken:
         num_calls: how often optimizers stepped.
         result: what the rehearsal's last change has returned.
         losses: before each backward pass.
-        logged: by the module.
     """
 
     draws: Draws
@@ -52,7 +33,6 @@ class Taken:
     num_calls: int = 0
     result: Any = None
     losses: list[float] = field(default_factory=list)
-    logged: Logged = field(default_factory=Logged)
 
     @property
     def size(self) -> float:
