@@ -112,12 +112,14 @@ def test_other_checkpoints_serve_where_there_is_no_last() -> None:
         (["ckpt_path=last", "name=other"], "there is no run in outputs/other"),
         (["ckpt_path=last", "paths.run_dir=outputs"], r"there is no run in outputs\. "),
         (["ckpt_path=gone.ckpt"], "received 'gone.ckpt', which does not exist"),
+        (["ckpt_path=outputs/code_lm/b"], "code_lm/b', which has no checkpoint"),
         (["ckpt_path=last", "-m"], "resumes one run"),
         (["ckpt_path=auto", "-m"], "resumes one run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
     made("a", ["seed=1"], at=1)
+    made("b", ["seed=1"], at=0, checkpoints=())
     with pytest.raises(TrainkitError, match=text):
         expand(words)
 

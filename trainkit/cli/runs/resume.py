@@ -151,11 +151,14 @@ def _came_to_nothing(run: RunFolder) -> bool:
 
 def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     path = Path(wanted).expanduser().absolute()
-    path = RunFolder(path).newest_checkpoint() or path
-    if not path.exists():
+    newest = RunFolder(path).newest_checkpoint()
+    is_empty = newest is None and RunFolder(path).is_of_a_run()
+    path = newest or path
+    if is_empty or not path.exists():
+        why = "which has no checkpoint" if is_empty else "which does not exist"
         raise TrainkitError(
-            f"ckpt_path: must be a checkpoint, `last` or `auto`, received {wanted!r}, "
-            f"which does not exist. `trainkit train ckpt_path=last` resumes the "
+            f"ckpt_path: must be a checkpoint, the folder of a run, `last` or `auto`, "
+            f"received {wanted!r}, {why}. `trainkit train ckpt_path=last` resumes the "
             f"newest run."
         )
     return RunFolder.around(path), path
