@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
@@ -178,7 +177,7 @@ def quiet_trainer(live: Any, **options: Any) -> Any:
     """A Trainer beside one that trains: on its device alone, silent, without saving.
 
     It has no callbacks but those that it is given, also where installed packages add
-    theirs to each Trainer. Of what is logged it keeps the last values.
+    theirs to each Trainer.
 
     Args:
         live: the Trainer that trains.
@@ -218,42 +217,10 @@ def quiet_trainer(live: Any, **options: Any) -> Any:
             default_root_dir=live.default_root_dir,
             **options,
         )
-    trainer.fit_loop.epoch_loop._results = _last_values(package)
     signals = trainer._signal_connector
     signals.register_signal_handlers = signals.teardown = lambda: None
     trainer._data_connector.prepare_data = lambda: None  # it waits for all ranks
     return trainer
-
-
-def _last_values(package: str) -> Any:
-    """Of what training logs, the value of the last micro-batch alone.
-
-    To make, to move and to fill what adds them up takes longer than a small step.
-    """
-    connectors = f"{package}.trainer.connectors.logger_connector"
-    result = importlib.import_module(f"{connectors}.result")
-
-    class LastValues(result._ResultCollection):
-        def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-            kinds = ("prog_bar", "logger", "on_step", "on_epoch")
-            meta = result._Metadata(fx, name, **{kind: options[kind] for kind in kinds})
-            self[f"{fx}.{name}"] = _LastValue(meta, value)
-
-    return LastValues(training=True)
-
-
-class _LastValue:
-    """Has what Lightning reads of a logged value on a step."""
-
-    def __init__(self, meta: Any, value: Any) -> None:
-        self.meta, self.has_reset = meta, False
-        self.is_tensor = isinstance(value, Tensor)
-        if self.is_tensor:
-            value = value.to(torch.promote_types(value.dtype, torch.float32))
-        self._forward_cache = value if self.is_tensor else value._forward_cache
-
-    def reset(self) -> None:
-        self.has_reset = True
 
 
 def stand_where(trainer: Any, live: Any) -> None:
