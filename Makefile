@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
-# What is imported is compiled then; to compile all of it takes as long as to install it.
+# Python compiles what it imports. To compile all files takes as long as to install them.
 INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 
 # Write bytecode in any case: many processes read what one has compiled.

@@ -52,7 +52,8 @@ def words_behind(
 
 @contextmanager
 def aside(door: Door) -> Iterator[str]:
-    """Be quiet, and speak as the command does; gives a folder that is then removed."""
+    """Where a training is built but not run: Lightning gives no advice, errors speak in
+    the words of the door, and what is written goes to a folder that is then removed."""
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()

@@ -62,7 +62,8 @@ class PackCollate:
                 f"length={length!r} and lengths={lengths!r}. Leave one out."
             )
         several = lengths or [] if length is None else [length]
-        check_kind("PackCollate lengths", several, Sequence, "several, as (512, 1024)")
+        what = "several, as (512, 1024); length= takes one"
+        check_kind("PackCollate lengths", several, Sequence, what)
         for each in several:
             check_whole_number("PackCollate length", each)
         self.lengths = sorted(several)

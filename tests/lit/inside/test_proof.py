@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.core.inside.common import CLASSES, WIDTH, Net, batch
+from tests.core.inside.common import CLASSES, WIDTH, Net, batch, nt_xent
 from tests.lit.inside.common import Foreign, data, fit
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
 
@@ -60,8 +60,8 @@ def test_a_fit_says_exact_where_it_was_measured(
 class ByHand(Foreign):
     """Steps by itself, and knows nothing of windows."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(mean_of_squares)
+    def __init__(self, net: nn.Module, loss: Any) -> None:
+        super().__init__(loss)
         self.net, self.automatic_optimization = net.double(), False  # type: ignore[assignment]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
@@ -71,15 +71,19 @@ class ByHand(Foreign):
         optimizer.step()
 
 
-@pytest.mark.parametrize("net", [Net(), Counting()])
+@pytest.mark.parametrize(
+    ("net", "loss"), [(Net(), nt_xent), (Counting(), mean_of_squares)]
+)
 def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
-    net: nn.Module, capsys: pytest.CaptureFixture[str]
+    net: nn.Module, loss: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its loss is no mean over rows, so parts that step alone would be off."""
+    module = ByHand(net, loss)
     if is_off := isinstance(net, Counting):
         with pytest.warns(UserWarning, match="Chunks of rows do not give"):
-            fit(ByHand(net), OPTIONS)
+            fit(module, OPTIONS)
     else:
-        fit(ByHand(net), OPTIONS)
+        fit(module, OPTIONS)
     assert ("proof: exact on 6 of your rows" in capsys.readouterr().out) is not is_off
 
 

@@ -102,11 +102,15 @@ def test_what_is_exact_is_called_exact(
     assert report.precision == "float64"
 
 
-def labelled_here_and_there() -> DataLoader[Any]:
-    """Rows of one width, each with some columns behind its last label."""
+def labelled_here_and_there(full: int) -> DataLoader[Any]:
+    """Rows of one width, with some columns behind the last label but in the first."""
     ids = torch.arange(22 * 7).reshape(22, 7) % (zoo.VOCABULARY - 1) + 1
+
+    def ends(row: int) -> int:
+        return 7 if row < full else 3 + row % 4
+
     rows: Any = [
-        {"ids": each, "labels": each.where(torch.arange(7) < 3 + n % 4, -100)}
+        {"ids": each, "labels": each.where(torch.arange(7) < ends(n), -100)}
         for n, each in enumerate(ids)
     ]
     return DataLoader(rows, batch_size=8)
@@ -118,10 +122,12 @@ class SeesAllColumns(Tokens):
         return found + found.mean(1, keepdim=True)
 
 
-def test_a_run_that_keeps_its_width_is_checked_as_it_runs() -> None:
-    """Where labels alone tell lengths, and the model sees what stands behind them."""
+@pytest.mark.parametrize("full", [0, 8])
+def test_a_run_that_keeps_its_width_is_checked_as_it_runs(full: int) -> None:
+    """Where labels alone tell lengths, and the model sees what stands behind them, also
+    if no row of the first batch shows it."""
     how = {"strategy": PerToken(), "micro_batches": MicroBatching(size=1)}
-    report = check_quickly(SeesAllColumns(), labelled_here_and_there(), **how)
+    report = check_quickly(SeesAllColumns(), labelled_here_and_there(full), **how)
     report.assert_exact()
 
 

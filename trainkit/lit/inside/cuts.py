@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -134,7 +135,7 @@ class InsideCuts:
 
         how = self._options.documents
         rows = float(num_samples(batch, how))
-        if rows != rows:  # lists of samples do not tell: the loader does
+        if math.isnan(rows):  # lists of samples do not tell: the loader does
             rows = float(micro_batch_of(self._module.trainer.train_dataloader) or 0)
         is_flat = find_flattened(batch, how) is not None
         for cut in self.cuts:
