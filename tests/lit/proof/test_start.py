@@ -336,6 +336,12 @@ def packed() -> list[Any]:
     return wrongs.all_labels()[:6] * 4
 
 
+def starting_with_one_label() -> list[Any]:
+    rows = wrongs.all_labels()
+    short = [{name: value[:1] for name, value in row.items()} for row in rows[:4]]
+    return short + rows
+
+
 def in_one_width(rows: list[Any]) -> Any:
     """Padded on the right to 14 columns."""
     ids = torch.ones(14, dtype=torch.long)
@@ -361,6 +367,8 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
      lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
      "PerSample and PerToken look the same"),
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
+     PerSample(), "PerSample and PerToken look the same"),
+    "one label, another count": (Tokens, lambda: stream(starting_with_one_label()),
      PerSample(), "PerSample and PerToken look the same"),
     "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),
      PerToken(), "count alike, so PerSample and PerToken look the same on them; "

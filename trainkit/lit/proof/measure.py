@@ -82,7 +82,8 @@ def _unlike(
         made.append((rows.with_shorter(few), SHORTER))
     if subject.strategies and _count_alike(subject):
         made.append((rows.with_fewer_labels(few), FEWER))
-        doubt = CANNOT_TELL if made[-1][0] is not None else ""
+        may_differ = made[-1][0] is not None or rows.has_one_length  # in other batches
+        doubt = CANNOT_TELL if may_differ else ""
     for changed, off in made:
         if changed is None:
             continue
