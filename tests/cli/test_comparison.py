@@ -36,6 +36,16 @@ def test_the_best_comes_first_and_what_has_no_metric_last(tmp_path: Path) -> Non
     assert names(table(runs, maximizes=True)) == ["high", "low", "none"]
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", "1"), ("max", "2")])
+def test_a_multirun_is_ranked_by_its_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, best: str
+) -> None:
+    for name in "12":
+        made(tmp_path, name, float(name))
+    show(OmegaConf.create({"mode": mode, "hydra": {"sweep": {"dir": tmp_path}}}))
+    assert names(capsys.readouterr().out.splitlines())[0] == best
+
+
 def test_what_all_runs_share_is_no_column(tmp_path: Path) -> None:
     runs = [
         made(tmp_path, "0", 1.0, "accumulation=uniform", "name=x"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
@@ -22,7 +26,7 @@ from trainkit.config import conf_dir, register
 from trainkit.config._compat import VERSION_BASE
 from trainkit.config.build import build
 from trainkit.config.check import check_all
-from trainkit.config.conf import accumulate
+from trainkit.config.conf import TrainkitSearchPath, accumulate
 from trainkit.config.targets import TARGET, locate
 
 register()
@@ -82,6 +86,16 @@ OPEN |= {
 }
 for own in ("completions", "packed_lm"):  # they have a strategy of their own
     OPEN["model", own] = ["accumulation=none"]
+
+
+def test_the_groups_of_a_clone_that_is_not_installed_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "hydra_plugins", None)
+    monkeypatch.setattr(Singleton, "_instances", {})
+    assert not Plugins.instance().discover(SearchPathPlugin)
+    register()
+    assert Plugins.instance().discover(SearchPathPlugin) == [TrainkitSearchPath]
 
 
 @pytest.mark.parametrize("option", [o for group, o in OPTIONS if group == "trainer"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union
 
@@ -21,6 +22,11 @@ class Color(enum.Enum):
 
 class Word(str, enum.Enum):
     RED = "the red one"
+
+
+@dataclass
+class Sizes:
+    width: int = 8
 
 
 Free = TypeVar("Free")
@@ -47,6 +53,7 @@ TEXTS: list[tuple[Any, Any]] = [
     ("torch.nn.ReLU", torch.nn.Module),
     ("torch.relu", Callable),
     ("torch.float32", torch.dtype),
+    ("8", Sizes),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.sweep_file import Hyperband, SweepFile
 from trainkit.errors import TrainkitError
 
 GOOD: dict[str, Any] = {
@@ -27,12 +27,16 @@ def read(content: str, folder: Path) -> SweepFile:
 
 
 def test_a_good_file_is_taken_as_it_is(tmp_path: Path) -> None:
-    nested = {"parameters": {"lr": {"values": [1, 2]}, "eps": {"value": 1e-8}}}
+    drawn = {"values": [1, 2], "probabilities": [0.25, 0.75]}
+    nested = {"parameters": {"lr": drawn, "eps": {"value": 1e-8}}}
+    bands = {"type": "hyperband", "min_iter": 3}
     good = {**GOOD, "parameters": {**GOOD["parameters"], "optimizer": nested}}
+    good["early_terminate"] = bands
 
     sweep = read(yaml.safe_dump(good), tmp_path)
 
     assert sweep.config == good
+    assert sweep.early_terminate == Hyperband.model_validate({**bands, "eta": 3})
     assert sweep.metric_name == "val/loss"
     assert list(sweep.leaves) == ["lr", "optimizer.eps", "optimizer.lr", "seed"]
     assert list(sweep.varied) == ["lr", "optimizer.lr"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.core.split.common import DISTRIBUTIONS, NESTED, Side, X, Y, ragged, window
 from tests.helpers import deviation, gradients
-from trainkit import PerSample, PerToken, TrainkitError, Uniform
+from trainkit import PackCollate, PerSample, PerToken, TrainkitError, Uniform
 from trainkit.core.nested import describe, tensors
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
@@ -99,6 +99,13 @@ def test_at_least_halves_the_largest() -> None:
     single = ragged([50, 3, 3, 2, 2])
     cut = Cutter(MicroBatching(tokens=50), PerToken()).cut(single, at_least=3)
     assert rows_of(cut) == [[0], [1, 2], [3, 4]]  # a single row is not halved
+
+
+def test_documents_are_spread_over_micro_batches_of_a_size() -> None:
+    """Each goes where the fewest tokens are, as memory holds the largest of them."""
+    batch = PackCollate()([{"input_ids": [1] * n} for n in (9, 8, 4, 3, 3, 2)])
+    micros = Cutter(MicroBatching(size=3), PerToken()).cut(batch)
+    assert [micro.real for micro in micros] == [15, 14]
 
 
 def test_row_over_the_budget_is_alone_and_said() -> None:
