@@ -94,6 +94,63 @@ def test_it_hands_on_what_the_loader_has() -> None:
         _ = ResumableStream(Live()).batch_size
 
 
+class AsLitData:
+    """litData's loader where it is unlike others: it resumes until a pass has ended,
+    and a resumed one saves the epoch that its dataset was told before."""
+
+    __module__ = "litdata.streaming"
+
+    def __init__(self) -> None:
+        self.dataset, self.restore = self, False
+        self.current_epoch, self.told, self.row = 0, 1, 0
+        self.loaded: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.restore:
+            self.current_epoch += 1
+            self.row, self.loaded = 0, None
+        self.set_epoch(self.current_epoch)
+        begun = self.loaded or {"row": 0, "epoch": self.told}
+        self.row, epoch = begun["row"], begun["epoch"]
+        while self.row < 5:
+            self.row += 1
+            yield 10 * epoch + self.row
+        self.restore = False
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.loaded is None:
+            self.told = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        now = {"row": self.row, "epoch": self.told, "current_epoch": self.current_epoch}
+        if self.loaded is None:
+            return now
+        self.loaded.update(now)
+        return self.loaded
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.current_epoch, self.row = state["current_epoch"], state["row"]
+        self.loaded, self.restore = state, 0 < self.row < 5
+
+
+def test_litdata_resumes_twice_and_then_begins_anew() -> None:
+    """Its passes are left after their last batch, as Lightning leaves them."""
+    read: list[int] = []
+    state: Any = None
+    for number in (7, 1, 7):
+        stream = ResumableStream(AsLitData())
+        if state is not None:
+            stream.load_state_dict(state)
+        batches = iter(stream)
+        for at in range(len(read), len(read) + number):
+            if read and at % 5 == 0:
+                batches = iter(stream)
+                stream.set_epoch(at // 5)  # as Lightning counts
+            read.append(next(batches))
+        state = copy.deepcopy(stream.state_dict())
+    assert read == [10 * epoch + row for epoch in (1, 2, 3) for row in range(1, 6)]
+
+
 @pytest.mark.parametrize("part", ["sampler", "dataset"])
 def test_epoch_reaches_the_part_that_takes_it(part: str) -> None:
     owner, loader = Live(), Live()

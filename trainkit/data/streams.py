@@ -69,8 +69,10 @@ class ResumableStream:
         self._last: Any = _NOTHING
         self._before: Any = _NOTHING  # the place before the last batch,
         self._after: Any = _NOTHING  # and after it
+        self._is_loaded = False  # and nothing has been read since
         self._pass: Any = None
         self._warned: set[str] = set()
+        self._is_litdata = is_litdata(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "loader":
@@ -117,8 +119,12 @@ class ResumableStream:
         # Here and not with the first batch: what the loader draws at random must be
         # drawn before RandomState restores the generators.
         self._refuse_same_rows()
+        if self._is_litdata and not self._is_loaded:
+            # It resumes until a pass has ended, and Lightning lets none end.
+            self.loader.restore = False
         self._pass = batches = iter(self.loader)
-        self._note(_NOTHING)
+        if not self._is_loaded:
+            self._note(_NOTHING)
         return self._read(batches)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -177,13 +183,15 @@ class ResumableStream:
             )
         if epoch is not None:
             self.set_epoch(epoch)
-        self._last, self._pass = _NOTHING, None
+        self._last, self._pass, self._is_loaded = _NOTHING, None, True
         self._before = self._after = places[rank]
+        if self._is_litdata:  # whose dataset saves its own count of epochs
+            self.loader.dataset.set_epoch(places[rank]["current_epoch"])
         self.loader.load_state_dict(copy.deepcopy(places[rank]))
 
     def _note(self, batch: Any) -> None:
         """Note the loader's place; copied, since its state may be a live object."""
-        self._last, self._before = batch, self._after
+        self._last, self._before, self._is_loaded = batch, self._after, False
         self._after = copy.deepcopy(self.loader.state_dict())
 
     def _of_all_ranks(self, place: Any) -> list[Any]:
@@ -235,6 +243,12 @@ class ResumableStream:
                 f"since Lightning changes no wrapped loader. Pass the loader a "
                 f"DistributedSampler, or use ResumableLoader.",
             )
+
+
+def is_litdata(loader: Any) -> bool:
+    """Whether it is litData's loader, which resumes in a way of its own."""
+    kinds = (kind.__module__ for kind in type(loader).__mro__)
+    return any(name.startswith("litdata.") for name in kinds)
 
 
 def _refuse(option: str, rule: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +76,24 @@ KINDS: dict[str, Any] = {
     "counted": Counted,
     "hugging face": hugging_face,
 }
+
+
+def litdata(folder: Path, **options: Any) -> Any:
+    """litData's loader of rows that it has written to a folder."""
+    streaming = pytest.importorskip("litdata.streaming")
+    if not folder.exists():
+        writer = streaming.writer.BinaryWriter(str(folder), chunk_size=5)
+        for number in range(len(TRAIN)):
+            writer[number] = {"number": number}
+        writer.done()
+        writer.merge()
+    return streaming.StreamingDataLoader(
+        streaming.StreamingDataset(str(folder), shuffle=True),
+        batch_size=4,
+        collate_fn=collate,
+        generator=torch.Generator(),
+        **options,
+    )
 
 
 class Plain(DataLoader[Any]):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 
-from tests.helpers import TokenModule, trainer
+from tests.helpers import TokenModule, pad, trainer
 from tests.lit.resume.interrupting import (
+    TRAIN,
     KillAt,
     Killed,
     alone,
@@ -25,7 +26,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import Saving
-from tests.lit.resume.streaming import Plain, Read, Reading, stateful
+from tests.lit.resume.streaming import Plain, Read, Reading, litdata, stateful
 from tests.recording import told
 from trainkit import (
     AccumulationCallback,
@@ -33,6 +34,7 @@ from trainkit import (
     BatchNormGuard,
     ExactResume,
     PerToken,
+    ResumableLoader,
     ResumableStream,
     TrainkitError,
 )
@@ -121,6 +123,18 @@ def test_run_of_three_stops_equals_an_unbroken_one(
     assert differing(state_of(*whole), state_of(*found)) == []
 
 
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(("workers", "which"), [(0, 0), (0, 5), (2, 1), (2, 4)])
+def test_litdata_does_so_too(workers: int, which: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        return ResumableStream(litdata(tmp_path / "rows", num_workers=workers))
+
+    whole = run(tmp_path / "whole", make(), 2)
+    found = resumed(tmp_path / "run", make, chains()[which], window=2)
+    assert reads_on(whole, found)
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
 @pytest.mark.parametrize("kind", ["stream", "hugging face"])
 def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
@@ -186,6 +200,10 @@ def test_exact_resume_says_nothing_of_a_wrapped_stream(tmp_path: Path) -> None:
     with told("ExactResume:") as said:
         run(loader=stateful("stream"), **alone(tmp_path / "b"))
     assert any("wrap it: ResumableStream(loader)" in text for text in said)
+    alike = type("Alike", (ResumableLoader,), {"__module__": "litdata.streaming"})
+    with told("ExactResume:") as said:
+        run(loader=alike(TRAIN, 4, collate_fn=pad), **alone(tmp_path / "c"))
+    assert any("repeats the rest of this epoch in later ones" in text for text in said)
 
 
 def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> None:

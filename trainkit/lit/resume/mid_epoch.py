@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_leaves
 
-from trainkit.data.streams import ResumableStream
+from trainkit.data.streams import ResumableStream, is_litdata
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.resume._compat import (
     count_batches,
@@ -41,7 +41,8 @@ def resume(trainer: Any, pl_module: Any) -> None:
     if trainer.fit_loop.restarted_mid_epoch and trainer.is_global_zero:
         _announce_missed_hooks(trainer, pl_module)
         why = why_data_differ(trainer)
-        if why and _reads_ahead(trainer):  # Lightning says it of loaders with a length
+        # Of a loader with a length and without a state, Lightning says it.
+        if why and (_reads_ahead(trainer) or any(map(is_litdata, loaders))):
             warnings.warn(
                 f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
             )
@@ -91,6 +92,11 @@ def why_data_differ(trainer: Any) -> str:
             "the train_dataloader starts again at its first batch, since it has no "
             "load_state_dict; ResumableLoader has, and for a stream "
             "ResumableStream(loader) around torchdata's StatefulDataLoader"
+        )
+    if any(map(is_litdata, loaders)):
+        return (
+            "litData's loader repeats the rest of this epoch in later ones, since "
+            "Lightning lets no pass end; wrap it: ResumableStream(loader)"
         )
     if _reads_ahead(trainer):
         return (
