@@ -44,6 +44,7 @@ POLICIES = get_args(PolicyName)
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("melt", {}, r"policy: must be one of \['warn', .*received 'melt'"),
+    (["warn"], {}, r"policy: must be the name of one, received \['warn'\]"),
     ("sync", {}, r"Trainer\(sync_batchnorm=True\)"),
     ("renorm", {}, "take 'group_norm'"),
     ("warn", {"min_samples": 0}, "min_samples: .* whole number from 1 to .* 0"),

@@ -133,3 +133,8 @@ def test_a_folder_that_cannot_be_and_rows_that_are_not_there(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="has 1 of the 3 rows that the checkpoint"):
         _cut(logger, 3)
     assert [row["step"] for row in logger.rows()] == ["0"]
+
+
+def test_folder_that_is_none_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="save_dir: must be a folder, received 3"):
+        MetricsCSVLogger(3)  # type: ignore[arg-type]

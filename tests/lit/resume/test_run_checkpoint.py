@@ -155,6 +155,8 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
     for value in (0, -1, 1.5, True, None):
         with pytest.raises(TrainkitError, match="every_n_train_steps: must be a whole"):
             RunCheckpoint(every_n_train_steps=value)  # type: ignore[arg-type]
+    with pytest.raises(TrainkitError, match="dirpath: must be a folder, received 3"):
+        RunCheckpoint(3)  # type: ignore[arg-type]
     saver = RunCheckpoint(tmp_path, every_n_train_steps=2)
     with pytest.raises(Killed):
         fit(saver, KillAt("on_after_backward", 5))

@@ -152,10 +152,11 @@ def _came_to_nothing(run: RunFolder) -> bool:
 def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     path = Path(wanted).expanduser().absolute()
     newest = RunFolder(path).newest_checkpoint()
-    is_empty = newest is None and RunFolder(path).is_of_a_run()
     path = newest or path
-    if is_empty or not path.exists():
-        why = "which has no checkpoint" if is_empty else "which does not exist"
+    is_folder = path.is_dir() and not (path / "meta.pt").exists()  # of no sharded one
+    if is_folder or not path.exists():
+        why = "which is of no run" if is_folder else "which does not exist"
+        why = "which has no checkpoint" if RunFolder(path).is_of_a_run() else why
         raise TrainkitError(
             f"ckpt_path: must be a checkpoint, the folder of a run, `last` or `auto`, "
             f"received {wanted!r}, {why}. `trainkit train ckpt_path=last` resumes the "

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
-from trainkit.core.plan.options import check_choice, check_whole_number
+from trainkit.core.plan.options import check_choice, check_kind, check_whole_number
 from trainkit.core.tape.forward import warn_of_memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
@@ -63,6 +63,7 @@ def make_policy(policy: str, options: dict[str, Any]) -> Policy:
         TrainkitError: there is no such policy, an option is not a number as it should
             be, or it belongs to another policy.
     """
+    check_kind("BatchNormGuard policy", policy, str, "the name of one")
     if policy in ELSEWHERE:
         raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
     check_choice("BatchNormGuard policy", policy, list(POLICIES))

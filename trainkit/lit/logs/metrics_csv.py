@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import Logger
 
+from trainkit.core.plan.options import check_kind
 from trainkit.lit._compat import logged_at_batch_end, pending_metrics
 from trainkit.lit.logs.metric_file import MetricFile, Row
 from trainkit.lit.logs.rows import row_step
@@ -40,6 +41,9 @@ class MetricsCSVLogger(MetricFile, Logger):
     def __init__(
         self, save_dir: str | os.PathLike[str], *, filename: str = "metrics.csv"
     ) -> None:
+        check_kind(
+            "MetricsCSVLogger save_dir", save_dir, (str, os.PathLike), "a folder"
+        )
         Logger.__init__(self)
         MetricFile.__init__(self, Path(save_dir, filename))
 

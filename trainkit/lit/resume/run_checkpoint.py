@@ -12,7 +12,7 @@ from weakref import proxy
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import follows_validation, steps_by_metric
 from trainkit.lit.resume._compat import (
@@ -115,6 +115,8 @@ class RunCheckpoint(BetweenSteps, ModelCheckpoint):
             every_n_train_steps,
             hint="50 saves after every 50 optimizer steps.",
         )
+        kinds, what = (str, os.PathLike, type(None)), "a folder"
+        check_kind("RunCheckpoint dirpath", dirpath, kinds, what)
         super().__init__(
             None if dirpath is None else os.fspath(dirpath),
             every_n_train_steps=every_n_train_steps,

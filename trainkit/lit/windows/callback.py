@@ -270,7 +270,10 @@ class WindowCallback(WindowOwner):
         if not pl_module.automatic_optimization or self.driver is None:
             return
         if not self.driver.keeps_gradients():
-            self._drop("its gradients were zeroed before its step")
+            self._drop(
+                "its gradients were zeroed before its step (a run that is resumed "
+                "inside a window needs the accumulation that it had)"
+            )
             self.gradients_are_fresh = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
