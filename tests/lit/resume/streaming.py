@@ -96,6 +96,16 @@ def litdata(folder: Path, **options: Any) -> Any:
     )
 
 
+def grain(folder: Path, **options: Any) -> Any:
+    """Batches of Grain, in the class that the page of `trainkit.data` shows."""
+    from tests.test_readme import DATA, block_with, run
+
+    library = pytest.importorskip("grain")
+    rows = library.MapDataset.source(range(len(TRAIN))).shuffle(seed=5)
+    batches = rows.batch(4, batch_fn=lambda numbers: pad([TRAIN[n] for n in numbers]))
+    return run(block_with(DATA, "get_state"))["Grain"](batches.to_iter_dataset())
+
+
 class Plain(DataLoader[Any]):
     """torch's loader, whose state is that of its stream."""
 

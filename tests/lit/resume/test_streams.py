@@ -26,7 +26,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import Saving
-from tests.lit.resume.streaming import Plain, Read, Reading, litdata, stateful
+from tests.lit.resume.streaming import Plain, Read, Reading, grain, litdata, stateful
 from tests.recording import told
 from trainkit import (
     AccumulationCallback,
@@ -124,10 +124,15 @@ def test_run_of_three_stops_equals_an_unbroken_one(
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize(("workers", "which"), [(0, 0), (0, 5), (2, 1), (2, 4)])
-def test_litdata_does_so_too(workers: int, which: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "workers", "which"),
+    [(litdata, 0, 0), (litdata, 0, 5), (litdata, 2, 1), (litdata, 2, 4), (grain, 0, 5)],
+)
+def test_streams_of_other_libraries_do_so_too(
+    kind: Any, workers: int, which: int, tmp_path: Path
+) -> None:
     def make() -> Any:
-        return ResumableStream(litdata(tmp_path / "rows", num_workers=workers))
+        return ResumableStream(kind(tmp_path / "rows", num_workers=workers))
 
     whole = run(tmp_path / "whole", make(), 2)
     found = resumed(tmp_path / "run", make, chains()[which], window=2)
