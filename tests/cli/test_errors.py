@@ -28,6 +28,8 @@ def raises(error: BaseException) -> int:
         (TrainkitError("thing: rule."), "", 2, "trainkit: thing: rule.\n"),
         (TrainkitError("thing"), "1", 2, "Traceback "),
         (ZeroDivisionError("oh"), "", 1, "Traceback "),
+        (PermissionError(13, "No", "x"), "", 2, "trainkit: [Errno 13] No: 'x'\n"),
+        (PermissionError(13, "No"), "", 1, "Traceback "),  # it says no place
         (KeyboardInterrupt(), "", 130, ""),
     ],
 )

@@ -26,6 +26,7 @@ from trainkit.cli.words import (
 from trainkit.config.targets import instantiate
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import say, show
+from trainkit.lit.proof.report import MORE
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,14 @@ TEXTS = [
         "set --trainer.accumulate_grad_batches=1; `trainkit check fit ...` with the "
         "same words says more",
     ),
+]
+
+TEXTS += [
+    (
+        f"off by 0.2. {MORE}",
+        "off by 0.2. `trainkit check train ...` with the same words names the remedy.",
+        "off by 0.2. `trainkit check fit ...` with the same words names the remedy.",
+    )
 ]
 
 IN_PYTHON_ONLY = [

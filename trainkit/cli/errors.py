@@ -94,6 +94,8 @@ def shown(error: Exception) -> str:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether an error is a user's mistake, and not a fault of a program."""
+    if isinstance(error, PermissionError):
+        return error.filename is not None  # its text says what may not be written
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     return isinstance(error, TrainkitError) or bool(names & _MISTAKES)
 

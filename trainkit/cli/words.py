@@ -104,8 +104,9 @@ def of_this_job() -> list[str]:
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             words.append(f"{CONFIG_DIR}={source.path}")
-        elif source.provider == "main" and source.schema == "file":
-            words.append(f"{CONFIG_PATH}={source.path}")
+        elif source.provider == "main" and source.path != "trainkit.conf":
+            package = "pkg://" if source.schema == "pkg" else ""
+            words.append(f"{CONFIG_PATH}={package}{source.path}")
     words += [word for word in hydra.overrides.hydra if key_of(word) == SEARCH_PATH]
     return [*words, *hydra.overrides.task]
 

@@ -63,7 +63,7 @@ def of_another_program(root: Path) -> TrainkitError:
     return TrainkitError(
         f"{root}: trainkit train reads its own train.yaml and not this one, which "
         f"belongs to another program, so it would train something else. Keep that "
-        f"program, and add two lines to the defaults of this file: "
+        f"program, and add two lines to the defaults of this file, above experiment: "
         f"- accumulation: per_sample (or per_token) and - trainkit_callbacks. Or let "
         f"trainkit train the project: into a folder conf/ without a train.yaml, put "
         f"the groups model and data, and the values of this file as "

@@ -75,6 +75,10 @@ MODEL = f"--model={USER}.Net"
         (["fit"], r"required: fit.model\n--model takes the dotted path of a Lightning"),
         (["fit", "--model=Nope"], r"model:(.|\n)*Nope(.|\n)*--model takes the dotted"),
         (["fit", f"--model={USER}.Nope"], r"no attribute 'Nope'(.|\n)*--model takes"),
+        (
+            ["fit", MODEL, "--trainer.callbacks+=trainkit.Nope"],
+            r"(?s)\A(?!.*describes its arguments).*No trainkit attribute Nope",
+        ),
         (["fit", MODEL, "--accumulation=Nope"], "one of .*PerSample, PerToken, .*Un"),
         (["fit", MODEL, "--accumulation=nope.yaml"], r"nope\.yaml either not access"),
         (

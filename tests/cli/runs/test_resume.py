@@ -121,6 +121,7 @@ def test_other_checkpoints_serve_where_there_is_no_last() -> None:
         (["ckpt_path=gone.ckpt"], "received 'gone.ckpt', which does not exist"),
         (["ckpt_path=outputs/code_lm/b"], "code_lm/b', which has no checkpoint"),
         (["ckpt_path=outputs/code_lm/a/checkpoints"], "which is of no run"),
+        (["ckpt_path=outputs/code_lm"], "code_lm', which is of no run"),
         (["ckpt_path=last", "-m"], "resumes one run"),
         (["ckpt_path=auto", "-m"], "resumes one run"),
     ],

@@ -227,6 +227,18 @@ def test_a_root_that_is_not_built_on_trainkits_is_refused(
     assert main([*words, *MINE, *EPOCHS]) == 0  # the control
 
 
+def test_a_configuration_of_a_package_is_found_again_when_its_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "of_one" / "data").mkdir(parents=True)
+    for each in ("", "data"):
+        (tmp_path / "of_one" / each / "__init__.py").touch()
+    (tmp_path / "of_one" / "data" / "mine.yaml").write_text("_target_: ones_own.Data")
+    assert own("--config-path=pkg://of_one", MINE[0], "data=mine") == 0
+    assert own("ckpt_path=last", "trainer.max_epochs=3") == 0
+    assert summary_of(the_run(tmp_path))["steps"] == 18
+
+
 def test_another_clone_of_trainkit_is_read_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

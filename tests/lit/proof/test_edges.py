@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -18,6 +20,7 @@ from torchmetrics import MeanMetric
 import trainkit
 from tests.helpers import quiet_lightning, trainer
 from tests.lit.proof import zoo
+from tests.lit.proof.starting import fit, said, tokens
 from tests.lit.proof.test_check import SPLIT, check
 from tests.lit.proof.zoo import (
     Noisy,
@@ -342,3 +345,34 @@ def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
     subject: Any = SimpleNamespace(module=SimpleNamespace(accumulate=None))
     alone: Any = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
     assert "they are as 2, 1, 0" in unknown(subject, alone).text
+
+
+def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cut = MicroBatching(tokens=40, collate=zoo.padded)
+    with pytest.raises(TrainkitError, match="a budget of tokens needs the rows' len"):
+        fit(Tokens(), tokens(collate=list), PerToken(), cut)
+    assert said(capsys).startswith("not measured: MicroBatching tokens=40: a budget")
+
+
+@pytest.mark.parametrize(
+    ("hook", "verdict"),
+    [
+        ("on_train_batch_start", "exact on "),
+        ("on_train_batch_end", "exact on "),
+        ("on_before_optimizer_step", "not measured: "),  # it may change gradients
+    ],
+)
+def test_a_checkpoint_with_hooks_of_its_own_does_not_run_in_a_rehearsal(
+    hook: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def own(self: Any, trainer: Any, *more: Any) -> None:
+        getattr(ModelCheckpoint, hook)(self, trainer, *more)
+        self.heard.add(trainer)
+
+    kind = type("Saving", (ModelCheckpoint,), {hook: own, "heard": set()})
+    saving = kind(tmp_path, every_n_train_steps=1)
+    fit(Tokens(), tokens(), PerToken(), callbacks=(saving,), enable_checkpointing=True)
+    assert len(saving.heard) == 1
+    assert said(capsys).startswith(verdict)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.helpers import (
@@ -84,6 +85,21 @@ def test_it_is_written_at_clean_moments(
     fit(saver, accumulate=accumulate)
     assert saver.written == written
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_lightning_says_nothing_at_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would say which kind of checkpoint it has chosen, where nobody says one."""
+    kinds, save = [], Trainer.save_checkpoint
+
+    def heard(self: Trainer, path: Any, weights_only: Any = None, **how: Any) -> None:
+        kinds.append(weights_only)
+        save(self, path, weights_only, **how)
+
+    monkeypatch.setattr(Trainer, "save_checkpoint", heard)
+    fit(Steps(tmp_path), max_epochs=1)
+    assert kinds == [False]
 
 
 def test_it_waits_for_a_validation(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ class TrainkitParser(LightningArgumentParser):
             return []
         key = re.search(r'Parser key "([\w.]+)"', message)
         path = re.search(r"given class_path '([\w.]+)'", message)
-        if key and path and not re.search("No module named|no attribute", message):
+        is_absent = re.search(r"No module named|[Nn]o [\w. ]*attribute", message)
+        if key and path and not is_absent:
             return [f"--{key[1]}.help={path[1]} describes its arguments."]
         return [
             hint

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
         except (OSError, RecursionError, ValueError) as error:
-            if is_mistake(error) or _is_of_a_job(error):
+            of_hydra = isinstance(error, PermissionError)  # it makes the run's folder
+            if is_mistake(error) and not of_hydra or _is_of_a_job(error):
                 raise
             if some_failed():  # Optuna raises if every trial failed
                 return 1

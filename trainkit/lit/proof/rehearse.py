@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from trainkit.core._compat import alone_among_ranks
@@ -229,7 +230,9 @@ def may_change_steps(callback: Any) -> bool:
     kind = type(callback).__module__
     if kind.startswith((*LIGHTNINGS, "trainkit.")):
         return False
-    return any(has_own(callback, hook) for hook in OF_A_STEP)
+    # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing.
+    hooks = OF_A_STEP[2:] if isinstance(callback, Checkpoint) else OF_A_STEP
+    return any(has_own(callback, hook) for hook in hooks)
 
 
 def _matters(callback: Any, *, has_driver: bool) -> bool:

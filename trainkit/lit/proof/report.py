@@ -19,10 +19,7 @@ LABELS = {
 }
 """Kinds of causes that need more words."""
 
-MORE = (
-    "trainkit.check(module, data) names the remedy, and so does `trainkit check`, "
-    "before the words of your command."
-)
+MORE = "trainkit.check(module, data) names the remedy."
 
 
 @dataclass(frozen=True)

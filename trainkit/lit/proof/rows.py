@@ -101,6 +101,9 @@ class FewRows:
             pads = pads and all(full)
         self.varies, self._narrows = pads, pads or not self.collates and bool(options)
         self.can_widen = self._narrows and is_cut
+        if options is not None and yields_samples:  # what the run refuses to cut
+            cutter, few = Cutter(options, self._strategy), [*samples]
+            cutter.parts(few, cutter.measure(few), Limit(tokens=options.tokens))
         alike = all(len(set(g.lengths)) == 1 for g in self._groups)
         self.has_one_length = bool(is_stream and pads and self._groups and alike)
 

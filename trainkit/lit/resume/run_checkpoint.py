@@ -192,7 +192,7 @@ def save_atomically(trainer: Any, path: Path) -> None:
     another file system, moving is copying, and a killed process leaves a part of it.
     """
     part = path.with_name(path.name + ".part")
-    trainer.save_checkpoint(part)
+    trainer.save_checkpoint(part, weights_only=False)
     if trainer.is_global_zero:
         if not part.exists():
             raise TrainkitError(
