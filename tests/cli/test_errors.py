@@ -7,10 +7,17 @@ import pickle
 import signal
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
-from trainkit.cli.errors import Interrupted, TrainingFailed, guarded, remember_ctrl_c
+from trainkit.cli.errors import (
+    Interrupted,
+    TrainingFailed,
+    guarded,
+    readable,
+    remember_ctrl_c,
+)
 from trainkit.cli.main import COMMANDS, main
 from trainkit.errors import TRACEBACK, TrainkitError
 
@@ -69,6 +76,20 @@ def test_a_failed_training_is_1(
     assert raises(failed) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("hydra/launcher/ray_aws", "[ray]"),
+        ("hydra/sweeper/optuna", "[optuna]"),
+        ("hydra/launcher/rai", ""),
+        ("model/ray", ""),
+    ],
+)
+def test_a_plugin_of_hydras_comes_with_an_extra(name: str, extra: str) -> None:
+    error = HydraException(f"In 'hydra/config': Could not find '{name}'\n\nAvailable")
+    assert readable(error).endswith(f"lightning-trainkit{extra}" if extra else "able")
 
 
 def test_a_signal_ends_the_process() -> None:

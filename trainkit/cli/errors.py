@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -18,6 +19,10 @@ _MISTAKES = {
     "yaml.error.YAMLError",
     "lightning.fabric.utilities.exceptions.MisconfigurationException",
 }
+
+
+EXTRAS = ("joblib", "submitit", "ray", "optuna")
+"""Extras of trainkit that bring a launcher or a sweeper of Hydra."""
 
 
 class TrainingFailed(Exception):
@@ -120,6 +125,9 @@ def readable(error: BaseException) -> str:
             node = getattr(cause, "parent_node", None) or node
             path = getattr(cause, "full_key", None) or path
         cause = cause.__cause__
+    plugin = re.search(r"Could not find 'hydra/\w+/(\w+?)(_|')", "\n".join(lines))
+    if plugin is not None and plugin[1] in EXTRAS:
+        lines.append(f"It comes with an extra: lightning-trainkit[{plugin[1]}]")
     if "Missing mandatory value" in lines[0]:
         lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
     elif isinstance(node, MutableMapping) and key not in node:

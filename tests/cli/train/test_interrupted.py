@@ -91,7 +91,10 @@ def test_it_ends_as_if_nothing_had_happened(
     killed = run_apart(tmp_path, *RUN, killer)
     assert killed.returncode == status, killed.stderr
     run = the_run(tmp_path)
-    resumed = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    last = run / "checkpoints" / "last.ckpt"
+    resumed, saved = f"ckpt_path={last}", last.read_bytes()
+    run_here(tmp_path, *RUN, f"paths.run_dir={run}", status=2)  # it is not replaced
+    assert last.read_bytes() == saved
     line = killed.stdout.partition("to resume: ")[2].rstrip("\n")
     if status > 0:
         assert summary_of(run)["status"] == "interrupted"

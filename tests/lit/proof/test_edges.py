@@ -371,7 +371,7 @@ def test_a_checkpoint_with_hooks_of_its_own_does_not_run_in_a_rehearsal(
         getattr(ModelCheckpoint, hook)(self, trainer, *more)
         self.heard.add(trainer)
 
-    kind = type("Saving", (ModelCheckpoint,), {hook: own, "heard": set()})
+    kind: Any = type("Saving", (ModelCheckpoint,), {hook: own, "heard": set()})
     saving = kind(tmp_path, every_n_train_steps=1)
     fit(Tokens(), tokens(), PerToken(), callbacks=(saving,), enable_checkpointing=True)
     assert len(saving.heard) == 1

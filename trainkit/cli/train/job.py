@@ -137,6 +137,8 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     _quieten()
     refuse_other_root(config)
     folder = RunFolder(config.paths.run_dir)
+    if config.ckpt_path is None:
+        _refuse_to_replace(folder)
     overrides = of_this_job()
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
@@ -187,6 +189,17 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     value = monitors.value(metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if value is None or math.isnan(value) else value
+
+
+def _refuse_to_replace(folder: RunFolder) -> None:
+    """Refuse to begin anew where a run can be resumed: its checkpoint would be lost."""
+    is_over = folder.read_summary().get("status") == "finished"
+    if folder.is_of_a_run() and folder.newest_checkpoint() and not is_over:
+        raise TrainkitError(
+            f"paths.run_dir: {folder.path} has a run that did not finish, and a new "
+            f"one would replace its checkpoint. ckpt_path=auto resumes it. To begin "
+            f"anew, name another folder, or remove this one."
+        )
 
 
 def _keep_noise_scale(config: DictConfig, words: list[str], trainer: Any) -> None:
