@@ -265,6 +265,20 @@ def test_an_end_without_a_checkpoint_says_so(
     assert not list(Path().rglob("*.ckpt"))
 
 
+def test_a_checkpoint_from_before_a_second_ctrl_c_is_named(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    stopped_at(monkeypatch, 11, signal.SIGINT, signal.SIGINT)  # in the second epoch
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert fit() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    (saved,) = Path().absolute().rglob("*.ckpt")
+    said = capsys.readouterr().out
+    assert said.endswith(f"| stopped by SIGINT; saved earlier: {saved}\n")
+
+
 def test_an_interrupted_validation_has_nothing_to_save(
     monkeypatch: Any, capsys: Any
 ) -> None:

@@ -135,5 +135,8 @@ def _say_how_to_resume(trainer: Any, argv: list[str]) -> None:
         line = to_paste([*argv, f"--ckpt_path={stop.checkpoint_path}"])
         how = f"; to resume{stop.caveat}: {line}"
     elif trainer.state.fn == "fit":
-        how = "; nothing was saved"
+        savers = trainer.checkpoint_callbacks
+        earlier = [getattr(each, "best_model_path", "") for each in savers]
+        saved = next(filter(None, earlier), None)
+        how = f"; saved earlier: {saved}" if saved else "; nothing was saved"
     print(f"trainkit | stopped by {stop.stopped_by.name}{how}", flush=True)
