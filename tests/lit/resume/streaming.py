@@ -29,11 +29,11 @@ class Stream(IterableDataset[Any]):
 
     def __init__(self) -> None:
         self.row, self.goes_on = 0, False
-        self.rows = len(TRAIN)
+        self.rows, self.first = len(TRAIN), 0
 
     def __iter__(self) -> Any:
         worker = get_worker_info()
-        share = TRAIN[: self.rows]
+        share = TRAIN[self.first : self.rows]
         if worker is not None:
             share = share[worker.id :: worker.num_workers]
         self.row, self.goes_on = self.row if self.goes_on else 0, False

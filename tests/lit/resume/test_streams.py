@@ -13,7 +13,15 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 
-from tests.helpers import TokenModule, pad, trainer
+from tests.helpers import (
+    TOLERANCE,
+    TokenModule,
+    pad,
+    raise_rank_errors,
+    run_ranks,
+    start_gloo,
+    trainer,
+)
 from tests.lit.resume.interrupting import (
     TRAIN,
     KillAt,
@@ -33,6 +41,7 @@ from trainkit import (
     AccumulationMixin,
     BatchNormGuard,
     ExactResume,
+    MicroBatching,
     PerToken,
     ResumableLoader,
     ResumableStream,
@@ -149,6 +158,45 @@ def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
     found = resumed(tmp_path / "run", lambda: stateful(kind), kills)
     assert not reads_on(whole, found) or len(found[0].read) == 11
     assert differing(state_of(*whole), state_of(*found)) != []
+
+
+def _on_two_ranks(rank: int, size: int, folder: str) -> list[Any]:
+    """Each rank has its own stream, and is stopped inside a window or a pool of two."""
+    start_gloo()
+    found: list[Any] = []
+    for cut in (None, MicroBatching(tokens=12, pool=2)):
+        window = 2 if cut is None else 1
+
+        def make() -> Any:
+            stream = stateful("stream")
+            stream.dataset.first = rank
+            return ResumableStream(stream)
+
+        how: dict[str, Any] = {
+            "without": ["AccumulationCallback"],
+            "others": [AccumulationCallback(PerToken(), micro_batching=cut)],
+            "strategy": "ddp",
+            "devices": size,
+        }
+        path = Path(folder, str(window))
+        whole = run(path / "whole", make(), window, **how)
+        kill = KillAt("on_train_batch_start", 5)
+        again = resumed(path / "run", make, [kill], window=window, **how)
+        away = [
+            (a - b).abs().max().item()
+            for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True)
+        ]
+        found.append((reads_on(whole, again), max(away), whole[0].read))
+    return found
+
+
+def test_each_rank_resumes_its_stream_inside_windows_and_pools(tmp_path: Path) -> None:
+    ranks = raise_rank_errors(run_ranks(_on_two_ranks, 2, str(tmp_path)))
+    for first, second in zip(*ranks, strict=True):
+        assert first[0]
+        assert second[0]
+        assert first[2] != second[2]  # the control: streams of their own
+        assert max(first[1], second[1]) <= TOLERANCE[torch.float64]
 
 
 # ---- who says which batch was trained on ---------------------------------------------

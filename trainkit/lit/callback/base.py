@@ -40,6 +40,12 @@ def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
     )
 
 
+ZEROED = (
+    "its gradients were zeroed before its step (a run that is resumed inside a window "
+    "needs the accumulation that it had)"
+)
+
+
 def say_dropped(held: int, why: str) -> None:
     warnings.warn(
         f"accumulation: an open window of {held} micro-batch{'es' * (held != 1)} was "

@@ -21,6 +21,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
+    ZEROED,
     OrderedCallback,
     WindowOwner,
     is_rehearsal,
@@ -248,7 +249,7 @@ class Split:
         if is_complete or num_cuts(self._trainer, self._options) == 1:
             held = self._accumulator.drop()
             if self._ranks.index == 0:
-                say_dropped(held, "its gradients were zeroed before its step")
+                say_dropped(held, ZEROED)
 
     def _attempt(
         self, batch: Any, args: Any, kwargs: Any, is_forward_only: bool

@@ -19,7 +19,7 @@ from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
-from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
+from trainkit.lit.callback.base import ZEROED, Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.inside.cuts import InsideCuts
@@ -270,10 +270,7 @@ class WindowCallback(WindowOwner):
         if not pl_module.automatic_optimization or self.driver is None:
             return
         if not self.driver.keeps_gradients():
-            self._drop(
-                "its gradients were zeroed before its step (a run that is resumed "
-                "inside a window needs the accumulation that it had)"
-            )
+            self._drop(ZEROED)
             self.gradients_are_fresh = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
