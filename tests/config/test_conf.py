@@ -279,8 +279,9 @@ def test_every_option_becomes_objects(
             build(config)
         return
     training = build(config)
-    callbacks: Any = training.trainer.callbacks  # type: ignore[attr-defined]
-    made = {type(callback).__name__ for callback in callbacks}
+    trainer: Any = training.trainer
+    assert len(trainer.loggers) == len(config.logger or ())
+    made = {type(callback).__name__ for callback in trainer.callbacks}
     expected = {
         "batchnorm": "BatchNormGuard",
         "lr_scaling": "LRScaling",

@@ -96,11 +96,14 @@ def test_lengths(batch: Any, strategy: Any, options: Any, found: list[int]) -> N
     assert columns(cut(batch, strategy, **options)) == found
 
 
-def test_several_masks_are_trimmed_each_by_its_own() -> None:
+@pytest.mark.parametrize("strategy", [Uniform(), PerToken("decoder.m")])
+def test_several_masks_are_trimmed_each_by_its_own(strategy: Any) -> None:
+    """One of them may be the strategy's labels."""
     encoder, decoder = mask_of([9, 3, 9, 2]), mask_of([2, 7, 2, 6])
-    batch = {"ids": encoder, "mask": encoder, "decoder": {"ids": decoder, "m": decoder}}
+    tells = 100 * (decoder - 1) if isinstance(strategy, PerToken) else decoder
+    batch = {"ids": encoder, "mask": encoder, "decoder": {"ids": decoder, "m": tells}}
     options = MicroBatching(tokens=22, overhead=3, lengths=("mask", "decoder.m"))
-    first, second = Cutter(options, Uniform()).cut(batch)
+    first, second = Cutter(options, strategy).cut(batch)
     assert (first.rows, first.padded, first.real) == ([0, 2], 22, 22)
     assert (second.rows, second.padded, second.real) == ([1, 3], 20, 18)
     assert first.batch["ids"].shape == (2, 9)

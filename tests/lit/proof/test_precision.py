@@ -13,6 +13,7 @@ from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.test_check import check_quickly as check
 from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
 from trainkit import PerSample, PerToken
+from trainkit.lit.proof import rehearse
 
 PRECISIONS = ["bf16-mixed", "bf16-true", "16-true"]
 
@@ -83,3 +84,12 @@ def test_what_knows_no_float64_is_measured_in_float32() -> None:
     assert 1e-9 < report.deviation < 1e-5
     module = OnlyIn(torch.float32)
     assert not check(module, token_loader(), strategy=PerSample()).exact
+
+
+def test_a_copy_in_float64_takes_at_most_a_gibibyte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 8 * rehearse.MOST_WIDE == 2**30
+    monkeypatch.setattr(rehearse, "MOST_WIDE", 100)
+    report = check(Tokens(), token_loader(), strategy=PerToken())
+    assert (report.exact, report.precision) == (True, "float32")

@@ -89,14 +89,15 @@ def check(
         strategy = _option(strategy, "accumulation", "strategy", *of)
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)
         measure = _Check(trainer, strategy, options, rows)
-        fit_aside(
-            trainer,
-            _copied(module, trainer),
-            _as_loader(data),
-            measure,
-            # A module that optimizes by itself is refused otherwise.
-            prepare=lambda: setattr(trainer, "accumulate_grad_batches", 1),
-        )
+        with measure.after_fit:
+            fit_aside(
+                trainer,
+                _copied(module, trainer),
+                _as_loader(data),
+                measure,
+                # A module that optimizes by itself is refused otherwise.
+                prepare=lambda: setattr(trainer, "accumulate_grad_batches", 1),
+            )
     if measure.report is None:
         raise TrainkitError(
             "check: the Trainer ran no batch. Look for limit_train_batches=0 or an "
@@ -178,26 +179,17 @@ class _Check(Callback):
         self._strategies = {} if strategy is None else dict(named_strategies(strategy))
         refuse_said_terms(self._strategies)
         self._options, self._most = options, most
-        self._stack = ExitStack()
+        self.after_fit = ExitStack()
         self.report: Report | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         def first(batch: Any) -> Any:
-            self._stack.close()
             measure = lambda: self._measured(trainer, pl_module, batch)  # noqa: E731
             self.report = _of_all_ranks(trainer, measure)
             raise leaves_fit(trainer)
 
         own = replaced(trainer.precision_plugin, convert_input=first)
-        self._stack.enter_context(own)
-
-    def on_exception(
-        self, trainer: Any, pl_module: Any, exception: BaseException
-    ) -> None:
-        self._stack.close()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._stack.close()
+        self.after_fit.enter_context(own)
 
     # ---- what is measured ------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from trainkit.lit.proof.verdict import NotMeasured
 from trainkit.lit.quiet import LIGHTNINGS, logged_from
 
 MOST_WIDE = 2**27
-"""With more parameters, none are copied to float64."""
+"""With more parameters, none are copied to float64, which takes 1 GiB of these."""
 
 NOT_AGAIN = (
     "prepare_data", "setup", "configure_model", "on_fit_start", "on_train_start",
