@@ -125,6 +125,23 @@ class OverDocuments(Net):
         return super().loss(logits, labels) + logits.std()
 
 
+class Turning(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor) -> Any:
+        return x * cos + x.roll(1, -1) * sin
+
+
+class MaskedIfSeveral(OverDocuments):
+    """A layer gets no mask where one document is alone, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__(Turning())
+
+    def mixed(self, states: Tensor, batch: Any) -> Tensor:
+        places = batch["position_ids"][..., None] / 9.0
+        mask = None if int((places == 0).sum()) == 1 else places == 0
+        return self.body(states, mask, places.cos(), places.sin())
+
+
 def with_first_labels(rows: list[Any]) -> Any:
     batch = PackCollate()(rows)
     return {**batch, "labels": batch["input_ids"]}
@@ -148,6 +165,7 @@ MIXED: dict[str, tuple[Callable[[], Any], Any, str, str]] = {
     "a label across a bound": (Attending, with_first_labels, "training_step",
      "labels[start] = -100"),
     "a loss over documents": (OverDocuments, None, "training_step", "mean over"),
+    "such a loss, and a mask": (MaskedIfSeveral, None, "training_step", "mean over"),
 }  # fmt: skip
 APART: dict[str, tuple[Callable[[], Any], Any]] = {
     "attention": (Attending, None),
@@ -310,5 +328,5 @@ def test_texts_that_nothing_tells_apart_are_not_called_exact(
 
 def test_the_inner_cut_refuses_one_row_of_documents() -> None:
     cut = MicroBatching(size=2, inside="body")
-    with pytest.raises(TrainkitError, match="one row of 8 documents. Cut between"):
+    with pytest.raises(TrainkitError, match="8 documents, which none of its arg"):
         fit(Attending(nn.Linear(WIDTH, WIDTH)), loader(), PerToken(), cut)

@@ -97,10 +97,9 @@ class Call:
         return leaves
 
     def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
-        arguments, by_length = self._arguments, self._arguments.by_length
+        arguments = self._arguments
         joined = Joined(self._plan, arguments, self.name)
-        sizes = self._moment.sizes
-        self.chunks = by_length.chunks if by_length else sizes.cut(arguments.rows)
+        self.chunks = arguments.chunks(self._moment.sizes)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
         for number, chunk in enumerate(self.chunks):
@@ -231,7 +230,7 @@ class Call:
         if not states.are(self._ended) or not self._halves():
             return False
         self._first = None
-        self.chunks = self._moment.sizes.cut(self._arguments.rows)
+        self.chunks = self._arguments.chunks(self._moment.sizes)
         for chunk in self.chunks:
             chunk.states = states
         return True
@@ -252,7 +251,7 @@ class Call:
                     f"and none in others. Name a module within it, or around it."
                 )
             if joint.dim is not None and gradient is not None:
-                gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
+                gradient = joint.part(gradient, chunk)
             elif chunk.stop < self._arguments.rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
@@ -278,5 +277,4 @@ class Call:
                 wide = value.dtype in HALF and not is_cut
                 dtype = torch.float32 if wide else value.dtype
                 found[index] = torch.zeros_like(value, dtype=dtype)
-            padded = self._arguments.padded[index]
-            chunk.part(found[index], 0 if is_cut else None, 1, padded).add_(leaf.grad)
+            self._arguments.part(found[index], index, chunk).add_(leaf.grad)

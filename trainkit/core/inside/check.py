@@ -42,7 +42,7 @@ from trainkit.core.inside.outputs import (
     with_columns,
 )
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
-from trainkit.core.inside.rows import ByLength, Chunk
+from trainkit.core.inside.rows import Arguments, ByLength, Chunk
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
@@ -134,24 +134,24 @@ class Trial:
         yield
         self.has_drawn = not self.begun.are(States(self.arguments.devices))
 
-    def _given(self, rows: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
-        """The values of some rows, and those of them that train."""
-        given = self.arguments.taken(rows)
+    def _given(self, rows: Sequence[int]) -> tuple[Arguments, list[Tensor]]:
+        """The arguments with some rows, and those of their values that train."""
+        few = self.arguments.few(rows)
+        given = few.values
         for index, value in enumerate(self.arguments.values):
             if isinstance(value, Tensor) and value.requires_grad:
                 given[index] = given[index].detach().requires_grad_()
-        return given, [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+        return few, [x for x in given if isinstance(x, Tensor) and x.requires_grad]
 
     # ---- outputs ---------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
-        rows, by_length = self.arguments.rows, self.arguments.by_length
-        sizes = self.sizes
+        arguments, sizes = self.arguments, self.sizes
+        rows, by_length = arguments.rows, arguments.by_length
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
-        chunks = by_length.chunks if by_length else sizes.cut(rows)
-        size = sizes.cut(rows)[0].stop
+        chunks, size = arguments.chunks(sizes), sizes.cut(rows)[0].stop
         if self.has_graph:
             # First, or a cache is made without a graph.
             self.refuse_what_is_left(range(min(size, 2)))
@@ -159,9 +159,12 @@ class Trial:
         is_full = sizes.is_auto or size == rows
         number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
         groups = _groups(rows, number)
-        picked = groups[0]
-        some, others = self.run(picked), self.run(range(size))
-        plan = plan_of(self.paths, some, others, len(picked), size)
+        picked, beside = groups[0], [*range(size)]
+        counts = arguments.counts(picked)
+        if arguments.counts(beside)[0] == counts[0]:
+            beside = [*picked, next(row for row in range(rows) if row not in picked)]
+        some, others = self.run(picked), self.run(beside)
+        plan = plan_of(self.paths, some, others, counts, arguments.counts(beside))
         trimmed = [
             chunk
             for chunk in chunks
@@ -172,11 +175,11 @@ class Trial:
             few = replace(trimmed[-1], stop=min(first + 2, stop))
             plan = with_columns(plan, self.run(range(first, few.stop)), self.run(few))
         if self.has_drawn and not self._can_evaluate(picked, plan):
-            if trimmed:
+            if trimmed or arguments.by:
+                what = "the columns that are padding" if trimmed else "another"
                 raise Unfit(
-                    "it draws random numbers in evaluation mode too, so that it cannot "
-                    "be seen whether a row depends on the columns that are padding. "
-                    "Cut by size= alone"
+                    f"it draws random numbers in evaluation mode too, so that it "
+                    f"cannot be seen whether a row depends on {what}"
                 )
             return plan
         most = size if sizes.is_auto else max(size, 2)
@@ -228,7 +231,8 @@ class Trial:
             for index, joint in enumerate(plan):
                 if joint.dim is None:
                     continue
-                own, value = rows_of(joined.values[index], joint, rows), found[index]
+                places = self.arguments.places(rows, joint.unit)
+                own, value = rows_of(joined.values[index], joint, places), found[index]
                 if by_length and joint.padded:
                     marks = _marks(own, by_length, joint, rows)
                     own, value = own * marks, value * marks
@@ -252,7 +256,7 @@ class Trial:
     def refuse_what_is_left(self, rows: Sequence[int]) -> None:
         """Refuse a graph that outlives the outputs: the loss may depend on it, or the
         next chunk, which has none."""
-        module, (given, leaves) = self.cut.module, self._given(rows)
+        module, (few, leaves) = self.cut.module, self._given(rows)
         held: list[weakref.ref[Any]] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -265,7 +269,7 @@ class Trial:
         with torch.enable_grad(), self._shadows.in_place(), self._again():
             try:
                 with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    paths, outputs = self.cut.run(self.arguments, given)[:2]
+                    paths, outputs = self.cut.run(few, few.values)[:2]
             except RuntimeError as error:
                 # Functions of torch.func refuse what is added to a graph.
                 words = "saved tensor hooks", "functorch"
@@ -283,7 +287,7 @@ class Trial:
         foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
         pairs = zip(paths, outputs, strict=True)
         others = [each for each in pairs if not isinstance(each[1], Tensor)]
-        del pairs, outputs, strangers, known, given, leaves
+        del pairs, outputs, strangers, known, few, leaves
         if _are_alive(foreign):
             raise Unfit(
                 "its output depends on a tensor that trains, and is neither a "
@@ -322,19 +326,20 @@ class Trial:
         return all(found)
 
     def _is_mixed(self, plan: Plan, rows: Sequence[int]) -> bool:
-        arguments, shadows, num = self.arguments, self._shadows, len(rows)
-        given, leaves = self._given(rows)
+        shadows, num = self._shadows, len(rows)
+        few, leaves = self._given(rows)
         if num < 2 or not (shadows.own or leaves):
             return False
         shadows.clear()
         sizes: list[float] = []
         for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
             with torch.enable_grad(), shadows.in_place(), self._again():
-                part = arguments.of(Chunk(start, stop), given)
+                part = few.of(few.chunk(start, stop), few.values)
+                first = few.counts(range(start))
                 with without_hooks():
-                    found = self.cut.run(arguments, part)[1]
+                    found = self.cut.run(few, part)[1]
                 pulled = [
-                    (each, sign * direction_of(each, joint, start))
+                    (each, sign * direction_of(each, joint, first[joint.unit]))
                     for each, joint in zip(found, plan, strict=True)
                     if isinstance(each, Tensor) and each.requires_grad
                     # What has no rows has one gradient, of any of them.
@@ -342,10 +347,10 @@ class Trial:
                 ]
                 if not pulled:
                     return False
-                before = States(arguments.devices)
+                before = States(few.devices)
                 outputs, given_to = (list(each) for each in zip(*pulled, strict=True))
                 torch.autograd.backward(outputs, given_to)
-                if not before.are(States(arguments.devices)):
+                if not before.are(States(few.devices)):
                     return False  # what draws cannot be compared
             gradients = [*shadows.gradients(), *[each.grad for each in leaves]]
             norms = [float(x.double().norm()) for x in gradients if x is not None]

@@ -108,7 +108,8 @@ class Cut(Replaced):
         and what builds an output of them.
 
         Models of transformers return a cache of keys in training too, where nothing
-        reads it, and its rows cannot be joined: so that is turned off meanwhile.
+        reads it, and its rows cannot be joined: so that is turned off meanwhile. Not
+        for documents of one row, which see each other with one: that is refused.
 
         Args:
             arguments: of a call.
@@ -117,7 +118,7 @@ class Cut(Replaced):
             chunk: that runs.
         """
         config: Any = getattr(self.module, "config", None)
-        caches = getattr(config, "use_cache", False) is True
+        caches = getattr(config, "use_cache", False) is True and not arguments.by
         try:
             if caches:
                 config.use_cache = False

@@ -12,10 +12,11 @@ from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
 from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut, nothing_around
+from trainkit.core.inside.documents import ByDocuments
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
-from trainkit.core.inside.rows import Signature, Sizes
+from trainkit.core.inside.rows import Arguments, Signature, Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
@@ -33,6 +34,8 @@ class ChunkedForward(Cut):
         sizes: how large a chunk may be.
         shared: paths of the arguments that every chunk gets whole.
         by_tokens: cuts by the lengths of rows.
+        documents: the argument that tells documents of one row apart; `"auto"` looks
+            for it, `"off"` for none.
 
     Attributes:
         is_copy: whether it came with a copy of its module, which may be cut anew.
@@ -45,6 +48,7 @@ class ChunkedForward(Cut):
         sizes: Sizes,
         shared: Path | Sequence[Path] = (),
         by_tokens: ByTokens | None = None,
+        documents: str = "auto",
     ) -> None:
         copied = vars(module).get("forward")
         if isinstance(copied, ChunkedForward) and copied.is_copy:
@@ -52,6 +56,7 @@ class ChunkedForward(Cut):
         super().__init__(module, name, sizes)
         self.is_copy = False
         self.by_tokens = by_tokens
+        self._by_documents = ByDocuments(documents, name, by_tokens)
         several = shared if isinstance(shared, tuple | list) else [shared]
         paths = [str(path) for path in several]
         self._signature = Signature(self.original, paths, name)
@@ -76,26 +81,31 @@ class ChunkedForward(Cut):
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
-        arguments, sizes = self._signature.read(args, kwargs), self.sizes
+        arguments, sizes = self._read(args, kwargs), self.sizes
         self.note_call(arguments.rows)
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
         self.was_cut = True
-        if self.by_tokens is not None:
-            arguments = self.by_tokens.sort(arguments, self.name)
+        by_tokens = None if arguments.by else self.by_tokens
+        if by_tokens is not None:
+            arguments = by_tokens.sort(arguments, self.name)
         moment = Moment(self, arguments)
         plan, is_checked = self._find(moment)
         call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
-        if self.by_tokens is not None:
-            leaves = self.by_tokens.restored(leaves, arguments, plan)
+        if by_tokens is not None:
+            leaves = by_tokens.restored(leaves, arguments, plan)
         assert call.build is not None
         return call.build(iter(leaves))
 
     def probe(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a module that cannot run in chunks, as one call of it shows."""
-        look(Moment(self, self._signature.read(args, kwargs)))
+        look(Moment(self, self._read(args, kwargs)))
+
+    def _read(self, args: Any, kwargs: Any) -> Arguments:
+        arguments = self._signature.read(args, kwargs)
+        return self._by_documents.read(arguments, self._signature)
 
     def _find(self, moment: Moment) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.
@@ -114,6 +124,7 @@ class ChunkedForward(Cut):
                 for path, value, is_cut in values
             ],
             *arguments.padded,
+            arguments.by,
         )
         plan, before = self._kinds.get(key, (None, 0))
         is_checked = not before & (before + 1)  # calls 1, 2, 4, 8, ...
@@ -138,7 +149,8 @@ class Chunked(InPlaceOf):
             loss.backward()
 
     The module itself is cut: where it is called, the rows of its arguments run `size`
-    at a time, without a graph, and once more with one in the backward pass. What calls
+    at a time, without a graph, and once more with one in the backward pass. The rows of
+    a flattened batch are its documents, if an argument tells them apart. What calls
     it sees all rows at once, so that any loss is the loss of the whole batch. `remove`,
     or the end of the `with` block, gives the module its own forward back.
 
@@ -160,6 +172,9 @@ class Chunked(InPlaceOf):
         lengths: the name of the argument that tells rows from padding: a mask, in which
             1 or True marks tokens; default: `"attention_mask"`.
         shared: names of the arguments that every chunk gets whole, or one name.
+        documents: the argument that tells documents of one row apart, of which a chunk
+            then has some; `"auto"` looks for `cu_seq_lens_q`, `position_ids` and
+            others, `"off"` for none.
     """
 
     def __init__(
@@ -170,6 +185,7 @@ class Chunked(InPlaceOf):
         tokens: int | None = None,
         lengths: str | None = None,
         shared: Path | Sequence[Path] = (),
+        documents: str = "auto",
     ) -> None:
         check_cut("Chunked", module, 1 if size is None else size)
         name = f"Chunked({type(module).__name__})"
@@ -179,5 +195,6 @@ class Chunked(InPlaceOf):
                 f"given. Add tokens=, or leave out lengths."
             )
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
-        cut = ChunkedForward(module, name, Sizes(size), shared, by_tokens)
+        of = Sizes(size), shared, by_tokens, documents
+        cut = ChunkedForward(module, name, *of)
         super().__init__(module, cut)

@@ -132,8 +132,7 @@ class Moment:
     def __init__(self, cut: Cut, arguments: Arguments) -> None:
         self.cut, self.arguments = cut, arguments
         self.name, self._module = cut.name, cut.module
-        by_length = arguments.by_length
-        self.sizes = cut.sizes if by_length is None else by_length.sizes
+        self.sizes = arguments.sizes or cut.sizes
         self.settings = settings_of(cut.module)
         self.parameters: list[Tensor] = []
         self._frozen: list[Tensor] = []

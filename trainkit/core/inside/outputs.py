@@ -29,12 +29,18 @@ class Joint:
             the same for all rows.
         multiple: how many entries of it belong to a row.
         padded: the dimension of columns that chunks leave out, if there is one.
+        unit: -1 if entries belong to rows, -2 if to the tokens of documents.
     """
 
     path: str
     dim: int | None = None
     multiple: int = 1
     padded: tuple[int, ...] = ()
+    unit: int = -1
+
+    def part(self, whole: Tensor, chunk: Chunk) -> Tensor:
+        """A view of a chunk's part of it."""
+        return chunk.part(whole, self.dim, self.multiple, self.padded, self.unit)
 
     @property
     def name(self) -> str:
@@ -50,8 +56,8 @@ def plan_of(
     paths: Sequence[str],
     some: Sequence[Any],
     others: Sequence[Any],
-    num: int,
-    num_others: int,
+    num: tuple[int, ...],
+    num_others: tuple[int, ...],
 ) -> Plan:
     """Find how outputs are joined, by those of two numbers of rows.
 
@@ -59,19 +65,19 @@ def plan_of(
         paths: of the outputs.
         some: those for some rows.
         others: those for other rows.
-        num: how many these are.
-        num_others: how many those are; another number.
+        num: how many these are; of documents, how many tokens they have before.
+        num_others: how many those are; other numbers.
     """
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
-    three = zip(paths, some, others, strict=True)
-    plan = [_joint(*each, num, num_others) for each in three]
+    nums = list(zip(num, num_others, strict=True))
+    plan = [_joint(*three, nums) for three in zip(paths, some, others, strict=True)]
     if all(joint.dim is None for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
 
 
-def _joint(path: str, value: Any, other: Any, num: int, num_others: int) -> Joint:
+def _joint(path: str, value: Any, other: Any, nums: list[tuple[int, int]]) -> Joint:
     name = Joint(path).name
     if not isinstance(value, Tensor):
         if not are_equal(value, other):
@@ -92,13 +98,15 @@ def _joint(path: str, value: Any, other: Any, num: int, num_others: int) -> Join
                 f"them"
             )
         return Joint(path)
-    multiple, rest = divmod(value.shape[dims[0]], num)
-    if len(dims) > 1 or rest or other.shape[dims[0]] != multiple * num_others:
-        raise Unfit(
-            f"the size of {name} does not follow the number of rows: "
-            f"{list(value.shape)} for {num} rows, {list(other.shape)} for {num_others}"
-        )
-    return Joint(path, dims[0], multiple)
+    dim = dims[0]
+    for place, (num, num_others) in enumerate(nums):
+        multiple, rest = divmod(value.shape[dim], num)
+        if len(dims) == 1 and not rest and other.shape[dim] == multiple * num_others:
+            return Joint(path, dim, multiple, unit=place - len(nums))
+    raise Unfit(
+        f"the size of {name} does not follow the number of rows: {list(value.shape)} "
+        f"for {nums[-1][0]} rows, {list(other.shape)} for {nums[-1][1]}"
+    )
 
 
 def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Plan:
@@ -177,7 +185,7 @@ class Joined:
                 whole = self.values[index] = self._room(value, joint)
             place = None
             if whole is not None:
-                place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
+                place = joint.part(whole, chunk)
             is_tensor = isinstance(value, Tensor)
             got = (value.shape, value.dtype) if is_tensor else type(value)
             wanted = None if place is None else (place.shape, place.dtype)
@@ -192,7 +200,8 @@ class Joined:
     def _room(self, value: Tensor, joint: Joint) -> Tensor:
         assert joint.dim is not None
         shape = list(value.shape)
-        shape[joint.dim] = self._arguments.rows * joint.multiple
+        counts = self._arguments.counts(range(self._arguments.rows))
+        shape[joint.dim] = counts[joint.unit] * joint.multiple
         for dim in joint.padded:
             assert self._arguments.by_length is not None
             shape[dim] = self._arguments.by_length.width

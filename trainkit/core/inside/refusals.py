@@ -33,6 +33,10 @@ HINTS = {
     "requires_grad_() there",
     r"of shape \[\], has no rows": "Compute that outside of it, and name a module "
     "within it that makes the hidden states{}",
+    "told apart by": "Let it keep documents apart by what it is given (a model of "
+    "transformers does without a cache: config.use_cache = False) and count positions "
+    "within each, name in shared= what all of them need, or name a module within it{}; "
+    "documents='off' does not cut between them",
     "": "Name in shared= the arguments that all rows need; or name a module within "
     "it{}, or one around it. Rows must be dimension 0 of its arguments, as with "
     "batch_first=True. If a list holds samples, stack them into one tensor",
@@ -78,16 +82,19 @@ def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
         (cut if is_cut else whole).append(path)
     cut, whole = (list(dict.fromkeys(each)) for each in (cut, whole))
     rest = f", and each chunk gets all of {listed(whole, at_most=9)}" if whole else ""
+    by = arguments.by
+    how = f"told apart by {by}" if by else "as long as the first tensor"
     said = (
         f"{of.name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows "
-        f"are the {arguments.rows} of {listed(cut, at_most=9)}, as long as the first "
-        f"tensor{rest}. "
+        f"are the {arguments.rows} of {listed(cut, at_most=9)}, {how}{rest}. "
     )
     if arguments.by_length is not None:
         said += OF_TOKENS.format(arguments.by_length.width)
     hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
     within = [repr(each) for each in paths_within(of.module, of.name)]
     names = f", such as {' and '.join(within)}" if within else ""
+    if by:
+        said = re.sub(r"\brow(s?)\b", r"document\1", said)
     return TrainkitError(f"{said}{hint.format(names)}.")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any
 
@@ -33,12 +33,14 @@ class Chunk:
         start: the first row.
         stop: the row behind the last.
         columns: the first that it keeps, and that behind the last; None for all.
+        tokens: of documents, the first, and that behind the last.
         states: the random states that it began with.
     """
 
     start: int
     stop: int
     columns: Span | None = None
+    tokens: Span = (0, 0)
     states: Any = field(default=None, repr=False)
 
     def part(
@@ -47,6 +49,7 @@ class Chunk:
         dim: int | None,
         multiple: int = 1,
         padded: tuple[int, ...] = (),
+        unit: int = -1,
     ) -> Tensor:
         """A view of its rows of a tensor.
 
@@ -55,10 +58,11 @@ class Chunk:
             dim: the dimension of the rows; None for a tensor that has no rows.
             multiple: how many entries of that dimension belong to a row.
             padded: the dimensions of columns, of which it keeps its own.
+            unit: -1 for rows; -2 if it has entries for each token of documents.
         """
         if dim is not None:
-            length = (self.stop - self.start) * multiple
-            whole = whole.narrow(dim, self.start * multiple, length)
+            start, stop = (self.tokens, (self.start, self.stop))[unit]
+            whole = whole.narrow(dim, start * multiple, (stop - start) * multiple)
         if self.columns is not None:
             first, behind = self.columns
             for each in padded:
@@ -104,14 +108,12 @@ class ByLength:
         chunks: blocks of rows, as places in that order, and of columns.
         spans: the columns of each row that are not padding, in that order.
         width: how many columns there are.
-        sizes: of chunks that leave out no columns.
     """
 
     order: list[int]
     chunks: list[Chunk]
     spans: list[Span]
     width: int
-    sizes: Sizes
 
 
 @dataclass
@@ -129,6 +131,8 @@ class Arguments:
         devices: of the tensors.
         padded: the dimensions of each whose columns chunks leave out.
         by_length: how rows are sorted, if they are.
+        sizes: of chunks that leave out no columns; None: as of other calls.
+        by: what tells rows apart that are documents.
     """
 
     values: list[Any]
@@ -141,6 +145,24 @@ class Arguments:
     devices: set[torch.device]
     padded: list[tuple[int, ...]]
     by_length: ByLength | None = None
+    sizes: Sizes | None = None
+    by: str | None = None
+
+    def chunks(self, sizes: Sizes) -> list[Chunk]:
+        """In which its rows run."""
+        return self.by_length.chunks if self.by_length else sizes.cut(self.rows)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """Some of its rows."""
+        return Chunk(start, stop)
+
+    def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
+        """Where some rows are, or (unit -2) their tokens."""
+        return rows
+
+    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """How many some rows are; if they are documents, their tokens before."""
+        return (len(rows),)
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Call a function with other values in place of its own."""
@@ -154,13 +176,21 @@ class Arguments:
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""
         found = []
-        for value, is_cut, padded in zip(values, self.cut, self.padded, strict=True):
+        for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                value = chunk.part(value, 0 if is_cut else None, 1, padded)
-            elif is_cut:
+                value = self.part(value, index, chunk)
+            elif self.cut[index]:
                 value = value[chunk.start : chunk.stop]
             found.append(value)
         return found
+
+    def part(self, whole: Tensor, index: int, chunk: Chunk) -> Tensor:
+        """A view of what a chunk has of the argument at a place."""
+        return chunk.part(whole, 0 if self.cut[index] else None, 1, self.padded[index])
+
+    def few(self, rows: Sequence[int]) -> Arguments:
+        """The arguments of a call with some rows, in this order."""
+        return replace(self, values=self.taken(rows), rows=len(rows))
 
     def taken(self, rows: Sequence[int]) -> list[Any]:
         """The values of some rows, in this order, without their graph."""
@@ -210,7 +240,7 @@ class Signature:
         paths, values = [f.path for f in fields], [f.value for f in fields]
         rows = self._num_rows(fields)
         cut = [
-            length_of(value) == rows and not (self._shared and self._is_shared(path))
+            length_of(value) == rows and not (self._shared and self.is_shared(path))
             for path, value in fields
         ]
         return Arguments(
@@ -230,7 +260,7 @@ class Signature:
         for path, value in fields:
             if not isinstance(value, Tensor) or not value.ndim:
                 continue
-            if self._shared and self._is_shared(path):
+            if self._shared and self.is_shared(path):
                 continue
             if not is_dense(value):
                 kind = "nested" if value.is_nested else str(value.layout)
@@ -241,7 +271,8 @@ class Signature:
             return value.shape[0]
         return 1
 
-    def _is_shared(self, path: str) -> bool:
+    def is_shared(self, path: str) -> bool:
+        """Whether every chunk gets all of the argument at a path."""
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
 

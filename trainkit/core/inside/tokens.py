@@ -43,6 +43,15 @@ class ByTokens:
         self._lengths = lengths or LENGTHS
         self._wide: dict[tuple[str, int], bool] = {}  # as wide as the mask, always
 
+    def sizes(self, width: int, rows: int) -> Sizes:
+        """Of chunks whose rows are all so wide."""
+        most = max(1, self._tokens // max(width, 1))
+        return Sizes(min(most, self._size or rows))
+
+    def allows(self, tokens: int, rows: int) -> bool:
+        """Whether a chunk may have so many."""
+        return tokens <= self._tokens and rows <= (self._size or rows)
+
     def sort(self, arguments: Arguments, name: str) -> Arguments:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
 
@@ -68,12 +77,11 @@ class ByTokens:
             padded = [()] * len(values)
         order = [row for group in groups for row in group]
         spans = [spans[row] for row in order]
-        most = max(1, self._tokens // max(width, 1))
-        sizes = Sizes(min(most, self._size or rows))
         return replace(
             arguments,
             values=[reordered(x, order) if is_cut else x for _, x, is_cut in fields],
-            by_length=ByLength(order, chunks, spans, width, sizes),
+            by_length=ByLength(order, chunks, spans, width),
+            sizes=self.sizes(width, rows),
             padded=padded,
         )
 
@@ -83,7 +91,8 @@ class ByTokens:
             raise TrainkitError(
                 f"{name}: a budget of tokens needs the rows' lengths, and its "
                 f"arguments are {listed(paths, at_most=9)}. Pass {self._lengths!r} by "
-                f"name, or name in lengths= the argument that is a mask."
+                f"name, or name in lengths= the argument that is a mask. Documents in "
+                f"one row are told by cu_seq_lens_q, seq_idx or position_ids."
             )
         mask = arguments.values[paths.index(self._lengths)]
         if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:

@@ -87,7 +87,7 @@ class Flattened(Layout):
         values = []
         for path, column in self.columns:
             value, given = self._value(path, column, part), column[0]
-            dim = self._dim_of_tokens(given, 0) if is_dense(given) else None
+            dim = self.dim_of_tokens(given, 0) if is_dense(given) else None
             if dim is not None:
                 are_labels = "label" in path.lower() and not given.is_floating_point()
                 count = nothing.get(id(given), IGNORED if are_labels else None)
@@ -128,7 +128,7 @@ class Flattened(Layout):
         is_named = path == self.documents[0].by
         if name in OFFSETS or self._are_offsets(first, is_named=is_named):
             offsets = torch.cat([torch.zeros(1), part.lengths.cumsum(0)])
-            return offsets.to(first.dtype).view(*[1] * (first.ndim - 1), -1)
+            return offsets.to(first).view(*[1] * (first.ndim - 1), -1)
         found = self._of_tokens(values, part, is_mask=is_named or "mask" in name)
         if found is None:
             if [len(each) if each.ndim else None for each in values] == sizes:
@@ -136,7 +136,10 @@ class Flattened(Layout):
             return the_same(path, values, self.batches)
         tells = is_named and (bool(part.missing) or len(values) > 1)
         is_mask = name in MASKS and found.ndim == 2 and (tells or bool(found.max() > 1))
-        return part.numbered(first, found) if name in NUMBERS or is_mask else found
+        if name not in NUMBERS and not is_mask:
+            return found
+        is_padding = found < int(is_mask)
+        return torch.where(is_padding, found, part.numbered(first, found))
 
     def _are_offsets(self, value: Tensor, *, is_named: bool) -> bool:
         """Whether these are offsets, of a name that nobody knows."""
@@ -162,10 +165,11 @@ class Flattened(Layout):
                 row_of = row[:, None] % len(value)
                 blocks = value.movedim(0, -3)[..., row_of, column[:, None], column]
                 # Documents of different rows do not see each other.
-                return torch.where(row[:, None] == row, blocks, value.min())[None]
+                is_own = (row[:, None] == row).to(value.device)
+                return torch.where(is_own, blocks, value.min())[None]
             if rows == 1 and len(value) != 1:  # of each head
                 return value[..., column[:, None], column]
-        dims = [self._dim_of_tokens(each, number) for number, each in enumerate(values)]
+        dims = [self.dim_of_tokens(each, number) for number, each in enumerate(values)]
         dim = dims[0]
         if dim is None or {*dims} != {dim}:
             return None
@@ -180,7 +184,7 @@ class Flattened(Layout):
                 found.append(value[(slice(None),) * dim + (column,)])
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
-    def _dim_of_tokens(self, value: Tensor, number: int) -> int | None:
+    def dim_of_tokens(self, value: Tensor, number: int) -> int | None:
         """The dimension of a field in which a batch has its tokens."""
         (rows, width), shape = self.documents[number].numbers.shape, tuple(value.shape)
         if rows == 1 and shape[1:3] == (1, width):  # positions in several dimensions
@@ -238,4 +242,4 @@ class _Part:
         """Numbers from a field's first one on, without a gap."""
         first = value.flatten()[0].clamp_min(0)
         anew = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-        return (anew + first).to(value.dtype).view_as(found)
+        return (anew.to(first.device) + first).to(value.dtype).view_as(found)

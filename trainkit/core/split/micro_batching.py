@@ -60,7 +60,8 @@ class MicroBatching(_Chosen):
         documents: what tells documents apart that share a row. `"auto"`: a flattened
             batch, of one row, is cut between its documents, if offsets, numbers, a mask
             or positions tell them apart; packed rows are cut by rows. The path of such
-            a field: rows are taken apart into documents. `"off"`: rows are cut.
+            a field: rows are taken apart into documents. `"off"`: rows are cut. With
+            `inside`, its last part is the name of an argument.
         overhead: the cost of a micro-batch by itself, in padded tokens. Default: a
             quarter of the budget; half of it or all of it, if the cut would otherwise
             have over one micro-batch more than its tokens fill.
@@ -77,8 +78,9 @@ class MicroBatching(_Chosen):
             loaders whose rows' lengths are not known before. They wait on the host
             until the last has come. The Trainer's `accumulate_grad_batches` is set.
         inside: the inner cut. The loader batch is not cut: `training_step` runs once on
-            all of it, and the submodules at these paths run in chunks of rows, without
-            a graph, and once more with one in the backward pass. The loss may then be
+            all of it, and the submodules at these paths run in chunks of rows, or of
+            the documents of one row that an argument tells apart, without a graph, and
+            once more with one in the backward pass. The loss may then be
             anything, and needs no strategy. `"auto"` finds the submodules, `"self"` is
             the module's own `forward`. With it, `size`, `tokens`, `lengths` are
             about chunks, and `shared` names arguments.

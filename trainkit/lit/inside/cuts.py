@@ -100,7 +100,7 @@ class InsideCuts:
         by_tokens = _by_tokens(options)
         has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
         if self._ranks is None or not has_layers:
-            of = self._sizes, options.shared, by_tokens
+            of = self._sizes, options.shared, by_tokens, options.documents
             return ChunkedForward(module, path, *of)
         if by_tokens is not None:
             raise TrainkitError(
@@ -143,10 +143,13 @@ class InsideCuts:
                 if is_flat:
                     raise TrainkitError(
                         f"MicroBatching inside={cut.name!r}: it cuts rows, and the "
-                        f"loader batch is one row of {rows:g} documents. Cut between "
-                        f"documents: MicroBatching(tokens=...) without inside=; or "
+                        f"loader batch is one row of {rows:g} documents, which none "
+                        f"of its arguments tells apart. Pass it offsets by the name "
+                        f"cu_seq_lens_q, numbers as seq_idx or position_ids that begin "
+                        f"anew, or name another argument in documents=. Or cut between "
+                        f"documents by MicroBatching(tokens=...) without inside=; or "
                         f"name a submodule whose tensors have an entry for each token "
-                        f"in their first dimension."
+                        f"in their first dimension. Exact BatchNorm cuts rows alone."
                     )
                 warnings.warn(
                     f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "

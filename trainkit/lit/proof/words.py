@@ -167,6 +167,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         "documents",
         "no output of a document depends on another, but the loss does",
         "let the loss be a mean over tokens, or over documents",
+        "or let it see whole rows: MicroBatching(tokens=4096, inside='auto')",
     ),
     # ---- what the loss divides by ----------------------------------------------------
     "function": (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
+from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
@@ -108,7 +110,8 @@ class WindowCallback(WindowOwner):
         self.moved_inside = moved if moved is not self.micro_batching else None
         options = self.cut
         if options is not None and not self.is_split:
-            self.inside = InsideCuts(pl_module, options)
+            how = documents_option(options, *self.strategies.values())
+            self.inside = InsideCuts(pl_module, replace(options, documents=how))
             self.inside.load_state_dict(self._found or {})
             self.inside.start()
         if not self.has_strategy:

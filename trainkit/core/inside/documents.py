@@ -1,0 +1,141 @@
+"""Calls whose rows are documents that stand one behind the other in one row.
+
+What tells them apart is found as in a loader batch that is cut between them, and the
+arguments of a chunk are made as those of a micro-batch are: offsets and numbers anew. A
+chunk has neighbours, in their order, so that what it returns is a part of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.document_fields import MASKS, OFFSETS, are_offsets
+from trainkit.core.documents import Documents, find_flattened
+from trainkit.core.inside.rows import Arguments, Chunk, Signature, Sizes
+from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.split.flattening import Flattened
+from trainkit.core.split.partition import filled_up
+from trainkit.core.split.rows import Rows
+from trainkit.errors import TrainkitError
+
+
+@dataclass
+class OfDocuments(Arguments):
+    """The arguments of a call whose rows are documents.
+
+    Attributes:
+        lengths: of the documents.
+        whole: whether each argument is shared, as a user says.
+        limit: the most tokens of a chunk, and documents; None if there is none.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    limit: ByTokens | None = None
+
+    def __post_init__(self) -> None:
+        self.rows, lengths = len(self.lengths), torch.tensor(self.lengths)
+        numbers = torch.arange(1, self.rows + 1).repeat_interleave(lengths)[None]
+        found, rows = Documents(str(self.by), numbers, numbers), Rows(self.rows)
+        self._layout = Flattened([], iter, (), rows, [()], [found], (), frozenset())
+        self._ends = [*accumulate(self.lengths, initial=0)]
+        pairs = zip(self.values, self._made(self.values, [0]), strict=True)
+        self.cut = [made is not value for value, made in pairs]
+
+    def _made(self, values: Sequence[Any], documents: Sequence[int]) -> list[Any]:
+        """What some documents have of the values of a call."""
+        three = list(zip(self.paths, values, self.whole, strict=True))
+        columns = [(path, [value]) for path, value, whole in three if not whole]
+        made = iter(replace(self._layout, columns=columns).values(documents))
+        return [value if whole else next(made) for _, value, whole in three]
+
+    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
+        return self._made(values, range(chunk.start, chunk.stop))
+
+    def taken(self, rows: Sequence[int]) -> list[Any]:
+        values = [x.detach() if isinstance(x, Tensor) else x for x in self.values]
+        return self._made(values, rows)
+
+    def few(self, rows: Sequence[int]) -> Arguments:
+        # What is not cut keeps its length, also where that is theirs by chance.
+        three = zip(self.values, self.cut, self.whole, strict=True)
+        whole = [w or not (cut or isinstance(v, int)) for v, cut, w in three]
+        lengths = [self.lengths[row] for row in rows]
+        return replace(self, values=self.taken(rows), lengths=lengths, whole=whole)
+
+    def part(self, whole: Tensor, index: int, chunk: Chunk) -> Tensor:
+        dim = self._layout.dim_of_tokens(whole, 0)
+        if not self.cut[index] or dim is None:
+            return chunk.part(whole, 0 if self.cut[index] else None)
+        return chunk.part(whole, dim, unit=-2)
+
+    def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
+        if unit == -1:
+            return rows
+        return [n for r in rows for n in range(self._ends[r], self._ends[r + 1])]
+
+    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
+        return sum(self.lengths[row] for row in rows), len(rows)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        return Chunk(start, stop, tokens=(self._ends[start], self._ends[stop]))
+
+    def chunks(self, sizes: Sizes) -> list[Chunk]:
+        limit = self.limit
+        if limit is None:
+            return [self.chunk(each.start, each.stop) for each in sizes.cut(self.rows)]
+        parts = filled_up(range(self.rows), lambda p: limit.allows(*self.counts(p)))
+        return [self.chunk(part[0], part[-1] + 1) for part in parts]
+
+
+class ByDocuments:
+    """Finds the documents of calls.
+
+    Args:
+        how: what tells them apart, as in `find_documents`; the path in a loader batch,
+            of which the last part may be the name of an argument.
+        name: of the module, for messages.
+        limit: the most tokens and documents of a chunk; None if there is none.
+    """
+
+    def __init__(self, how: str, name: str, limit: ByTokens | None) -> None:
+        self._how, self._name, self._limit = how, name, limit
+
+    def read(self, arguments: Arguments, signature: Signature) -> Arguments:
+        """The arguments of a call as those of its documents; as they are, if nothing
+        among them tells documents of one row apart."""
+        paths, values, how = arguments.paths, arguments.values, self._how
+        whole = [signature.is_shared(path) for path in paths]
+        if how not in ("auto", "off"):
+            names = how, how.rpartition(".")[2]
+            how = next((path for path in names if path in paths), "off")
+        given = [None if w else v for v, w in zip(values, whole, strict=True)]
+        build = arguments.build or (lambda given: dict(zip(paths, given, strict=True)))
+        found = find_flattened(build(iter(given)), how)
+        if found is None or len(found.begun) > 1:
+            return arguments
+        is_mask = how == "auto" and found.by.rpartition(".")[2] in MASKS
+        if is_mask and values[paths.index(found.by)].ndim == 1:
+            return arguments  # such as the lengths of rows
+        # What has begun may be padding: it runs as one more document.
+        lengths = replace(found, numbers=found.begun).lengths
+        sizes = self._limit and self._limit.sizes(max(lengths), len(lengths))
+        own = {**vars(arguments), "by": found.by, "sizes": sizes}
+        ends = [*accumulate(lengths, initial=0)]
+        for path, value in zip(paths, values, strict=True):
+            told = path == found.by or path.rpartition(".")[2] in OFFSETS
+            if told and isinstance(value, Tensor) and are_offsets(value, ends[-1]):
+                if value.flatten().tolist() != ends:
+                    raise TrainkitError(
+                        f"{self._name}: its documents are told apart by {found.by}, so "
+                        f"the offsets {path} must begin at 0, name where each ends, "
+                        f"and end at the number of tokens, {ends[-1]}. Name padding as "
+                        f"a document, leave out empty ones, or say documents='off'."
+                    )
+        return OfDocuments(**own, lengths=lengths, whole=whole, limit=self._limit)
