@@ -217,8 +217,7 @@ CASES: dict[str, Case] = {
         [[2, 3], [4, 5], [6, 7]],
         dropped(
             2,
-            "its gradients were zeroed before its step (a run that is resumed inside a "
-            "window needs the accumulation that it had)",
+            "its gradients were zeroed before its step (resume with its accumulation)",
         ),
         callbacks=at_start(shorten),
         how={"window": 3, "limit_train_batches": 8, **ONCE},

@@ -91,8 +91,8 @@ class ByTokens:
             raise TrainkitError(
                 f"{name}: a budget of tokens needs the rows' lengths, and its "
                 f"arguments are {listed(paths, at_most=9)}. Pass {self._lengths!r} by "
-                f"name, or name in lengths= the argument that is a mask. Documents in "
-                f"one row are told by cu_seq_lens_q, seq_idx or position_ids."
+                f"name, or name in lengths= the argument that is a mask. In one row, "
+                f"cu_seq_lens_q, seq_idx or position_ids tell documents apart."
             )
         mask = arguments.values[paths.index(self._lengths)]
         if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:

@@ -30,6 +30,8 @@ from trainkit.lit.callback.table import Row, say, show
 
 Found = TypeVar("Found")
 
+ZEROED = "its gradients were zeroed before its step (resume with its accumulation)"
+
 
 def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
     """Whether the window closes with this batch: it is full, or the epoch is over."""
@@ -40,13 +42,7 @@ def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
     )
 
 
-ZEROED = (
-    "its gradients were zeroed before its step (a run that is resumed inside a window "
-    "needs the accumulation that it had)"
-)
-
-
-def say_dropped(held: int, why: str) -> None:
+def say_dropped(held: int, why: str = ZEROED) -> None:
     warnings.warn(
         f"accumulation: an open window of {held} micro-batch{'es' * (held != 1)} was "
         f"dropped, since {why}; no optimizer step was taken with it.",

@@ -21,7 +21,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
-    ZEROED,
     OrderedCallback,
     WindowOwner,
     is_rehearsal,
@@ -249,7 +248,7 @@ class Split:
         if is_complete or num_cuts(self._trainer, self._options) == 1:
             held = self._accumulator.drop()
             if self._ranks.index == 0:
-                say_dropped(held, ZEROED)
+                say_dropped(held)
 
     def _attempt(
         self, batch: Any, args: Any, kwargs: Any, is_forward_only: bool
