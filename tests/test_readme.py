@@ -183,8 +183,9 @@ def test_a_lightning_cli_takes_the_callback_in_its_yaml(
     config.write_text(textwrap.dedent(block))
     args = ["--config", str(config), "--seed_everything=1"]
     cli = LightningCLI(BoringModel, run=False, args=args)
-    (found,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationCallback))
-    assert cli.trainer.accumulate_grad_batches == 8
+    made: Any = cli.trainer
+    (found,) = (c for c in made.callbacks if isinstance(c, AccumulationCallback))
+    assert made.accumulate_grad_batches == 8
     assert found.strategies[""] == PerToken(ignore_index=-1)
 
 
@@ -412,7 +413,7 @@ def test_every_sweep_it_names_is_there() -> None:
 def test_a_model_of_ones_own_composes(
     my_project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = blocks(CLI, "yaml")
+    block = next(each for each in blocks(CLI, "yaml") if "_target_" in each)
     folder = my_project / "own" / "model"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(block)

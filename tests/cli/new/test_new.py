@@ -73,7 +73,7 @@ def test_a_folder_needs_nothing_of_a_recipe() -> None:
         assert "experiment=lines" not in text, name
         assert "my_project" not in text, name
     readme = texts["README.md"]  # names the extra of its sweep before that
-    assert 0 < readme.index("[sweeps]'") < readme.index("trainkit sweep sweep.yaml")
+    assert 0 < readme.index("[sweeps]") < readme.index("trainkit sweep sweep.yaml")
     # a script, too, trains the numbers of this folder
     assert 'train_file(__file__, "experiment=default"' in texts["lines.py"]
 

@@ -100,13 +100,6 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(
     assert "no checkpoint yet, so it starts anew" in capsys.readouterr().out
 
 
-def test_a_damaged_summary_is_none() -> None:
-    folder = made("a", [], at=1, checkpoints=())
-    folder.write(folder.SUMMARY, '{"status": "fai')
-    assert folder.read_summary() == {}
-    assert expand(["ckpt_path=last"]) == [f"hydra.run.dir='{folder.path}'"]
-
-
 def test_other_checkpoints_serve_where_there_is_no_last() -> None:
     folder = made("a", [], at=1, checkpoints=("step=1.ckpt", "step=2.ckpt"))
     os.utime(folder.checkpoints / "step=1.ckpt", (10, 10))

@@ -81,12 +81,10 @@ class RunFolder:
         self.write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
     def read_summary(self) -> dict[str, Any]:
-        """How the run has ended; empty if it has not, or if the file is damaged."""
-        try:
-            text = (self.path / self.SUMMARY).read_text(encoding="utf-8")
-            return dict(json.loads(text))
-        except (FileNotFoundError, TypeError, ValueError):
-            return {}
+        """How the run has ended; empty if it has not."""
+        path = self.path / self.SUMMARY
+        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+        return dict(json.loads(text))
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(dict(content), indent=2, allow_nan=False)
