@@ -25,6 +25,7 @@ TOLD: dict[str, tuple[str, Tensor]] = {
     "numbers": ("seq_idx", NUMBERS),
     "positions": ("position_ids", PLACES),
     "a mask": ("attention_mask", NUMBERS + 1),
+    "a mask, padding last": ("attention_mask", (NUMBERS + 1) % 8),
     "blocks": ("attention_mask", (NUMBERS.mT == NUMBERS).tril()[None, None]),
 }
 HOWS: list[dict[str, Any]] = [
@@ -178,6 +179,35 @@ def test_it_is_named_or_found_or_not_looked_for(
     assert (len(net.widths) > 1) is is_cut
     with Chunked(net, tokens=9), pytest.raises(TrainkitError, match="cu_seq_lens_q, "):
         net(IDS[0], ends=ENDS)
+
+
+class Rows(nn.Module):
+    """Notes how many rows it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.got = nn.Embedding(WORDS, WIDTH), list[int]()
+
+    def forward(self, ids: Tensor, **told: Tensor) -> Tensor:
+        self.got.append(len(ids))
+        return self.embed(ids)
+
+
+@pytest.mark.parametrize(
+    ("told", "how"),
+    [
+        ({"seq_idx": NUMBERS.repeat(4, 1)}, "seq_idx"),  # packed
+        ({"attention_mask": torch.tensor([1, 1, 2, 2])}, "auto"),  # such as lengths
+    ],
+)
+def test_several_rows_are_cut_by_rows(told: dict[str, Tensor], how: str) -> None:
+    net, ids = Rows(), IDS.repeat(4, 1)
+    with Chunked(net, size=1, documents=how):
+        for _ in range(2):  # which are checked
+            net(ids, **told)
+        net.got.clear()
+        assert torch.equal(net(ids, **told), net.embed(ids))
+    assert net.got == [1] * 4
 
 
 # ---- models of transformers ----------------------------------------------------------

@@ -217,7 +217,8 @@ CASES: dict[str, Case] = {
         [[2, 3], [4, 5], [6, 7]],
         dropped(
             2,
-            "its gradients were zeroed before its step (resume with its accumulation)",
+            "its gradients were zeroed before its step "
+            "(resume with the same accumulation)",
         ),
         callbacks=at_start(shorten),
         how={"window": 3, "limit_train_batches": 8, **ONCE},
