@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from tests.benchmarks.inside import Contestant, Step, distance, race, table
 from tests.benchmarks.live_bytes import LiveBytes
-from tests.core.tape.nets import resnet
 from tests.core.tape.test_live_bytes import numpy_as_host
+from tests.zoo.conv_nets import resnet
 from trainkit import exact_batch_norm
 
 MIB = 2**20

@@ -31,7 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers import TokenNet, pad, quiet_lightning, ragged_sequences, token_loss
 from tests.helpers import trainer as make_trainer
-from tests.zoo import Plain
+from tests.zoo.modules import Plain
 from trainkit import (
     AccumulationCallback,
     ExactResume,

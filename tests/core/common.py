@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import VOCABULARY, TokenNet, gradients, pad, token_loss
-from tests.zoo import sample_loss
+from tests.zoo.modules import sample_loss
 from trainkit import (
     AccumulationStrategy,
     Accumulator,

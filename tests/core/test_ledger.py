@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recording import SENT
+from tests.zoo.callbacks import SENT
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.window import COLUMNS, WindowStats
 

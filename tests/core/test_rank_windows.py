@@ -29,7 +29,7 @@ from tests.core.common import (
 )
 from tests.core.conftest import OnRanks
 from tests.helpers import NAIVE, OPTIMIZERS, TOLERANCE, deviation, ragged_sequences
-from tests.zoo import whole
+from tests.zoo.modules import whole
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError, Uniform
 from trainkit.core.ranks import Ranks
 

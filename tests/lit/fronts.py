@@ -22,8 +22,8 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.zoo import Mixed as Mixed  # for those who train it by these ways
-from tests.zoo import Plain, on_front, plain_token_loss, sample_loss
+from tests.zoo.modules import Mixed as Mixed  # for those who train it by these ways
+from tests.zoo.modules import Plain, on_front, plain_token_loss, sample_loss
 from trainkit import AccumulationStrategy, PerSample, PerToken, Uniform
 from trainkit.core.strategies import LossReduction
 from trainkit.lit.windows.callback import WindowCallback

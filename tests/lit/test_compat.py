@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.fronts import Mixed, micro_batches
-from tests.zoo import hooked
+from tests.zoo.modules import hooked
 from trainkit.lit import _compat
 from trainkit.lit.resume import _compat as resuming
 

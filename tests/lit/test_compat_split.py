@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from tests.helpers import trainer
 from tests.lit.split.common import Split, fit, loader_batches
-from tests.zoo import hooked
+from tests.zoo.modules import hooked
 from trainkit.lit import _compat
 
 

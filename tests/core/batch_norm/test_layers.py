@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.core.batch_norm.nets import ResNet, furthest, images, statistics
+from tests.zoo.small_resnet import ResNet, furthest, images, statistics
 from trainkit.core.batch_norm.layers import (
     every_layer,
     freeze,

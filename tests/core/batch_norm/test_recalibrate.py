@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.core.batch_norm.nets import (
+from tests.core.conftest import OnRanks
+from tests.zoo.small_resnet import (
     ROWS,
     ResNet,
     distance,
@@ -20,7 +21,6 @@ from tests.core.batch_norm.nets import (
     ragged,
     statistics,
 )
-from tests.core.conftest import OnRanks
 from trainkit.core.batch_norm.layers import every_layer, freeze
 from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.batch_norm.statistics import joined, statistics_of

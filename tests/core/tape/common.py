@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.core.tape.nets import (
+from tests.zoo.conv_nets import (
     Both,
     Bottleneck,
     DenseNet,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.core.tape.common import EXACT, gradients, images, off_by, state, summed
-from tests.core.tape.nets import ResNet, pooled
 from tests.core.tape.ways import Case, Trap
+from tests.zoo.conv_nets import ResNet, pooled
 from trainkit import exact_batch_norm
 from trainkit.core.tape.rows import NumberOfRows, chunk_sizes
 from trainkit.errors import TrainkitError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.tape.common import images, summed
-from tests.core.tape.nets import DenseNet, ResNet, UNet, pooled
+from tests.zoo.conv_nets import DenseNet, ResNet, UNet, pooled
 from trainkit import exact_batch_norm
 from trainkit.core.tape import call, forward
 from trainkit.core.tape.operations import Store

@@ -27,7 +27,7 @@ from tests.core.tape.common import (
     step,
     summed,
 )
-from tests.core.tape.nets import resnet
+from tests.zoo.conv_nets import resnet
 from trainkit import exact_batch_norm
 from trainkit.core.batch_norm.layers import BatchNorm
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.tape.nets import conv_bn, pooled
 from tests.core.tape.ways import (
     FOREIGN,
     GLOBAL,
@@ -51,6 +50,7 @@ from tests.core.tape.ways import (
     without_gradients,
     written,
 )
+from tests.zoo.conv_nets import conv_bn, pooled
 
 RIGHT: dict[str, Case] = {
     # operations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.tape.nets import CLASSES, conv, conv_bn, pooled
+from tests.zoo.conv_nets import CLASSES, conv, conv_bn, pooled
 
 FOREIGN = nn.Parameter(torch.ones(4, 1, 1, dtype=torch.float64))
 GLOBAL: dict[str, Any] = {"is_on": False, "kept": None}

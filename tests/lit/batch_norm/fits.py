@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.batch_norm.nets import images, of_big_batch
 from tests.helpers import trainer
+from tests.zoo.small_resnet import images, of_big_batch
 from trainkit import AccumulationCallback, AccumulationMixin, BatchNormGuard, PerSample
 
 ROWS, BATCH, WINDOW = 27, 4, 3

@@ -21,7 +21,7 @@ from tests.lit.batch_norm.fits import (
     dataset,
     fit,
 )
-from tests.zoo import Stream
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

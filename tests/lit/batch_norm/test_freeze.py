@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 
-from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.helpers import trainer
 from tests.lit.batch_norm.fits import (
     WINDOW,
@@ -22,6 +21,7 @@ from tests.lit.batch_norm.fits import (
     fit,
     inputs,
 )
+from tests.zoo.small_resnet import furthest, of_big_batch, statistics
 from trainkit import BatchNormGuard
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.core.batch_norm.nets import momenta
 from tests.helpers import raise_rank_errors, run_ranks
 from tests.lit.batch_norm.fits import (
     At,
@@ -23,6 +22,7 @@ from tests.lit.batch_norm.fits import (
     fit,
 )
 from tests.lit.split.short_of_memory import Memory
+from tests.zoo.small_resnet import momenta
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

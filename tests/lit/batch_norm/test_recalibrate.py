@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.helpers import raise_rank_errors, run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     FEW,
@@ -31,6 +30,7 @@ from tests.lit.batch_norm.fits import (
     reference,
     running,
 )
+from tests.zoo.small_resnet import furthest, of_big_batch, statistics
 from trainkit import AccumulationMixin, BatchNormGuard, PerSample
 from trainkit.errors import TrainkitError
 

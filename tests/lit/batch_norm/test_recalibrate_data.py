@@ -19,7 +19,6 @@ from torch.utils.data import (
     Sampler,
 )
 
-from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.lit.batch_norm.fits import (
     FEW,
     At,
@@ -33,6 +32,7 @@ from tests.lit.batch_norm.fits import (
     reference,
     two_layers,
 )
+from tests.zoo.small_resnet import furthest, of_big_batch, statistics
 from trainkit import BatchNormGuard, ResumableLoader
 
 pytestmark = [

@@ -26,7 +26,7 @@ from tests.lit.schedule.scheduling import (
     rows_of,
     token_counts,
 )
-from tests.zoo import Sharded, Stream, hooked
+from tests.zoo.modules import Sharded, Stream, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -21,8 +21,8 @@ from tests.lit.fronts import windows_of
 from tests.lit.rates.scaled import REFERENCE, Scheduled, adamw
 from tests.lit.rates.scaled import fit as fit_scaled
 from tests.lit.split.common import START, loader_batches
-from tests.recording import SENT, Table
-from tests.zoo import Mixed, Plain
+from tests.zoo.callbacks import SENT, Table
+from tests.zoo.modules import Mixed, Plain
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -21,7 +21,7 @@ from tests.lit.front.test_weighed import (
     kept_loss,
     run,
 )
-from tests.zoo import Plain, hooked
+from tests.zoo.modules import Plain, hooked
 from trainkit import (
     AccumulationCallback,
     Accumulator,

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tests.helpers import trainer
 from tests.lit.fronts import micro_batches
 from tests.lit.schedule.scheduling import SEQUENCES, batches, fitted, make
-from tests.recording import Terminal
+from tests.zoo.callbacks import Terminal
 from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
 from trainkit.lit.callback.table import say, show
 

@@ -18,7 +18,7 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.zoo import (
+from tests.zoo.modules import (
     Manual,
     Mixed,
     OldMixed,

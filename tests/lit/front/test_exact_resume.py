@@ -35,8 +35,8 @@ from tests.lit.resume.interrupting import (
     state_of,
     train,
 )
-from tests.recording import SENT, told
-from tests.zoo import old_trainer
+from tests.zoo.callbacks import SENT, told
+from tests.zoo.modules import old_trainer
 from trainkit import (
     AccumulationCallback,
     EpochSums,

@@ -24,8 +24,8 @@ from tests.helpers import (
     windows_over_ranks,
 )
 from tests.lit.fronts import SEQUENCES, WINDOW
-from tests.recording import told
-from tests.zoo import Gan, Manual, hooked, scaled
+from tests.zoo.callbacks import told
+from tests.zoo.modules import Gan, Manual, hooked, scaled
 from trainkit import AccumulationMixin, PerSample, PerToken
 from trainkit.errors import TrainkitError
 

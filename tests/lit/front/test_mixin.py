@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import RAGGED, SEQUENCES, WINDOW, big_batch, drivers_of, ragged
-from tests.recording import SENT
-from tests.zoo import Mixed, OldMixed, Plain, hooked, old_trainer
+from tests.zoo.callbacks import SENT
+from tests.zoo.modules import Mixed, OldMixed, Plain, hooked, old_trainer
 from trainkit import AccumulationCallback, AccumulationMixin, PerToken
 from trainkit.errors import TrainkitError
 

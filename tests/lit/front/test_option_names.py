@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import trainer
 from tests.lit.fronts import RAGGED, ragged, windows_of
-from tests.zoo import Mixed
+from tests.zoo.modules import Mixed
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,

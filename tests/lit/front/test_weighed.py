@@ -26,8 +26,8 @@ from tests.lit.fronts import (
     merged,
 )
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.recording import Table
-from tests.zoo import Manual, Mixed, Plain, hooked, pad_and_mask, scaled
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Manual, Mixed, Plain, hooked, pad_and_mask, scaled
 from trainkit import (
     AccumulationCallback,
     MicroBatching,

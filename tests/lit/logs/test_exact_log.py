@@ -37,8 +37,8 @@ from tests.lit.resume.interrupting import (
 )
 from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
 from tests.lit.resume.test_rank_checkpoints import DATA, FromBatch, Save
-from tests.recording import Table
-from tests.zoo import hooked
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import hooked
 from trainkit import AccumulationMixin, PerSample, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.exact_log import KEY

@@ -23,8 +23,8 @@ from tests.helpers import (
     token_loss,
     trainer,
 )
-from tests.recording import Table
-from tests.zoo import Manual, hooked, scaled
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Manual, hooked, scaled
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 from trainkit.core.checks import LateReading
 from trainkit.errors import TrainkitError

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
 from tests.lit.logs.test_monitor import NeverThere
-from tests.recording import Table
-from tests.zoo import Gan, Manual, hooked
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Gan, Manual, hooked
 from trainkit import (
     AccumulationCallback,
     LearningRates,

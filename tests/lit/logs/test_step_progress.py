@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.helpers import loader, quiet_lightning, trainer
-from tests.recording import Ending, Terminal
-from tests.zoo import hooked
+from tests.zoo.callbacks import Ending, Terminal
+from tests.zoo.modules import hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

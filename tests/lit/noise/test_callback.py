@@ -29,8 +29,8 @@ from tests.helpers import (
 )
 from tests.lit.fronts import RAGGED, micro_batches
 from tests.lit.inside.common import Foreign
-from tests.recording import SENT, Saving, Table
-from tests.zoo import Gan, Manual, scaled
+from tests.zoo.callbacks import SENT, Saving, Table
+from tests.zoo.modules import Gan, Manual, scaled
 from trainkit import (
     AccumulationCallback,
     MicroBatching,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer as quick
-from tests.zoo import Stream
+from tests.zoo.modules import Stream
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch

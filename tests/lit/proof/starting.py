@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from tests.helpers import quiet_lightning, trainer
-from tests.lit.proof import zoo
+from tests.zoo import causes
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -20,7 +20,7 @@ from trainkit import (
 )
 
 SPLIT = MicroBatching(size=6)
-CLASSES = PerClassWeight(weight=[float(n) for n in range(1, zoo.VOCABULARY + 1)])
+CLASSES = PerClassWeight(weight=[float(n) for n in range(1, causes.VOCABULARY + 1)])
 ALARM = "not the big batch"
 
 
@@ -38,23 +38,23 @@ def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
         )
 
 
-def tokens(size: int = 16, collate: Any = zoo.padded, rows: Any = None) -> Any:
-    data: Any = rows or zoo.sequences()
+def tokens(size: int = 16, collate: Any = causes.padded, rows: Any = None) -> Any:
+    data: Any = rows or causes.sequences()
     return DataLoader(data, batch_size=size, collate_fn=collate)
 
 
 def images(size: int = 16) -> Any:
-    return DataLoader(zoo.image_loader().dataset, batch_size=size)
+    return DataLoader(causes.image_loader().dataset, batch_size=size)
 
 
 def images_by_class() -> Any:
-    rows = sorted(zoo.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
+    rows = sorted(causes.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
     return DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
 
 
 def padded_to_14(rows: list[Any]) -> Any:
     """To one width, on the left."""
-    batch = zoo.padded(rows, left=True)
+    batch = causes.padded(rows, left=True)
     more = 14 - batch["ids"].shape[1]
     return {
         name: F.pad(value, (more, 0), value=-100 if name == "labels" else 0)

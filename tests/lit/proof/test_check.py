@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 import trainkit
 from tests.helpers import quiet_lightning
 from tests.lit.fronts import ragged
-from tests.lit.proof import wrongs, zoo
 from tests.lit.proof.starting import plain_trainer
-from tests.lit.proof.zoo import (
+from tests.zoo import causes, wrongs
+from tests.zoo.causes import (
     Attending,
     ByHand,
     Images,
@@ -31,7 +31,7 @@ from tests.lit.proof.zoo import (
     image_loader,
     token_loader,
 )
-from tests.zoo import OldPlain
+from tests.zoo.modules import OldPlain
 from trainkit import (
     MicroBatching,
     PerClassWeight,
@@ -47,7 +47,7 @@ TERMS = {"tokens": PerToken(), "rows": PerSample()}
 SPLIT = MicroBatching(size=2)
 MASKED = PerToken(mask="attention_mask")
 TOTAL = PerToken(loss_reduction="total")
-CLASSES = PerClassWeight(weight=[float(n) for n in range(1, zoo.VOCABULARY + 1)])
+CLASSES = PerClassWeight(weight=[float(n) for n in range(1, causes.VOCABULARY + 1)])
 
 
 def check(module: Any, data: Any, *args: Any, **options: Any) -> Report:
@@ -68,21 +68,21 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
         Tokens,
         lambda: token_loader(list),
         PerToken(),
-        MicroBatching(size=3, collate=zoo.padded),
+        MicroBatching(size=3, collate=causes.padded),
     ),
-    (lambda: Tokens(zoo.shifted), token_loader, PerToken(shift=True), None),
-    (lambda: Tokens(zoo.masked), token_loader, MASKED, None),
-    (lambda: Tokens(zoo.row_mean), token_loader, PerSample(), None),
-    (lambda: Tokens(zoo.token_sum), token_loader, TOTAL, None),
-    (lambda: Tokens(zoo.class_weighted), token_loader, CLASSES, None),
+    (lambda: Tokens(causes.shifted), token_loader, PerToken(shift=True), None),
+    (lambda: Tokens(causes.masked), token_loader, MASKED, None),
+    (lambda: Tokens(causes.row_mean), token_loader, PerSample(), None),
+    (lambda: Tokens(causes.token_sum), token_loader, TOTAL, None),
+    (lambda: Tokens(causes.class_weighted), token_loader, CLASSES, None),
     (Noisy, token_loader, PerToken(), None),
     (Noisy, token_loader, PerToken(), SPLIT),
     (lambda: wrongs.Dropping(by_row=True), token_loader, PerToken(), None),
     (lambda: wrongs.Dropping(by_row=True), token_loader, PerToken(), SPLIT),
     (lambda: Attending(has_mask=True), token_loader, PerToken(), None),
     (Positioned, token_loader, PerToken(), None),
-    (lambda: Images(zoo.classified), image_loader, PerSample(), None),
-    (lambda: Images(zoo.sample_weighted), image_loader, PerSample(mask=2), None),
+    (lambda: Images(causes.classified), image_loader, PerSample(), None),
+    (lambda: Images(causes.sample_weighted), image_loader, PerSample(mask=2), None),
     (lambda: wrongs.Choosing(dim=1), image_loader, PerSample(), None),
     (ByHand, image_loader, PerSample(), None),
     (TwoTerms, token_loader, TERMS, SPLIT),
@@ -104,7 +104,7 @@ def test_what_is_exact_is_called_exact(
 
 def labelled_here_and_there(full: int) -> DataLoader[Any]:
     """Rows of one width, with some columns behind the last label but in the first."""
-    ids = torch.arange(22 * 7).reshape(22, 7) % (zoo.VOCABULARY - 1) + 1
+    ids = torch.arange(22 * 7).reshape(22, 7) % (causes.VOCABULARY - 1) + 1
 
     def ends(row: int) -> int:
         return 7 if row < full else 3 + row % 4
@@ -134,12 +134,12 @@ def test_a_run_that_keeps_its_width_is_checked_as_it_runs(full: int) -> None:
 @pytest.mark.parametrize("rows", [4, 8, 12])
 def test_plain_accumulation_of_few_rows_is_not_called_exact(rows: int) -> None:
     """Parts of one size would hide that it weighs them alike."""
-    report = check(Images(zoo.classified), image_loader(), rows=rows)
+    report = check(Images(causes.classified), image_loader(), rows=rows)
     assert not report.exact
     assert report.deviation > 1e-3
 
 
-NORMALISED = lambda: Images(zoo.classified, nn.BatchNorm2d)  # noqa: E731
+NORMALISED = lambda: Images(causes.classified, nn.BatchNorm2d)  # noqa: E731
 INSIDE, STEP, MOVE = 'inside="auto"', "training_step", "on_before_optimizer_step"
 CLASSES_OF = "= PerClassWeight(weight=self.class_weights, labels='labels')"
 
@@ -147,27 +147,31 @@ DENOMINATORS: list[tuple[Any, Any, str]] = [
     (Tokens, None, "= PerToken()"),
     (Tokens, PerSample(), "= PerToken()"),
     (Tokens, Uniform(), "= PerToken()"),
-    (lambda: Tokens(zoo.shifted), PerToken(), "= PerToken(shift=True)"),
-    (lambda: Tokens(zoo.masked), PerToken(), "= PerToken(mask='attention_mask')"),
-    (lambda: Tokens(zoo.row_mean), PerToken(), "= PerSample()"),
-    (lambda: Images(zoo.sample_weighted), PerSample(), "= PerSample(mask=2)"),
-    (lambda: Tokens(zoo.class_weighted), PerToken(), CLASSES_OF),
-    (lambda: Tokens(zoo.token_sum), PerToken(), 'loss_reduction="total"'),
-    (lambda: Tokens(zoo.two_means), PerToken(), '"one": PerSample(), "other": PerTok'),
+    (lambda: Tokens(causes.shifted), PerToken(), "= PerToken(shift=True)"),
+    (lambda: Tokens(causes.masked), PerToken(), "= PerToken(mask='attention_mask')"),
+    (lambda: Tokens(causes.row_mean), PerToken(), "= PerSample()"),
+    (lambda: Images(causes.sample_weighted), PerSample(), "= PerSample(mask=2)"),
+    (lambda: Tokens(causes.class_weighted), PerToken(), CLASSES_OF),
+    (lambda: Tokens(causes.token_sum), PerToken(), 'loss_reduction="total"'),
+    (
+        lambda: Tokens(causes.two_means),
+        PerToken(),
+        '"one": PerSample(), "other": PerTok',
+    ),
 ]
 OTHERS: list[tuple[Any, Any, str, str, str]] = [
-    (lambda: Tokens(zoo.root), PerToken(), "loss", STEP, "return the mean itself"),
+    (lambda: Tokens(causes.root), PerToken(), "loss", STEP, "return the mean itself"),
     (NormalisedTokens, PerToken(), "rows", "norm", "BatchNormGuard"),
     (NORMALISED, PerSample(), "rows", "net.1", "BatchNormGuard"),
-    (lambda: Images(zoo.dice), PerSample(), "loss", STEP, INSIDE),
-    (lambda: Images(zoo.nt_xent), PerSample(), "loss", STEP, INSIDE),
-    (lambda: Images(zoo.vicreg), PerSample(), "loss", STEP, INSIDE),
-    (lambda: Tokens(zoo.balanced), PerToken(), "loss", STEP, INSIDE),
-    (lambda: Tokens(zoo.focal_over_batch), PerToken(), "loss", STEP, INSIDE),
-    (lambda: Images(zoo.mixup), PerSample(), "randomness", "randperm at proof/zoo.py",
-     "draw in the data set"),
+    (lambda: Images(causes.dice), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Images(causes.nt_xent), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Images(causes.vicreg), PerSample(), "loss", STEP, INSIDE),
+    (lambda: Tokens(causes.balanced), PerToken(), "loss", STEP, INSIDE),
+    (lambda: Tokens(causes.focal_over_batch), PerToken(), "loss", STEP, INSIDE),
+    (lambda: Images(causes.mixup), PerSample(), "randomness",
+     "randperm at zoo/causes.py", "draw in the data set"),
     (lambda: wrongs.Dropping(by_row=False), PerToken(), "randomness",
-     "rand at proof/wrongs.py", "draw in the data set"),
+     "rand at zoo/wrongs.py", "draw in the data set"),
     (lambda: wrongs.Augmenting(random.Random(0)), PerSample(), "randomness", STEP,
      "draw with torch"),
     (lambda: wrongs.Augmenting(np.random.default_rng(0)), PerSample(), "randomness",
@@ -189,7 +193,7 @@ def test_what_is_not_exact_is_explained(
     made = module()
     data = image_loader() if isinstance(made, Images) else token_loader()
     if (kind, place) == ("padding", "body"):
-        data = token_loader(zoo.padded_left)
+        data = token_loader(causes.padded_left)
     report = check_quickly(made, data, strategy=strategy)
     assert not report.exact
     (cause,) = report.causes
@@ -206,10 +210,10 @@ def test_what_is_not_exact_is_explained(
 
 def test_a_count_of_the_whole_batch_is_named() -> None:
     """Each part gets the number of the whole, so its loss is a share, as of a sum."""
-    data = token_loader(zoo.counted)
-    assert check(Tokens(zoo.by_host_count), data, strategy=PerToken()).exact
+    data = token_loader(causes.counted)
+    assert check(Tokens(causes.by_host_count), data, strategy=PerToken()).exact
     report = check(
-        Tokens(zoo.by_host_count), data, strategy=PerToken(), micro_batches=SPLIT
+        Tokens(causes.by_host_count), data, strategy=PerToken(), micro_batches=SPLIT
     )
     (cause,) = report.causes
     assert (cause.kind, cause.place) == ("host", "num_targets")
@@ -259,7 +263,7 @@ def test_what_rows_draw_together_is_named_and_nothing_else() -> None:
 
 
 def test_several_causes_are_all_found() -> None:
-    module = Images(zoo.mixup, nn.BatchNorm2d)
+    module = Images(causes.mixup, nn.BatchNorm2d)
     report = check(module, image_loader(), strategy=PerSample())
     assert [cause.kind for cause in report.causes] == ["randomness", "rows"]
     report = check(NormalisedTokens(), token_loader(), strategy=PerSample())

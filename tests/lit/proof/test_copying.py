@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer
-from tests.lit.proof import zoo
 from tests.lit.proof.starting import fit, plain_trainer, said, tokens
-from tests.lit.proof.zoo import Tokens
+from tests.zoo import causes
+from tests.zoo.causes import Tokens
 from trainkit import AccumulationCallback, PerToken
 from trainkit.lit.proof import copying
 from trainkit.lit.proof.copying import Copies, move_weights
@@ -25,7 +25,7 @@ class Rich(Tokens):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data = DataLoader(zoo.sequences(4), batch_size=2)  # type: ignore[arg-type]
+        self.data = DataLoader(causes.sequences(4), batch_size=2)  # type: ignore[arg-type]
         self.graph = self.head.weight * 2
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.tied = self.head.weight
@@ -49,7 +49,7 @@ def test_a_copy_is_its_own() -> None:
     assert torch.equal(copy.graph, module.graph)
     assert copy.graph.is_leaf
     assert copy.tied is copy.head.weight is not module.head.weight
-    batch = zoo.padded(zoo.sequences(3))
+    batch = causes.padded(causes.sequences(3))
     copy.training_step(batch, 0).backward()
     assert module.calls == []
     assert copy.calls == [1]

@@ -19,10 +19,10 @@ from torchmetrics import MeanMetric
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
-from tests.lit.proof import zoo
 from tests.lit.proof.starting import fit, said, tokens
 from tests.lit.proof.test_check import SPLIT, check
-from tests.lit.proof.zoo import (
+from tests.zoo import causes
+from tests.zoo.causes import (
     Noisy,
     NormalisedTokens,
     Tokens,
@@ -45,7 +45,7 @@ from trainkit.lit.proof.weights import unknown
 
 def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
     scale = 1 + int.from_bytes(os.urandom(2), "big") / 2**15
-    return scale * zoo.token_mean(module, logits, batch)
+    return scale * causes.token_mean(module, logits, batch)
 
 
 @pytest.mark.parametrize("strategy", [PerToken(), Uniform()])
@@ -58,14 +58,14 @@ def test_what_cannot_be_repeated_is_never_called_exact(strategy: Any) -> None:
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_few_rows_are_cut_too(number: int) -> None:
-    batch = zoo.padded(zoo.sequences(8)[:number])
+    batch = causes.padded(causes.sequences(8)[:number])
     assert check(Tokens(), batch, strategy=PerToken()).exact
     assert not check(Tokens(), batch, strategy=PerSample()).exact
     assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
 
 
 def test_a_row_that_counts_nothing_has_no_mean_and_is_left_out() -> None:
-    batch = zoo.padded(zoo.sequences(12))
+    batch = causes.padded(causes.sequences(12))
     batch["labels"][3] = -100
     report = check(Tokens(), batch, strategy=PerToken())
     assert report.exact
@@ -108,10 +108,10 @@ def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
                 callbacks=[AccumulationCallback(PerToken()), counts],
             )
             data = DataLoader(
-                zoo.sequences(),  # type: ignore[arg-type]
+                causes.sequences(),  # type: ignore[arg-type]
                 batch_size=4,
                 shuffle=True,
-                collate_fn=zoo.padded,
+                collate_fn=causes.padded,
             )
             if checked:
                 trainkit.check(made, data, trainer=trainer)
@@ -210,7 +210,7 @@ def test_several_loaders_are_no_batch(combined: Any) -> None:
 
 
 def test_one_batch_is_enough() -> None:
-    batch = zoo.padded(zoo.sequences(20))
+    batch = causes.padded(causes.sequences(20))
     assert check(Tokens(), batch, strategy=PerToken()).num_rows == 20
     assert check(Tokens(), batch, strategy=PerToken(), rows=8).exact
     assert not check(Tokens(), batch, strategy=PerSample()).exact
@@ -264,7 +264,7 @@ def test_a_rehearsal_that_fails_leaves_the_random_states_of_the_run() -> None:
             AccumulationCallback(PerToken(), proof=proof),
             FailsOnFewRows(),
         )  # type: ignore[arg-type]
-        data = DataLoader(zoo.sequences(64), batch_size=16, collate_fn=zoo.padded)  # type: ignore[arg-type]
+        data = DataLoader(causes.sequences(64), batch_size=16, collate_fn=causes.padded)  # type: ignore[arg-type]
         with quiet_lightning():
             trainer(2, max_epochs=1, callbacks=[callback]).fit(module, data)
         trained.append(module.head.weight.detach())
@@ -300,7 +300,7 @@ def test_parts_have_widths_of_their_own_where_rows_allow_it() -> None:
     """Padding that is seen shows where widths differ."""
     lengths = [3] * 10 + [5, 7]
     ids = [torch.arange(1, 1 + length) for length in lengths]
-    batch = zoo.padded([{"ids": each, "labels": each} for each in ids])
+    batch = causes.padded([{"ids": each, "labels": each} for each in ids])
     rows = FewRows(batch, None, PerSample())
     parts = chosen_parts(rows, (1, 2, 3), PerSample())
     assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
@@ -324,8 +324,8 @@ def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
                 rows.append({"ids": ids, "labels": ids.clone()})
             for row in draw.sample(rows, 2 * ignores):
                 row["labels"][0] = -100
-            few = FewRows(zoo.padded(rows), options, mask, samples=rows,
-                          collate=zoo.padded)  # fmt: skip
+            few = FewRows(causes.padded(rows), options, mask, samples=rows,
+                          collate=causes.padded)  # fmt: skip
             parts = chosen_parts(few, (3, 2, 2), mask, is_split=is_split)
             batches = [few.make(part) for part in parts]
             weights = torch.tensor(
@@ -350,7 +350,7 @@ def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
 def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cut = MicroBatching(tokens=40, collate=zoo.padded)
+    cut = MicroBatching(tokens=40, collate=causes.padded)
     with pytest.raises(TrainkitError, match="a budget of tokens needs the rows' len"):
         fit(Tokens(), tokens(collate=list), PerToken(), cut)
     assert said(capsys).startswith("not measured: MicroBatching tokens=40: a budget")

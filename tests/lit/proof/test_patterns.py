@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import trainer
 from tests.lit.fronts import EQUAL, micro_batches
-from tests.lit.proof import zoo
 from tests.lit.proof.test_check import check
-from tests.lit.proof.zoo import Base, Tokens, token_loader
 from tests.lit.split.common import SEQUENCES
 from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
+from tests.zoo import causes
+from tests.zoo.causes import Base, Tokens, token_loader
 from trainkit import PerSample, PerToken, TrainkitError
 
 
@@ -34,7 +34,7 @@ class MadeInFirstPass(Tokens):
             self.gain.data.fill_(2.0)
             self.is_made = True
         logits = self.head(self.gain * self.features(batch))
-        return zoo.token_mean(self, logits, batch)
+        return causes.token_mean(self, logits, batch)
 
 
 def test_a_parameter_that_is_made_in_the_first_pass_is_no_state() -> None:
@@ -68,12 +68,13 @@ class Strict(Tokens):
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind"), [(zoo.token_mean, ""), (zoo.root, "loss"), (zoo.masked, "")]
+    ("loss", "kind"),
+    [(causes.token_mean, ""), (causes.root, "loss"), (causes.masked, "")],
 )
 def test_rows_that_only_run_when_batched_anew_are_measured(
     loss: Callable[..., Tensor], kind: str
 ) -> None:
-    strategy = PerToken(mask="attention_mask") if loss is zoo.masked else PerToken()
+    strategy = PerToken(mask="attention_mask") if loss is causes.masked else PerToken()
     report = check(Strict(loss), token_loader(), strategy=strategy)
     assert [cause.kind for cause in report.causes] == ([kind] if kind else [])
     assert report.exact == (not kind)
@@ -92,8 +93,8 @@ def graphs(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Graphs(Base):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(zoo.VOCABULARY, 8), norm
-        self.head = nn.Linear(8, zoo.VOCABULARY)
+        self.embed, self.norm = nn.Embedding(causes.VOCABULARY, 8), norm
+        self.head = nn.Linear(8, causes.VOCABULARY)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         nodes = self.norm(self.embed(batch["nodes"])).relu()
@@ -105,7 +106,7 @@ class Graphs(Base):
     ("norm", "place"), [(nn.LayerNorm, None), (nn.BatchNorm1d, "norm")]
 )
 def test_batch_norm_on_the_nodes_of_graphs_is_named(norm: Any, place: Any) -> None:
-    loader = DataLoader(zoo.sequences(), batch_size=4, collate_fn=graphs)  # type: ignore[arg-type]
+    loader = DataLoader(causes.sequences(), batch_size=4, collate_fn=graphs)  # type: ignore[arg-type]
     report = check(Graphs(norm(8)), loader, strategy=PerSample(size="y"))
     assert report.exact == (place is None)
     assert [cause.place for cause in report.causes] == ([place] if place else [])
@@ -143,14 +144,14 @@ def graph_batch(rows: list[dict[str, Tensor]]) -> GraphBatch:
 class Nodes(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(8, zoo.VOCABULARY)
+        self.net = nn.Linear(8, causes.VOCABULARY)
 
     def training_step(self, batch: GraphBatch, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(batch["x"]), batch["ny"])
 
 
 def test_an_object_of_tensors_is_measured_in_float64_and_its_fields_counted() -> None:
-    loader = DataLoader(zoo.sequences(), batch_size=4, collate_fn=graph_batch)  # type: ignore[arg-type]
+    loader = DataLoader(causes.sequences(), batch_size=4, collate_fn=graph_batch)  # type: ignore[arg-type]
     (cause,) = check(Nodes(), loader).causes
     assert cause.remedy[0] == "accumulation = PerToken(labels='ny')"
     report = check(Nodes(), loader, strategy=PerToken(labels="ny"))
@@ -159,7 +160,7 @@ def test_an_object_of_tensors_is_measured_in_float64_and_its_fields_counted() ->
 
 
 def scaled_in_collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    batch = zoo.padded(rows)
+    batch = causes.padded(rows)
     batch["scale"] = 0.1 + torch.arange(1, batch["ids"].shape[1] + 1) / 7
     batch["scale"] = batch["scale"].expand(len(rows), -1).clone()
     return batch
@@ -168,7 +169,7 @@ def scaled_in_collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Scaled(Tokens):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         logits = self.head(self.features(batch)) * batch["scale"][..., None]
-        return zoo.token_mean(self, logits, batch)
+        return causes.token_mean(self, logits, batch)
 
 
 def test_floats_that_collate_makes_are_as_wide_in_every_batch() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.lit.proof.starting import plain_trainer
 from tests.lit.proof.test_check import check_quickly as check
-from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
+from tests.zoo.causes import NormalisedTokens, Tokens, token_loader
 from trainkit import PerSample, PerToken
 from trainkit.lit.proof import rehearse
 

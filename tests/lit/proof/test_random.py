@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import trainkit
 from tests.helpers import quiet_lightning
-from tests.lit.proof import zoo
-from tests.lit.proof.zoo import WIDTH, Tokens, token_loader
+from tests.zoo import causes
+from tests.zoo.causes import WIDTH, Tokens, token_loader
 from trainkit import MicroBatching, PerSample, PerToken
 
 LOSSES: list[tuple[Any, Any]] = [
-    (zoo.token_mean, PerToken()),
-    (zoo.shifted, PerToken(shift=True)),
-    (zoo.row_mean, PerSample()),
-    (zoo.token_sum, PerToken(loss_reduction="total")),
-    (zoo.masked, PerToken(mask="attention_mask")),
+    (causes.token_mean, PerToken()),
+    (causes.shifted, PerToken(shift=True)),
+    (causes.row_mean, PerSample()),
+    (causes.token_sum, PerToken(loss_reduction="total")),
+    (causes.masked, PerToken(mask="attention_mask")),
 ]
 CUTS = [None, MicroBatching(size=3), MicroBatching(tokens=30)]
 

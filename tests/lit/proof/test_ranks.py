@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 
 import trainkit
 from tests.helpers import raise_rank_errors, run_ranks, trainer
-from tests.lit.proof import zoo
 from tests.lit.proof.test_check import SPLIT
-from tests.lit.proof.wrongs import ClipsEarly
-from tests.lit.proof.zoo import NormalisedTokens, Tokens
+from tests.zoo import causes
+from tests.zoo.causes import NormalisedTokens, Tokens
+from tests.zoo.wrongs import ClipsEarly
 from trainkit import PerSample, PerToken
 
 
@@ -27,7 +27,9 @@ class UnlikeOnOne(Tokens):
     """One rank trains another loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.loss = zoo.row_mean if self.trainer.global_rank == 1 else zoo.token_mean
+        self.loss = (
+            causes.row_mean if self.trainer.global_rank == 1 else causes.token_mean
+        )
         return super().training_step(batch, batch_idx)
 
 
@@ -65,9 +67,9 @@ def _checked(rank: int, world_size: int) -> dict[str, Any]:
     for name, (module, options) in CASES.items():
         made = module()
         data = DataLoader(
-            zoo.sequences(),  # type: ignore[arg-type]
+            causes.sequences(),  # type: ignore[arg-type]
             batch_size=4,
-            collate_fn=zoo.padded,
+            collate_fn=causes.padded,
         )
         ddp = trainer(strategy="ddp", devices=world_size)
         try:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lit.proof.starting import plain_trainer
-from tests.lit.proof.zoo import (
+from tests.zoo.causes import (
     Images,
     Tokens,
     class_weighted,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import trainkit
 from tests.helpers import quiet_lightning
-from tests.lit.proof.zoo import Tokens, token_loader
+from tests.zoo.causes import Tokens, token_loader
 from trainkit import AccumulationMixin, PerToken, TrainkitError, Weighed
 
 

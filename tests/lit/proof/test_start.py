@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tests.helpers import raise_rank_errors, run_ranks, trainer
-from tests.lit.proof import wrongs, zoo
 from tests.lit.proof.starting import (
     ALARM,
     CLASSES,
@@ -32,8 +31,9 @@ from tests.lit.proof.starting import (
     said,
     tokens,
 )
-from tests.lit.proof.zoo import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
-from tests.zoo import Stream
+from tests.zoo import causes, wrongs
+from tests.zoo.causes import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -48,25 +48,25 @@ from trainkit import (
 from trainkit.lit.callback.base import is_rehearsal
 from trainkit.lit.proof import start
 
-IMAGES, BATCH_NORM = (lambda: Images(zoo.classified), lambda: Images(
-    zoo.classified, nn.BatchNorm2d
+IMAGES, BATCH_NORM = (lambda: Images(causes.classified), lambda: Images(
+    causes.classified, nn.BatchNorm2d
 ))  # fmt: skip
 INSIDE = MicroBatching(inside="net", size=4)
 TERMS = {"tokens": PerToken(), "rows": PerSample()}
 
-COLLATED = MicroBatching(size=2, collate=zoo.padded)
+COLLATED = MicroBatching(size=2, collate=causes.padded)
 
 EXACT: dict[str, tuple[Any, ...]] = {
     "tokens": (Tokens, tokens, PerToken()),
     "in few rows": (Tokens, lambda: tokens(2), PerToken()),
     "split": (Tokens, tokens, PerToken(), SPLIT),
     "split by tokens": (Tokens, tokens, PerToken(), MicroBatching(tokens=40)),
-    "shifted": (lambda: Tokens(zoo.shifted), tokens, PerToken(shift=True)),
-    "rows": (lambda: Tokens(zoo.row_mean), tokens, PerSample()),
-    "a total": (lambda: Tokens(zoo.token_sum), tokens,
+    "shifted": (lambda: Tokens(causes.shifted), tokens, PerToken(shift=True)),
+    "rows": (lambda: Tokens(causes.row_mean), tokens, PerSample()),
+    "a total": (lambda: Tokens(causes.token_sum), tokens,
      PerToken(loss_reduction="total")),
-    "a sum": (lambda: Tokens(zoo.token_sum), tokens, PerToken(loss_reduction="sum")),
-    "classes": (lambda: Tokens(zoo.class_weighted), tokens, CLASSES),
+    "a sum": (lambda: Tokens(causes.token_sum), tokens, PerToken(loss_reduction="sum")),
+    "classes": (lambda: Tokens(causes.class_weighted), tokens, CLASSES),
     "dropout and noise": (Noisy, tokens, PerToken()),
     "dropout and noise, split": (Noisy, tokens, PerToken(), SPLIT),
     "attention": (lambda: Attending(has_mask=True), tokens, PerToken()),
@@ -92,8 +92,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
-    "inner cut": (lambda: Images(zoo.nt_xent), images, None, INSIDE),
-    "found inner cut": (lambda: Images(zoo.nt_xent), images, None,
+    "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
+    "found inner cut": (lambda: Images(causes.nt_xent), images, None,
      MicroBatching(inside="auto", size=4)),
 }  # fmt: skip
 
@@ -119,24 +119,24 @@ OFF: dict[str, tuple[Any, ...]] = {
      COLLATED, "PerToken() counts"),
     "padding, collated": (wrongs.Bidirectional, lambda: tokens(collate=list),
      PerToken(), COLLATED, "(lstm)"),
-    "no shift": (lambda: Tokens(zoo.shifted), tokens, PerToken(), None,
+    "no shift": (lambda: Tokens(causes.shifted), tokens, PerToken(), None,
      "PerToken(shift=True) counts"),
-    "no mask": (lambda: Tokens(zoo.masked), tokens, PerToken(), None,
+    "no mask": (lambda: Tokens(causes.masked), tokens, PerToken(), None,
      "attention_mask"),
-    "a sum": (lambda: Tokens(zoo.token_sum), tokens, PerToken(), None,
+    "a sum": (lambda: Tokens(causes.token_sum), tokens, PerToken(), None,
      "sum over rows"),
     "no classes": (wrongs.ClassWeighted, images, PerSample(), None, "self.rates"),
     "one class": (wrongs.ClassWeighted, images_by_class, PerSample(), None,
      "self.rates"),
-    "weights of rows": (lambda: Images(zoo.sample_weighted), images, PerSample(),
+    "weights of rows": (lambda: Images(causes.sample_weighted), images, PerSample(),
      None, "mask=2"),
     "unlike sizes": (IMAGES, images, Uniform(), None, "PerSample() counts"),
     "BatchNorm": (BATCH_NORM, images, PerSample(), None, "BatchNorm2d normalises"),
     "BatchNorm, split": (BATCH_NORM, images, PerSample(), SPLIT, "BatchNorm2d"),
-    "Dice": (lambda: Images(zoo.dice), images, PerSample(), None, "looks across"),
-    "NT-Xent": (lambda: Images(zoo.nt_xent), images, PerSample(), None, "across"),
-    "two terms": (lambda: Tokens(zoo.two_means), tokens, PerToken(), None, "across"),
-    "a root": (lambda: Tokens(zoo.root), tokens, PerToken(), None, "square root"),
+    "Dice": (lambda: Images(causes.dice), images, PerSample(), None, "looks across"),
+    "NT-Xent": (lambda: Images(causes.nt_xent), images, PerSample(), None, "across"),
+    "two terms": (lambda: Tokens(causes.two_means), tokens, PerToken(), None, "across"),
+    "a root": (lambda: Tokens(causes.root), tokens, PerToken(), None, "square root"),
     "own division": (wrongs.OwnDivision, tokens, PerToken(), None, "accumulate_grad"),
     "over batches": (wrongs.OverBatches, tokens, PerToken(), None, "num_training"),
     "by index": (wrongs.ByIndex, tokens, PerToken(), None, "batch_idx"),
@@ -153,21 +153,21 @@ OFF: dict[str, tuple[Any, ...]] = {
     "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
     "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
      PerSample(), None, "padded to"),
-    "left padding": (Positioned, lambda: tokens(collate=zoo.padded_left), PerToken(),
+    "left padding": (Positioned, lambda: tokens(collate=causes.padded_left), PerToken(),
      None, "padded to"),
     "one length, another count": (Tokens, lambda: tokens(4, rows=wrongs.all_labels()),
      PerSample(), None, "PerToken() counts"),
     "one length, padding seen": (wrongs.Bidirectional, lambda: tokens(4,
-     rows=wrongs.one_length(zoo.sequences())), PerToken(), None, "padded to"),
+     rows=wrongs.one_length(causes.sequences())), PerToken(), None, "padded to"),
     "one length, left padding": (Positioned, lambda: tokens(4,
-     rows=wrongs.one_length(zoo.sequences()), collate=zoo.padded_left), PerToken(),
-     None, "padded to"),
+     rows=wrongs.one_length(causes.sequences()), collate=causes.padded_left),
+     PerToken(), None, "padded to"),
     "a target": (wrongs.Bootstrap, images, PerSample(), None, "on_train_batch_end"),
-    "a copy": (zoo.WithMomentumCopy, tokens, PerToken(mask="attention_mask"), None,
+    "a copy": (causes.WithMomentumCopy, tokens, PerToken(mask="attention_mask"), None,
      "(target.weight)"),
-    "a centre": (zoo.WithCentre, tokens, PerToken(), None, "(centre)"),
-    "by hand": (lambda: wrongs.ByHandUniform(zoo.sample_weighted), images, None, None,
-     "mask=2"),
+    "a centre": (causes.WithCentre, tokens, PerToken(), None, "(centre)"),
+    "by hand": (lambda: wrongs.ByHandUniform(causes.sample_weighted), images, None,
+     None, "mask=2"),
     "said": (wrongs.SayingRows, tokens, None, None, "what self.weigh gets"),
 }  # fmt: skip
 
@@ -216,7 +216,7 @@ class Drawing:
     """A data set and a collate function that count, and have a transform."""
 
     def __init__(self) -> None:
-        self.rows, self.reads, self.coins = zoo.sequences(32), 0, [Coin()]
+        self.rows, self.reads, self.coins = causes.sequences(32), 0, [Coin()]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -227,7 +227,7 @@ class Drawing:
 
     def __call__(self, rows: list[Any]) -> Any:
         self.reads += 1
-        batch, is_left = zoo.padded(rows), self.coins[0]()
+        batch, is_left = causes.padded(rows), self.coins[0]()
         return {**batch, "labels": torch.where(is_left, batch["ids"], batch["labels"])}
 
 
@@ -248,7 +248,7 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
 
 def test_a_hook_is_seen_that_looks_before_the_window_is_divided() -> None:
     """Windows of four rows need no division, and hide it; the last one is of three."""
-    data = DataLoader(list(zoo.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]
+    data = DataLoader(list(causes.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]
     cut, clips = MicroBatching(inside="net", size=2), wrongs.ClipsInCallback()
     with pytest.warns(UserWarning, match=ALARM):
         fit(IMAGES(), data, PerSample(), cut, callbacks=(clips,))
@@ -290,15 +290,15 @@ def test_accumulation_around_an_inner_cut_is_measured_too() -> None:
     trainer(2, callbacks=[callback], max_epochs=1).fit(IMAGES(), images())
     callback = AccumulationCallback(PerSample(), **how)  # type: ignore[arg-type]
     with pytest.raises(TrainkitError, match="looks across"):
-        trainer(2, callbacks=[callback]).fit(Images(zoo.nt_xent), images())
+        trainer(2, callbacks=[callback]).fit(Images(causes.nt_xent), images())
 
 
 AROUND_SPLIT: dict[str, tuple[Any, ...]] = {
     "own division": (wrongs.OwnDivision, lambda: tokens(8), "accumulate_grad"),
-    "by index": (wrongs.ByIndex, lambda: stream(zoo.sequences(40), 8), "batch_idx"),
+    "by index": (wrongs.ByIndex, lambda: stream(causes.sequences(40), 8), "batch_idx"),
     "padding": (wrongs.Bidirectional, lambda: tokens(8), "padded to"),
     "padding of a stream": (wrongs.Bidirectional,
-     lambda: stream(zoo.sequences(40), 8), "padded to"),
+     lambda: stream(causes.sequences(40), 8), "padded to"),
 }  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def test_exact_batch_norm_is_measured(capsys: pytest.CaptureFixture[str]) -> Non
 
 def stream(rows: Iterable[Any], size: int = 4) -> Any:
     data = Stream(rows)
-    return DataLoader(data, batch_size=size, collate_fn=zoo.padded)
+    return DataLoader(data, batch_size=size, collate_fn=causes.padded)
 
 
 def packed() -> list[Any]:
@@ -345,7 +345,7 @@ def starting_with_one_label() -> list[Any]:
 def in_one_width(rows: list[Any]) -> Any:
     """Padded on the right to 14 columns."""
     ids = torch.ones(14, dtype=torch.long)
-    batch = zoo.padded([*rows, {"ids": ids, "labels": ids}])
+    batch = causes.padded([*rows, {"ids": ids, "labels": ids}])
     return {name: value[:-1] for name, value in batch.items()}
 
 
@@ -355,7 +355,7 @@ def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
 
 
 def with_label_mask(rows: list[Any]) -> Any:
-    batch = zoo.padded(rows)
+    batch = causes.padded(rows)
     return {**batch, "label_mask": torch.ones_like(batch["ids"])}
 
 
@@ -363,7 +363,7 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "a mask of labels": (lambda: Tokens(masked_by_label),
      lambda: tokens(4, rows=packed(), collate=with_label_mask), PerSample(),
      "PerSample and PerToken look the same"),
-    "one length in one width": (lambda: Tokens(zoo.shifted),
+    "one length in one width": (lambda: Tokens(causes.shifted),
      lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
      "PerSample and PerToken look the same"),
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
@@ -375,12 +375,12 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
      "where one ends earlier, the gradient is off"),
     # As many numbers as a part may have rows.
     **{f"{n} draws for all": (functools.partial(wrongs.Scaling, n), images, PerSample(),
-        "(rand at proof/wrongs.py:", *how)
+        "(rand at zoo/wrongs.py:", *how)
         for n, how in ((1, []), (2, [SPLIT]), (3, [SPLIT]))},
     "a distribution": (wrongs.Mixing, images, PerSample(), "(_sample_dirichlet at "),
-    "mixup": (lambda: Images(zoo.mixup), images, PerSample(),
-     "randperm at proof/zoo"),
-    "one row": (Tokens, lambda: stream(zoo.sequences(), 1), PerToken(),
+    "mixup": (lambda: Images(causes.mixup), images, PerSample(),
+     "randperm at zoo/causes"),
+    "one row": (Tokens, lambda: stream(causes.sequences(), 1), PerToken(),
      "there is 1 row"),
     "a lock": (lambda: wrongs.Held(threading.Lock()), tokens, PerToken(),
      "Held.kept.held (lock) cannot be copied"),
@@ -413,9 +413,9 @@ def test_unequal_parts_that_weigh_alike_are_not_called_exact(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The control: parts of equal sizes."""
-    fit(Decays(zoo.classified), images(), Uniform())
+    fit(Decays(causes.classified), images(), Uniform())
     assert "may be of unequal sizes, so it is right by chance" in said(capsys)
-    fit(Decays(zoo.classified), images(15), Uniform(), proof="require")
+    fit(Decays(causes.classified), images(15), Uniform(), proof="require")
 
 
 class Counted(Stream):
@@ -457,11 +457,11 @@ def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
     """A bidirectional net sees padding, which one width for all makes harmless."""
     text = "not measured: the model sees its padding: if the batches of this stream"
     with pytest.warns(UserWarning, match=text):
-        fit(wrongs.Bidirectional(), stream(zoo.sequences(40)), PerToken())
+        fit(wrongs.Bidirectional(), stream(causes.sequences(40)), PerToken())
     with pytest.raises(TrainkitError, match=text):
         fit(
             wrongs.Bidirectional(),
-            stream(zoo.sequences(40)),
+            stream(causes.sequences(40)),
             PerToken(),
             proof="require",
         )
@@ -483,7 +483,7 @@ def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -
     fit(Noisy(), tokens(), PerToken(), precision="bf16-mixed", gradient_clip_val=1.0)
     left_out = "left out: dropout, precision bf16-mixed, clipping"
     assert said(capsys).endswith(left_out)
-    fit(Tokens(), stream(zoo.sequences()), PerToken())
+    fit(Tokens(), stream(causes.sequences()), PerToken())
     assert said(capsys).endswith("left out: the collate function")
 
 
@@ -515,7 +515,7 @@ def test_a_stream_that_is_read_once_keeps_all_its_batches() -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.num_rows += len(batch["ids"])
 
-    module, rows = Counting(), iter(zoo.sequences(32))
+    module, rows = Counting(), iter(causes.sequences(32))
     fit(module, stream(rows), PerToken(), limit_train_batches=8, proof="require")
     assert module.num_rows == 32
 

@@ -26,7 +26,7 @@ from tests.lit.rates.scaled import (
     fit,
     linear,
 )
-from tests.recording import Saving, Table
+from tests.zoo.callbacks import Saving, Table
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -32,7 +32,7 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
-from tests.recording import Table
+from tests.zoo.callbacks import Table
 from trainkit import AccumulationCallback, AccumulationSchedule, LRScaling, Uniform
 
 pytestmark = pytest.mark.filterwarnings(

@@ -24,7 +24,7 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
-from tests.recording import Saving
+from tests.zoo.callbacks import Saving
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers import ragged_sequences, trainer, weights
 from tests.lit.fronts import RAGGED, WINDOW, Mixed, Plain, batches_of, big_batch
-from tests.recording import Saving as Saving  # for those who resume by these ways
+from tests.zoo.callbacks import Saving as Saving  # for those who resume by these ways
 from trainkit import AccumulationCallback, PerToken
 
 SEQUENCES = ragged_sequences(38)

@@ -37,7 +37,7 @@ from tests.lit.resume.interrupting import (
 )
 from tests.lit.resume.resuming import Saving
 from tests.lit.resume.streaming import Plain, Read, stateful
-from tests.recording import told
+from tests.zoo.callbacks import told
 from trainkit import (
     AccumulationCallback,
     ExactResume,

@@ -27,7 +27,7 @@ from tests.helpers import (
     windows_over_ranks,
 )
 from tests.lit.resume.resuming import strip
-from tests.zoo import Manual
+from tests.zoo.modules import Manual
 from trainkit import AccumulationCallback, PerToken
 
 EXACT = TOLERANCE[torch.float64]

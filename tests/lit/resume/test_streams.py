@@ -35,7 +35,7 @@ from tests.lit.resume.interrupting import (
 )
 from tests.lit.resume.resuming import Saving
 from tests.lit.resume.streaming import Plain, Read, Reading, grain, litdata, stateful
-from tests.recording import told
+from tests.zoo.callbacks import told
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,

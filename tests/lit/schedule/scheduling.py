@@ -27,7 +27,7 @@ from tests.lit.fronts import (
     micro_batches,
     plain_token_loss,
 )
-from tests.zoo import Manual
+from tests.zoo.modules import Manual
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 
 SEQUENCES = ragged_sequences(38)

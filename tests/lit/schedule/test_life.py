@@ -39,7 +39,7 @@ from tests.lit.schedule.scheduling import (
     schedule_of,
     windows_of_plan,
 )
-from tests.zoo import Manual, OldMixed, hooked, old_trainer
+from tests.zoo.modules import Manual, OldMixed, hooked, old_trainer
 from trainkit import AccumulationCallback, AccumulationSchedule, PerSample, Uniform
 from trainkit.errors import TrainkitError
 

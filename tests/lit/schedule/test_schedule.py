@@ -39,8 +39,8 @@ from tests.lit.schedule.scheduling import (
     schedule_of,
     windows_of_plan,
 )
-from tests.recording import Table
-from tests.zoo import Stream
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Stream
 from trainkit import AccumulationSchedule, WindowMonitor
 from trainkit.core.plan.stages import WindowSize
 from trainkit.errors import TrainkitError

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import NAIVE, deviation, ragged_sequences, trainer, weights
 from tests.lit.fronts import cut as parted
-from tests.recording import Table
-from tests.zoo import Mixed, Plain, hooked, pad_and_mask, plain_token_loss
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Mixed, Plain, hooked, pad_and_mask, plain_token_loss
 from trainkit import MicroBatching, Uniform
 
 SIZES = (14, 17, 9)

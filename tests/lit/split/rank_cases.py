@@ -22,7 +22,7 @@ from tests.helpers import OPTIMIZERS, TokenNet, pad, ragged_sequences, trainer, 
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.short_of_memory import Memory, Short
-from tests.zoo import Plain
+from tests.zoo.modules import Plain
 from trainkit import MicroBatching, PerSample, PerToken, Weighed
 
 SHARES: dict[int, list[tuple[int, ...]]] = {

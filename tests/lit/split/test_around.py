@@ -30,8 +30,8 @@ from tests.lit.split.common import (
     fit,
     samples,
 )
-from tests.recording import Table
-from tests.zoo import hooked, pad_and_mask
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import hooked, pad_and_mask
 from trainkit import BatchNormGuard, LRScaling, MicroBatching, PerSample, WindowMonitor
 from trainkit.lit.batch_size.effective import read_effective_batch
 from trainkit.lit.logs.summary import PlainComparison

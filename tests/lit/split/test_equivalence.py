@@ -38,7 +38,15 @@ from tests.lit.split.common import (
     samples,
 )
 from tests.lit.windows.moving import ONCE, WAYS, Moving
-from tests.zoo import Mixed, Plain, Rows, hooked, on_front, pad_and_mask, sample_loss
+from tests.zoo.modules import (
+    Mixed,
+    Plain,
+    Rows,
+    hooked,
+    on_front,
+    pad_and_mask,
+    sample_loss,
+)
 from trainkit import AccumulationSchedule, MicroBatching, PerSample, PerToken, Uniform
 
 MANY = (6, 3, 9, 1, 8, 4, 9)

@@ -20,8 +20,8 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.recording import told
-from tests.zoo import Rows, hooked
+from tests.zoo.callbacks import told
+from tests.zoo.modules import Rows, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,

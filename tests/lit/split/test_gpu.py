@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import windows_of
-from tests.zoo import Rows
+from tests.zoo.modules import Rows
 from trainkit import AccumulationMixin, MicroBatching, PerSample
 
 NUM_ROWS, MIB = 2**15, 2**20

@@ -32,8 +32,8 @@ from tests.lit.split.common import (
     fit,
     loader_batches,
 )
-from tests.recording import Weights, told
-from tests.zoo import Plain, hooked, on_front, pad_and_mask
+from tests.zoo.callbacks import Weights, told
+from tests.zoo.modules import Plain, hooked, on_front, pad_and_mask
 from trainkit import MicroBatching
 
 MANY = (6, 8, 5, 7, 9, 4)

@@ -23,7 +23,7 @@ from tests.lit.split.common import (
     loader_batches,
     logging_loss,
 )
-from tests.zoo import hooked, plain_token_loss, sample_loss
+from tests.zoo.modules import hooked, plain_token_loss, sample_loss
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
 
 pytestmark = [

@@ -24,7 +24,7 @@ from tests.lit.split.common import (
     logging_loss,
     relabelled,
 )
-from tests.zoo import Plain, Terms, hooked, scaled
+from tests.zoo.modules import Plain, Terms, hooked, scaled
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError, Uniform
 
 COEFFICIENTS = [(1.0, 3.0), (0.0, 1.0), (1.0, 0.0)]

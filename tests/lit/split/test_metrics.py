@@ -20,8 +20,8 @@ from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
 from tests.helpers import VOCABULARY
 from tests.lit.split.common import CUTS, Split, assert_as_whole, fit
-from tests.recording import Table, told
-from tests.zoo import hooked
+from tests.zoo.callbacks import Table, told
+from tests.zoo.modules import hooked
 from trainkit import PerSample
 
 SAID = "self.log('called'): the value of a metric object"

@@ -24,8 +24,8 @@ from tests.helpers import (
     weights,
 )
 from tests.lit.split.common import START, Seen, Split, fit, logging_loss
-from tests.recording import Table
-from tests.zoo import Plain, Stream, hooked, pad_and_mask
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Plain, Stream, hooked, pad_and_mask
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,

@@ -26,7 +26,7 @@ from tests.lit.split.common import (
     on_the_way,
     samples,
 )
-from tests.zoo import Manual, hooked, pad_and_mask
+from tests.zoo.modules import Manual, hooked, pad_and_mask
 from trainkit import (
     AccumulationStrategy,
     MicroBatching,

@@ -18,7 +18,7 @@ from tests.helpers import (
 )
 from tests.lit.fronts import cut as parted
 from tests.lit.split.common import SEQUENCES, SIZES, START, Split, assert_as_whole, fit
-from tests.zoo import hooked, pad_and_mask
+from tests.zoo.modules import hooked, pad_and_mask
 from trainkit import (
     BatchNormGuard,
     MicroBatching,

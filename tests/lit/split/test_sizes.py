@@ -29,8 +29,8 @@ from tests.lit.split.short_of_memory import (
     out_of_memory,
     states,
 )
-from tests.recording import Table
-from tests.zoo import Plain, Rows, hooked, on_front, plain_token_loss
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Plain, Rows, hooked, on_front, plain_token_loss
 from trainkit import MicroBatching, PerSample, TrainkitError, WindowMonitor
 
 pytestmark = [

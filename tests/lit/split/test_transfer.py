@@ -24,7 +24,7 @@ from tests.lit.split.common import (
     fit,
     on_the_way,
 )
-from tests.zoo import Plain, Terms, hooked, on_front
+from tests.zoo.modules import Plain, Terms, hooked, on_front
 from trainkit import AccumulationStrategy, MicroBatching, PerSample, PerToken
 from trainkit.lit.split.arriving import moved
 

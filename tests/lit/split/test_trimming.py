@@ -19,7 +19,7 @@ from tests.core.split.common import mask_of
 from tests.helpers import deviation
 from tests.lit.split.common import fit as fit_module
 from tests.lit.split.short_of_memory import states
-from tests.zoo import Rows, hooked
+from tests.zoo.modules import Rows, hooked
 from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.lit.callback.base import is_rehearsal
 

@@ -27,7 +27,7 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
-from tests.zoo import Gan, Manual, Plain, Stream, on_front
+from tests.zoo.modules import Gan, Manual, Plain, Stream, on_front
 from trainkit import PerToken
 from trainkit.lit.windows import refusals
 

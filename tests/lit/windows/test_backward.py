@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.lit.fronts import assert_big_batch, fit
-from tests.zoo import Plain, hooked
+from tests.zoo.modules import Plain, hooked
 from trainkit import Accumulator, MicroBatching, PerSample
 
 SEEN: list[str] = []

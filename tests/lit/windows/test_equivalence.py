@@ -39,8 +39,8 @@ from tests.lit.fronts import (
     ragged,
     train,
 )
-from tests.recording import Gradients
-from tests.zoo import OldMixed, OldPlain, Plain, hooked, old_trainer, on_front
+from tests.zoo.callbacks import Gradients
+from tests.zoo.modules import OldMixed, OldPlain, Plain, hooked, old_trainer, on_front
 from trainkit import AccumulationCallback, PerToken, PlainComparison, WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.helpers import NAIVE, deviation, loader, ragged_sequences, trainer, weights
-from tests.zoo import Plain, on_front, pad_and_mask
+from tests.zoo.modules import Plain, on_front, pad_and_mask
 from trainkit import MicroBatching
 from trainkit.errors import TrainkitError
 

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers import loader, pad, trainer
 from tests.lit.fronts import SEQUENCES, WINDOW
-from tests.recording import Table
-from tests.zoo import Gan, Plain, on_front
+from tests.zoo.callbacks import Table
+from tests.zoo.modules import Gan, Plain, on_front
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 
 pytestmark = [

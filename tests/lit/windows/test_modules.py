@@ -36,8 +36,8 @@ from tests.lit.fronts import (
     ragged,
 )
 from tests.lit.windows.moving import ONCE, Moving
-from tests.recording import Weights
-from tests.zoo import Mixed, Plain, Rows, hooked, on_front
+from tests.zoo.callbacks import Weights
+from tests.zoo.modules import Mixed, Plain, Rows, hooked, on_front
 from trainkit import PerSample, PerToken
 
 # ---- parameters ----------------------------------------------------------------------

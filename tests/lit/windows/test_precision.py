@@ -22,8 +22,8 @@ from tests.helpers import (
     weights,
 )
 from tests.lit.fronts import RAGGED, SEQUENCES, big_batch, fit, merged
-from tests.recording import Gradients
-from tests.zoo import Plain, on_front, scaled
+from tests.zoo.callbacks import Gradients
+from tests.zoo.modules import Plain, on_front, scaled
 from trainkit import AccumulationStrategy, MicroBatching, PerToken, TrainkitError
 
 DTYPE = {

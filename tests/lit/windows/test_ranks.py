@@ -31,7 +31,7 @@ from tests.lit.windows.rank_cases import (
     silenced,
     train_stream,
 )
-from tests.zoo import Gan, Stream
+from tests.zoo.modules import Gan, Stream
 
 EXACT = TOLERANCE[torch.float64]
 STARTS = range(0, len(DATA) // 2, BATCH)

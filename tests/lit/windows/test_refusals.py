@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.helpers import deviation, loader, trainer, weights
 from tests.lit.fronts import SEQUENCES, WINDOW, fit
 from tests.lit.windows.test_windows import Fetching, without
-from tests.zoo import Manual, Plain, hooked, on_front, scaled
+from tests.zoo.modules import Manual, Plain, hooked, on_front, scaled
 from trainkit import AccumulationCallback, MicroBatching, PerToken, Uniform
 from trainkit.errors import TrainkitError
 

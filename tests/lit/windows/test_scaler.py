@@ -28,8 +28,8 @@ from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.windows.test_modules import Wrapper
 from tests.lit.windows.test_precision import Heavy, precise
 from tests.lit.windows.test_windows import of, stepped, without
-from tests.recording import SENT, Gradients, Weights
-from tests.zoo import Mixed, Plain, hooked, scaled
+from tests.zoo.callbacks import SENT, Gradients, Weights
+from tests.zoo.modules import Mixed, Plain, hooked, scaled
 from trainkit import AccumulationStrategy, PerToken
 
 pytestmark = [

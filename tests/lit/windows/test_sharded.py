@@ -32,7 +32,7 @@ from tests.lit.resume.test_rank_checkpoints import (
 )
 from tests.lit.resume.test_rank_checkpoints import WINDOW as LONG_WINDOW
 from tests.lit.windows.rank_cases import BATCH, DATA, WINDOW, deviations
-from tests.zoo import Plain, Sharded, on_front, whole
+from tests.zoo.modules import Plain, Sharded, on_front, whole
 from trainkit import WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]

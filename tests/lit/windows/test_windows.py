@@ -26,8 +26,8 @@ from tests.lit.fronts import (
     ragged,
     windows_of,
 )
-from tests.recording import Ending, told
-from tests.zoo import Plain, Stream, hooked, on_front, plain_token_loss
+from tests.zoo.callbacks import Ending, told
+from tests.zoo.modules import Plain, Stream, hooked, on_front, plain_token_loss
 from trainkit import Uniform
 from trainkit.lit._compat import leaves_fit
 

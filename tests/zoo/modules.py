@@ -1,4 +1,4 @@
-"""Small modules and data that many tests train; `tests/recording.py` watches them.
+"""Small modules and data that many tests train; `callbacks` watches them.
 
 `Plain` knows nothing of trainkit. `Mixed` is the same with the mixin. `on_front` makes
 either, with the callbacks that belong to it, so that plain Lightning, which is the

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.lit.proof import zoo
-from tests.lit.proof.zoo import Images, Tokens, classified
+from tests.zoo import causes
+from tests.zoo.causes import Images, Tokens, classified
 from trainkit import AccumulationMixin, PerSample, Uniform, Weighed
 
 
@@ -310,7 +310,7 @@ def one_length(rows: list[Any]) -> list[Any]:
 def all_labels(number: int = 64) -> list[dict[str, Tensor]]:
     """Rows in which each label counts, the shortest first."""
     return one_length(
-        [{"ids": row["ids"], "labels": row["ids"]} for row in zoo.sequences(number)]
+        [{"ids": row["ids"], "labels": row["ids"]} for row in causes.sequences(number)]
     )
 
 
@@ -321,13 +321,13 @@ def spoken(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"frames": padded, "y": torch.stack([row["ids"][0] for row in rows])}
 
 
-class Speech(zoo.Base):
+class Speech(causes.Base):
     """Its mean is over padding too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-        self.head = nn.Linear(8, zoo.VOCABULARY)
+        self.head = nn.Linear(8, causes.VOCABULARY)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         return F.cross_entropy(self.head(self.net(batch["frames"]).mean(1)), batch["y"])
@@ -335,7 +335,7 @@ class Speech(zoo.Base):
 
 def masked_at_random(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """As the collators of masked language models do."""
-    batch = zoo.padded(rows)
+    batch = causes.padded(rows)
     is_left = torch.rand(batch["labels"].shape) < 0.3
     is_left[:, 0] = False
     return {**batch, "labels": batch["labels"].masked_fill(is_left, -100)}

@@ -1,0 +1,1 @@
+"""What tests train, and what watches a training: modules, nets, rows, callbacks."""
