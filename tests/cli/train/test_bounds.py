@@ -58,6 +58,12 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     (tmp_path / "no.ckpt").write_bytes(cut_off)
     assert is_refused(train("ckpt_path=no.ckpt"), "no.ckpt, which is damaged or no")
     assert run_dirs(tmp_path) == [run], "what was refused has no folder"
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").write_text(summary[:9])
+    before = texts(run)
+    assert is_refused(go_on(longer), "summary.json: must be as a run writes it, and is")
+    (run / "summary.json").write_text(summary)
+    before = texts(run)
 
     capsys.readouterr()
     for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so

@@ -13,7 +13,7 @@ import yaml
 
 from trainkit.cli.report.charts import METRIC, MOST, Chart, Line
 from trainkit.cli.report.drawing import draw_all
-from trainkit.cli.report.run import Run, read, read_run
+from trainkit.cli.report.run import Run, read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.whole_config import flatten
 from trainkit.pages.frame import framed, table
@@ -121,7 +121,7 @@ def _config(folder: RunFolder) -> dict[str, str]:
         }
         return {key: each.replace(own, "RUN_DIR") for key, each in said.items()}
 
-    return read(folder, folder.CONFIG, texts)
+    return folder.read(folder.CONFIG, texts)
 
 
 def _parts(

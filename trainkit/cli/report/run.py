@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import yaml
 
 from trainkit.cli.report.charts import Chart, Line, choose, noise_lines, read_lines
 from trainkit.cli.runs.folder import RunFolder
@@ -18,8 +15,6 @@ from trainkit.cli.runs.summary_rows import Row, rows, throughput_text
 from trainkit.core.plan.effective_batch import EffectiveBatch
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
-
-_Read = TypeVar("_Read")
 
 STEP_TIMES = "step_times.csv"
 """The file in the folder of a run."""
@@ -55,15 +50,15 @@ def read_run(folder: RunFolder) -> Run:
     Raises:
         TrainkitError: a file of it is damaged.
     """
-    columns = read(folder, folder.METRICS, lambda path: read_lines(read_rows(path)))
-    times = read(folder, STEP_TIMES, read_step_times)
-    facts = read(folder, folder.SUMMARY, lambda _: folder.read_summary())
+    columns = folder.read(folder.METRICS, lambda path: read_lines(read_rows(path)))
+    times = folder.read(STEP_TIMES, read_step_times)
+    facts = folder.read_summary()
     last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
     columns |= noise_lines(columns) | rates(times)
     charts, left_out = choose(columns, unit=facts.get("unit", ""))
     speed = throughput(times)
     if facts:
-        found = read(folder, folder.SUMMARY, lambda _: _rows(facts, speed))
+        found = folder.read(folder.SUMMARY, lambda _: _rows(facts, speed))
         if last > facts["steps"]:
             found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
     else:  # it was killed, or is under way
@@ -75,24 +70,6 @@ def read_run(folder: RunFolder) -> Run:
             found.append(("throughput", throughput_text(**speed)))
     name = str(facts.get("name") or folder.path.name)
     return Run(folder, name, charts, left_out, found)
-
-
-def read(folder: RunFolder, name: str, how: Callable[[Path], _Read]) -> _Read:
-    """What a file of a run holds; a file that was not written is as good as empty.
-
-    Raises:
-        TrainkitError: the file is damaged.
-    """
-    path = folder.path / name
-    damages = (ValueError, TypeError, AttributeError, LookupError)
-    try:
-        return how(path)
-    except (*damages, csv.Error, yaml.YAMLError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TrainkitError(
-            f"{path}: must be as a run writes it, and is damaged: {said}. Mend it or "
-            f"remove it."
-        ) from error
 
 
 def read_step_times(path: Path) -> StepTimes:
@@ -154,7 +131,7 @@ def _share(part: float, whole: float) -> float | None:
 def throughput_of(folder: RunFolder) -> dict[str, Any] | None:
     """The throughput of a run as far as it is known, for `summary.json`."""
     try:
-        return throughput(read(folder, STEP_TIMES, read_step_times))
+        return throughput(folder.read(STEP_TIMES, read_step_times))
     except (OSError, TrainkitError):  # the report names the damage
         return None
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from filelock import FileLock, Timeout
 
 from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
+
+_Read = TypeVar("_Read")
 
 
 class RunFolder:
@@ -72,8 +75,27 @@ class RunFolder:
         """When the run was last started or resumed."""
         return _written(self.path / self.OVERRIDES)
 
+    def read(self, name: str, how: Callable[[Path], _Read]) -> _Read:
+        """What a file holds, as `how` reads it.
+
+        Raises:
+            TrainkitError: the file is damaged.
+        """
+        path = self.path / name
+        damages = (ValueError, TypeError, AttributeError, LookupError)
+        try:
+            return how(path)
+        except (*damages, csv.Error, yaml.YAMLError) as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TrainkitError(
+                f"{path}: must be as a run writes it, and is damaged: {said}. Mend it "
+                f"or remove it."
+            ) from error
+
     def overrides(self) -> list[str]:
-        return yaml.safe_load((self.path / self.OVERRIDES).read_text()) or []
+        """The command line of the run."""
+        words = self.read(self.OVERRIDES, lambda path: yaml.safe_load(path.read_text()))
+        return words or []
 
     def write_start(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -82,9 +104,11 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """How the run has ended; empty if it has not."""
-        path = self.path / self.SUMMARY
-        text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-        return dict(json.loads(text))
+        if not (self.path / self.SUMMARY).is_file():
+            return {}
+        return self.read(
+            self.SUMMARY, lambda path: dict(json.loads(path.read_text("utf-8")))
+        )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(dict(content), indent=2, allow_nan=False)
