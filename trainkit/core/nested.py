@@ -266,7 +266,10 @@ def are_equal(value: Any, other: Any) -> bool:
     """Whether two values are the same; arrays of several numbers are not, unless they
     are one.
 
+    >>> import torch
     >>> are_equal([1, "a"], [1, "a"]), are_equal(1, 1.0)
+    (True, False)
+    >>> are_equal(torch.ones(2), torch.ones(2)), are_equal(torch.ones(2), torch.ones(3))
     (True, False)
     """
     if isinstance(value, Tensor) and isinstance(other, Tensor):

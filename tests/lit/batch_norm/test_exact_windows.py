@@ -203,6 +203,10 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
         fit(make(), *callbacks, **options)
 
 
+def test_two_values_of_a_channel_are_enough() -> None:
+    fit(one_value(), *exact(SPLIT), batches=loader(batch_size=2, number=4))
+
+
 class Begun(pl.Callback):
     """Notes whether a batch has begun."""
 
