@@ -204,7 +204,7 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
 
 
 def test_two_values_of_a_channel_are_enough() -> None:
-    fit(one_value(), *exact(SPLIT), batches=loader(batch_size=2, number=4))
+    fit(one_value(), *exact(MicroBatching(size=1)), batches=loader(2, 4))
 
 
 class Begun(pl.Callback):
