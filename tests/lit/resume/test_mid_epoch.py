@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -37,7 +38,7 @@ from tests.lit.resume.interrupting import (
 )
 from tests.lit.resume.resuming import Saving
 from tests.lit.resume.streaming import Plain, Read, stateful
-from tests.zoo.callbacks import told
+from tests.zoo.callbacks import Table, told
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -194,6 +195,28 @@ def test_rows_go_on_though_the_number_of_steps_was_asked_for(
     found = read(tmp_path / "inside.ckpt")
     assert found == (whole[3:] if goes_on else whole[:3])
     assert whole[3:] != whole[:3]
+
+
+@pytest.mark.parametrize(("kind", "epoch"), [("counted", 1), ("stream", 2)])
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
+def test_loggers_count_on_after_the_last_batch_of_an_epoch(
+    kind: str, epoch: int, tmp_path: Path
+) -> None:
+    """`ModelCheckpoint(every_n_train_steps=...)` may save there. No row is left then,
+    and so nothing is said of the data."""
+
+    def logged(*more: Any, **resume: Any) -> list[float]:
+        ours = [AccumulationCallback(PerToken()), LearningRateMonitor("step"), *more]
+        options = {"logger": (table := Table()), "log_every_n_steps": 1}
+        each = trainer(max_epochs=3, callbacks=ours, **options)
+        each.fit(TokenModule(), Plain(kind), weights_only=True, **resume)
+        return table.column("step")
+
+    length = -(-len(TRAIN) // 4)
+    path, at = tmp_path / "last.ckpt", epoch * length
+    whole = logged(Saving(path, at=at - 1))
+    assert whole == [*range(3 * length)]
+    assert logged(ckpt_path=path) == whole[at:]
 
 
 # ---- runs that end by themselves -----------------------------------------------------

@@ -74,8 +74,19 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"strategy": AccumulatesItself},
     ),
     "LBFGS": (
-        "^LBFGS: it ran its closure twice .* last micro-batch .*, which had 2. Set acc",
+        "^LBFGS: it ran its closure twice .* last loader batch .*, which had 2. Set",
         {"made": {"optimizer": lbfgs}, "window": 2},
+    ),
+    "LBFGS in split windows": (
+        "^LBFGS: it ran its closure twice .* last loader batch .*, which had 2. Set",
+        {"made": {"optimizer": lbfgs, "cut": MicroBatching(size=2)}, "window": 2},
+    ),
+    "LBFGS in pools": (
+        "^LBFGS: it ran its closure twice .* which had 2. .* without a pool",
+        {
+            "made": {"optimizer": lbfgs, "cut": MicroBatching(tokens=40, pool=2)},
+            "window": 2,
+        },
     ),
     "closure": (
         "^Twice: it ran its closure twice in one step",

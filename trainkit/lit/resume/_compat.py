@@ -127,4 +127,6 @@ def leave_ended_epoch(trainer: Any) -> bool:
     has_ended = loop.restarting and epochs.ready == epochs.completed > 0
     if has_ended and loop.batch_progress.is_last_batch:
         loop.restarting = False
+        # The last batch's step, which loggers count, was to be added in a restart.
+        loop._batches_that_stepped += loop.restarted_on_train_batch_end
     return has_ended and not loop.batch_progress.is_last_batch

@@ -42,7 +42,9 @@ def resume(trainer: Any, pl_module: Any) -> None:
         _announce_missed_hooks(trainer, pl_module)
         why = why_data_differ(trainer)
         # Of a loader with a length and without a state, Lightning says it.
-        if why and (_reads_ahead(trainer) or any(map(is_litdata, loaders))):
+        is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        is_ahead = _reads_ahead(trainer) and not is_over
+        if why and (is_ahead or any(map(is_litdata, loaders))):
             warnings.warn(
                 f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
             )

@@ -242,9 +242,11 @@ class WindowCallback(WindowOwner):
             if self.scaler is not None:
                 self._step_watches[each].expect_step()
         self.gradients_are_fresh = False
-        # A closure that runs a split window again runs all of it again.
-        split = self.driver.is_split
-        self._num_closed = 1 if split else accumulator.window.num_micro_batches
+        # A closure that runs a batch again runs all of its micro-batches again.
+        if split := self.driver.is_split:
+            self._num_closed = self.driver.num_loader_batches
+        else:
+            self._num_closed = accumulator.window.num_micro_batches
         owners = trainer.optimizers[index]
         if others:
             listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
