@@ -138,6 +138,30 @@ class Renaming(Split):
         super().log(f"mine/{name}", *args, **kwargs)
 
 
+class Late(Split):
+    """Logs one name in a window's later micro-batches only, after another hook."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.may_log = self.micro_batching is None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", loss := super().training_step(batch, batch_idx), **BOTH)
+        if self.may_log:
+            self.log("late", 1.0)
+        self.may_log = True
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.log("after_backward", 1.0)
+
+
+class LogsByItself(LambdaCallback):
+    """Logs by the `log` that Lightning gives a callback, not by the module's."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.log("by_callback", loss.detach(), **BOTH)
+
+
 class Validated(Split):
     """Logs in validation too, which comes between two windows."""
 
@@ -163,6 +187,8 @@ TWICE = {"val_check_interval": 2, "validation": loader_batches((4, 4))}
         (Summing, "size", {"exact"}, {}),
         (Samples, "size", {"loss"}, {}),
         (Renaming, "size", {"mine/loss_step"}, {}),
+        (Late, "size", {"late", "loss_epoch"}, {}),
+        (Split, "size", {"by_callback"}, {"callbacks": lambda: [LogsByItself()]}),
         (Validated, "size", {"val_exact"}, TWICE),
     ],
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -62,14 +62,20 @@ class HeldLogs:
 
     Args:
         pl_module: whose logs.
-
-    Attributes:
-        log: what takes the place of the module's `log` while a window runs.
     """
 
     def __init__(self, pl_module: Any) -> None:
         self._module, self._has_said_step = pl_module, False
-        self.log = uncompiled(pl_module, self._hold)
+        self._log = uncompiled(pl_module, self._hold)
+
+    @contextmanager
+    def taken(self, callbacks: Sequence[Any]) -> Iterator[None]:
+        """Hold what the module logs while a window runs, and what callbacks log by the
+        `log` that Lightning gives each of them."""
+        with ExitStack() as stack:
+            for each in (self._module, *callbacks):
+                stack.enter_context(replaced(each, log=self._log))
+            yield
 
     def open(self, current: CutBatch) -> None:
         """Begin a loader batch."""
@@ -126,7 +132,10 @@ class HeldLogs:
 
     def close(self) -> None:
         """End the loader batch: log each name once, as from its hook."""
-        for (hook, name, _), several in self._logged.items():
+        hooks = [hook for hook, *_ in self._logged]
+        # Hook after hook: Lightning drops an epoch's first logs of one that comes back.
+        in_turn = sorted(self._logged.items(), key=lambda each: hooks.index(each[0][0]))
+        for (hook, name, _), several in in_turn:
             options = several[-1].options
             # By it Lightning weighs a mean over the epoch.
             sizes = [each.options.get("batch_size") for each in several]

@@ -18,7 +18,7 @@ from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import replaced, skips_backward
+from trainkit.lit._compat import skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
     OrderedCallback,
@@ -222,7 +222,7 @@ class Split:
         attempt = partial(self._attempt, batch, args, kwargs, is_forward_only)
         apart = self._apart(closes=closes) if self._is_apart else NOTHING
         try:
-            with replaced(self._module, log=self._logs.log), apart:
+            with self._logs.taken(trainer.callbacks), apart:
                 if is_forward_only or self.sizes is None:
                     attempt()
                 else:
