@@ -3,7 +3,7 @@ around them: autocast, half precision, checkpoints, offloading and compiling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -299,9 +299,9 @@ def test_offloading_around() -> None:
 
 
 @pytest.fixture
-def compiler() -> Any:
+def clean() -> Iterator[None]:
     torch._dynamo.reset()
-    yield lambda what: torch.compile(what, backend="aot_eager")
+    yield
     torch._dynamo.reset()
 
 
@@ -316,17 +316,21 @@ class Counting(Net):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("in_place", "backend"), [(False, "eager"), (True, "aot_eager")]
+)
 def test_what_is_compiled_around_runs_the_module_in_chunks_uncompiled(
-    in_place: bool, compiler: Any
+    in_place: bool, backend: str
 ) -> None:
     """A step, or the module itself by `compile()`."""
     net = twin(Counting())
     _, wanted = gradient(net, step)
-    compiled = step if in_place else compiler(step)
+    compiled = step if in_place else torch.compile(step, backend=backend)
     if in_place:
-        net.compile(backend="aot_eager")
-    assert off(compiler(net), wanted=wanted, size=8) <= EXACT
+        net.compile(backend=backend)
+    around: Any = torch.compile(net, backend=backend)
+    assert off(around, wanted=wanted, size=8) <= EXACT
     net.rows = ()
     made = lambda net: compiled(net)  # noqa: E731
     assert off(net, made, wanted=wanted, size=8) <= EXACT
