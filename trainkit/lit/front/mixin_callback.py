@@ -8,6 +8,7 @@ from inspect import getattr_static
 from types import MethodType
 from typing import Any
 
+from trainkit.core.nested import are_equal
 from trainkit.core.ranks import find_ranks
 from trainkit.core.split.micro_batching import is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -229,7 +230,10 @@ def strategies_of(pl_module: Any) -> Strategies:
 
 
 def _are_alike(some: Strategies, others: Strategies) -> bool:
-    try:
-        return bool(some == others)  # also where a property makes an equal one
-    except (RuntimeError, TypeError, ValueError):  # they hold tensors or arrays
-        return False
+    """Whether strategies are the same, also where a property makes them anew."""
+    pairs = [(each, others.get(name)) for name, each in some.items()]
+    return some.keys() == others.keys() and all(
+        type(one) is type(other)
+        and are_equal(getattr(one, "__dict__", one), getattr(other, "__dict__", other))
+        for one, other in pairs
+    )
