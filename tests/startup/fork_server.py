@@ -42,13 +42,12 @@ IMPORTED = (
     "hydra_plugins.trainkit_searchpath",
     "matplotlib.backends.backend_agg",
     "pytest",  # which the modules of tests import, in their ranks too
-    "torch.utils.serialization",
     "wandb.apis.public",
     "wandb.cli.cli",
     "wandb.sdk.launch",
     "wandb.sdk.lib.gitlib",
 )
-OPTIONAL = ("joblib", "optuna", "submitit")
+OPTIONAL = ("joblib", "optuna", "submitit", "torch.utils.serialization")
 MOST_FILES = 64
 ABOVE = 1000  # the numbers of any process's files
 
