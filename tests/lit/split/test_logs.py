@@ -159,7 +159,7 @@ class LogsByItself(LambdaCallback):
     """Logs by the `log` that Lightning gives a callback, not by the module's."""
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self.log("by_callback", loss.detach(), **BOTH)
+        self.log("by_callback", loss.detach(), **BOTH)  # type: ignore[attr-defined]
 
 
 class Validated(Split):

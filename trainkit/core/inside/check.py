@@ -309,8 +309,8 @@ class Trial:
         where = listed(names) if names else "a list, a hook or a cache"
         raise Unfit(
             f"its forward leaves tensors with a gradient in {where}, where each chunk "
-            f"overwrites those of the one before. Return them as outputs, or detach() "
-            f"them"
+            f"overwrites those before. Return them as outputs, or detach() them; take "
+            f"weight_norm and spectral_norm from torch.nn.utils.parametrizations"
         )
 
     # ---- gradients -------------------------------------------------------------------
