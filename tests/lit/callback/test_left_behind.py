@@ -250,6 +250,13 @@ def test_callback_that_was_sent_trains_as_itself(name: str) -> None:
         assert trained(name, each).curve == curve
 
 
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_error_of_another_process_is_not_hidden_by_one_here(name: str) -> None:
+    """Lightning hands it on to the process that started the others, and there the
+    module has no Trainer."""
+    CALLBACKS[name]().on_exception(trainer(), pl.LightningModule(), ValueError())
+
+
 @pytest.mark.parametrize("way", SENT)
 def test_optimizer_that_stands_scaled_can_be_sent(way: str) -> None:
     scaling = LRScaling("linear", reference_batch=REFERENCE)

@@ -285,7 +285,7 @@ class WindowCallback(WindowOwner):
             self._pools.drop("the epoch ended before it was full")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._stop(pl_module)
+        self._stop(trainer, pl_module)
         self._drop("training ended inside it")
         self._pools.drop("training ended before it was full")
         for accumulator in self.accumulators.values():
@@ -294,7 +294,7 @@ class WindowCallback(WindowOwner):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        self._stop(pl_module)
+        self._stop(trainer, pl_module)
         held = [a.num_micro_batches for a in self.accumulators.values() if a.is_open]
         if held and not isinstance(exception, Stopped):
             # This only warns: a checkpoint that is written because of the exception
@@ -303,7 +303,8 @@ class WindowCallback(WindowOwner):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release what the `fit` has held; only its numbers stay."""
-        self._stop(pl_module)  # a finder that leaves `fit` early calls this hook alone
+        # A finder that leaves `fit` early calls this hook alone.
+        self._stop(trainer, pl_module)
         self._wants_weights.clear()
         self.scaler = self.weight = self._meeting_point = None
         closed, self.accumulators = self.accumulators, {}
@@ -312,7 +313,7 @@ class WindowCallback(WindowOwner):
             emptied.num_windows = each.num_windows
             self.accumulators[index] = emptied
 
-    def _stop(self, pl_module: Any) -> None:
+    def _stop(self, trainer: Any, pl_module: Any) -> None:
         """Give back what was taken for a `fit`."""
         release_schedulers(pl_module)
         self._taken.close()
@@ -322,7 +323,7 @@ class WindowCallback(WindowOwner):
             each.stop()
         for watch in self._step_watches:
             watch.close()
-        self._pools.end(pl_module.trainer)
+        self._pools.end(trainer)
 
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
