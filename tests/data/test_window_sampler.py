@@ -404,6 +404,11 @@ def test_options_are_checked(how: dict[str, Any], text: str) -> None:
         WindowSampler(**{"lengths": LENGTHS, "num_replicas": 8, **how})
 
 
+def test_a_row_for_each_micro_batch_is_enough() -> None:
+    sampler = WindowSampler(LENGTHS, window=8, num_replicas=8, rank=0, drop_last=True)
+    assert {len(rows) for rows in sampler} == {1}
+
+
 def test_rows_that_are_too_few_for_the_ranks_are_refused_and_the_remedies_help() -> (
     None
 ):

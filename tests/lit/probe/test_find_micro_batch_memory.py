@@ -101,7 +101,8 @@ def test_max_micro_batch_is_a_cap() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_one_row_that_does_not_fit_alone_is_shown(where: str) -> None:
     module, data, fit = limited(rows=0, where=where), Data(), quick()
-    with pytest.raises(TrainkitError, match=r"one row does not fit.*float64\[1, 4\]"):
+    text = r"one row does not fit.*float64\[1, 4\].*smaller model\. .*memory"
+    with pytest.raises(TrainkitError, match=text):
         found(module, data, fit)
     assert (data.batch_size, fit.accumulate_grad_batches) == (4, 1)
 
