@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from tests.helpers import trainer
+from tests.zoo.callbacks import told
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, _cut, row_of
+from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, _cut, row_of
 
 
 def logged(folder: Path, *rows: tuple[int, dict[str, Any]]) -> MetricsCSVLogger:
@@ -83,6 +86,15 @@ def test_file_is_set_aside_under_a_free_name(tmp_path: Path) -> None:
         assert logger.set_aside().name == f"metrics.{number}.csv"
         assert logger.num_rows == 0
     assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_that_rows_of_another_training_are_set_aside_is_told(tmp_path: Path) -> None:
+    logged(tmp_path, (0, {"a": 1.0}))
+    own = {"logger": MetricsCSVLogger(tmp_path), "callbacks": [MetricRows()]}
+    with told("MetricsCSVLogger: ") as said:
+        trainer(max_steps=1, **own).fit(BoringModel())
+    assert "which are now in metrics.1.csv" in said[0]
+    assert len(said) == 1
 
 
 def test_what_is_logged_later_for_a_step_joins_its_row(tmp_path: Path) -> None:
