@@ -108,9 +108,9 @@ def refuse_unknown_backend(trainer: Any) -> None:
 def refuse_second_closure(optimizer: Any, num_batches: int) -> None:
     raise TrainkitError(
         f"{type(unwrapped(optimizer)).__name__}: it ran its closure twice in one step, "
-        f"and the closure repeats only the last loader batch of the window, which had "
-        f"{num_batches}. Set accumulate_grad_batches=1, without a pool, for such an "
-        f"optimizer."
+        f"and the closure repeats only the last of the window's {num_batches} loader "
+        f"batches. For such an optimizer, set accumulate_grad_batches=1 and leave "
+        f"pool= out."
     )
 
 
