@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.core.common import Toy, big_batch, cut, fresh_net, joined, relative
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
-from trainkit.core.division import weights_by_term
+from trainkit.core.division import UNKNOWN, power_of_two, weights_by_term
 
 PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
 WHOLE, LOSS = big_batch(fresh_net(), joined(PARTS))
@@ -116,3 +117,36 @@ def test_terms_with_different_numbers_of_weights_are_refused() -> None:
     with pytest.raises(TrainkitError, match=r"different numbers of them: {'a': 1, 'b'"):
         accumulator.expect(weights={"a": [1], "b": [1, 2]})
     accumulator.expect(weights={"a": [1, 0], "b": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "expected"),
+    [
+        (20.0, None, 16.0),
+        (0.0, None, UNKNOWN),
+        (float("nan"), None, UNKNOWN),
+        (3.0, 16.0, 8.0),  # a short last window
+        (90.0, 16.0, 64.0),
+        (0.0, 16.0, 16.0),
+    ],
+)
+def test_unit_of_the_sums_follows_the_windows(
+    number: float, before: float | None, expected: float
+) -> None:
+    """By plain numbers, by tensors, and by one of each."""
+    old = None if before is None else torch.tensor(before, dtype=torch.float64)
+    new = torch.tensor(number, dtype=torch.float64)
+    for pair in product((number, new), (before, old)):
+        assert power_of_two(*pair) == expected
+
+
+def test_one_process_divides_by_plain_numbers() -> None:
+    """Each small operation on a GPU costs a launch; ranks and tensors need them."""
+    plain, tensors = Toy(), Toy()
+    for loss, weight in ((5.0, 2), (7.0, 0), (1.0, 6)):
+        plain.add(loss, weight)
+        tensors.add(loss, torch.tensor(weight))
+    assert type(plain.accumulator.division.reference) is float
+    assert isinstance(tensors.accumulator.division.reference, torch.Tensor)
+    plain.finish(), tensors.finish()
+    assert plain.gradient == tensors.gradient == 2.0

@@ -337,7 +337,7 @@ class Accumulator:
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))
-        scale = self.division.scale(totals, window.reduction, step)
+        scale = self.division.scale(window, totals, step)
         self._close()
         self.num_windows = step + 1
         found = gradients_of(gradients.parameters)
@@ -385,6 +385,4 @@ class Accumulator:
             return self.window.entries[-1].loss.device
         if isinstance(self.module, nn.Module):
             return next((p.device for p in self.module.parameters()), default_device())
-        if self.division.reference is not None:
-            return self.division.reference.device
-        return default_device()
+        return self.division.device or default_device()

@@ -18,7 +18,7 @@ from trainkit.core.strategies import (
     Weight,
     checked_weight,
 )
-from trainkit.core.window import DIVISOR, WEIGHT, scalar, vector
+from trainkit.core.window import DIVISOR, WEIGHT, Window, scalar, vector
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256
@@ -43,6 +43,7 @@ class Division:
     all ranks share, close to the weight of a window on one rank: the sum of w_i g_i / r
     has about the size of a mean gradient, whatever the weights are, and half precision
     neither overflows nor underflows. It is a power of two: if w is exact, w / r is too.
+    It is a plain number where one process weighs by plain numbers, and a tensor else.
     A loss in half precision would round w / W, so its window is divided in two steps.
 
     A gradient scaler that serves several optimizers changes its factor when one of them
@@ -59,6 +60,7 @@ class Division:
         reference: r of windows that are not told; None before the first of them.
         opening: the scaler's factor when the open window was opened; None means 1.
         is_open: whether a window has begun.
+        device: where the newest losses were; None before the first.
     """
 
     def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
@@ -68,14 +70,23 @@ class Division:
         check_kind("Accumulator scaler", scaler, kinds, "a torch.amp.GradScaler")
         self._scaler = scaler
         self.has_scaler: bool = scaler is not None and scaler.is_enabled()
+        self._may_be_plain = ranks.size == 1 and not self.has_scaler
         self.opening: Tensor | None = None
         self.is_open = False
-        self.reference: Tensor | None = None
+        self.device: torch.device | None = None
         self._told: Weight | None = None
+        self._refer_to(None)
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
-        self.reference, self.opening = reference, opening
+        self._refer_to(reference)
+        if reference is not None and self._may_be_plain:
+            self._refer_to(reference.item())
+        self.opening = opening
+
+    def _refer_to(self, reference: Weight | None) -> None:
+        self.reference = reference
+        self._units: dict[Any, Weight] = {}
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Choose r for the first window, from the ranks' first micro-batches, if that
@@ -91,10 +102,12 @@ class Division:
         """
         if self.reference is not None:
             return
-        first = scalar(weight, device) * (expected * self._headroom)
-        if self._ranks.backend_sums:
-            first = self._ranks.sum_(first) / self._ranks.size
-        self.reference = power_of_two(first, None)
+        first = weight * (expected * self._headroom)
+        if isinstance(first, Tensor) or not self._may_be_plain:
+            first = scalar(first, device)
+            if self._ranks.backend_sums:
+                first = self._ranks.sum_(first) / self._ranks.size
+        self._refer_to(power_of_two(first, None))
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device
@@ -107,7 +120,7 @@ class Division:
             device: where they are.
         """
         self.opening = self._factor_now(device) if self.has_scaler else None
-        self.is_open, self._told = True, None
+        self.is_open, self.device, self._told = True, device, None
         if told is not None:
             multiplier = self._ranks.multiplier
             is_total = reduction == "total"
@@ -135,41 +148,55 @@ class Division:
             part = weight * divided_by if by_mean else divided_by
             return part / self._told, weight
         assert self.reference is not None
-        unit = divided_by / self.reference  # exact: r is a power of two
+        unit = self._unit(loss, divided_by)
         factor, applied = weight * unit if by_mean else unit, weight
         if by_mean and loss.dtype in HALF:
-            applied = factor.to(loss.dtype) * self.reference / divided_by
+            factor = _rounded(factor, loss.dtype)
+            applied = factor * self.reference / divided_by
         if self.has_scaler or self.opening is not None:
             factor = factor * self._to_opening(loss.device)
         return factor, applied
 
-    def scale(
-        self, totals: Tensor, reduction: LossReduction, num_windows: int
-    ) -> Tensor | None:
+    def _unit(self, loss: Tensor, divided_by: int) -> Weight:
+        """divided_by / r as this loss needs it; exact, since r is a power of two."""
+        key = divided_by, loss.device, loss.dtype
+        if key not in self._units:
+            assert self.reference is not None
+            unit = divided_by / self.reference
+            if isinstance(unit, Tensor):
+                wide = torch.float32 if loss.dtype in HALF else loss.dtype
+                unit = unit.to(loss.device, wide)
+            self._units[key] = unit
+        return self._units[key]
+
+    def scale(self, window: Window, totals: Tensor, num_windows: int) -> Weight | None:
         """What multiplies the window's gradients, now that it closes; None is 1.
 
         Args:
-            totals: the window's, over all ranks.
-            reduction: how the losses were reduced: mean, sum or total.
+            window: that closes.
+            totals: its columns, over all ranks.
             num_windows: how many windows were closed before this one.
         """
         if self._told is not None:
             return None
         before = self.reference
+        known = window.known_sums if self._may_be_plain else None
+        weight, divisor = known or (totals[WEIGHT], totals[DIVISOR])
         # r need not follow every window, but all ranks must change it together.
         if num_windows < 8 or num_windows % 16 == 0:
-            mean = totals[WEIGHT] / self._ranks.size
-            self.reference = power_of_two(mean, before)
+            self._refer_to(power_of_two(weight / self._ranks.size, before))
         if before is None:
             return None  # this rank has had no micro-batch yet
-        scale = before.to(totals.device) * self._ranks.multiplier
-        if reduction != "total":
-            scale = scale / totals[DIVISOR]
+        if isinstance(before, Tensor):
+            before = before.to(totals.device)
+        scale = before * self._ranks.multiplier
+        if window.reduction != "total":
+            scale = scale / divisor
         if self.has_scaler or self.opening is not None:
             # Back to the scaler's present factor.
             scale = scale / self._to_opening(totals.device)
         # 0 if the window weighs nothing: 0 / 0 must not reach a gradient.
-        return scale.nan_to_num_(0.0, 0.0, 0.0)
+        return scale.nan_to_num_(0.0, 0.0, 0.0) if isinstance(scale, Tensor) else scale
 
     def unit(self, device: torch.device) -> Tensor:
         """What turns the gradient of a pass, as a hook on a parameter sees it, into
@@ -199,16 +226,28 @@ def _or_infinite(told: Told, multiplier: int) -> Weight:
     return total / multiplier if total else math.inf
 
 
-def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:
+def power_of_two(number: Weight, before: Weight | None) -> Weight:
     """The power of two nearest to a positive number; otherwise the one before.
 
     It falls by at most a half: after an epoch's short last window comes a full one.
     """
+    otherwise = UNKNOWN if before is None else before
+    least = 0.0 if before is None else before / 2
+    if not isinstance(number, Tensor) and not isinstance(least, Tensor):
+        is_positive = 0 < number < math.inf
+        return max(2.0 ** round(math.log2(number)), least) if is_positive else otherwise
+    numbers = number, least, otherwise
+    device = next(each.device for each in numbers if isinstance(each, Tensor))
+    number, least, otherwise = (scalar(each, device) for each in numbers)
     nearest = number.log2().round().exp2()
-    if before is None:
-        return torch.where(nearest > 0, nearest, UNKNOWN)
-    before = before.to(number.device)
-    return torch.where(nearest > 0, nearest.maximum(before / 2), before)
+    return torch.where(nearest > 0, nearest.maximum(least), otherwise)
+
+
+def _rounded(number: Weight, dtype: torch.dtype) -> Weight:
+    """A number as half precision has it; a plain one stays plain."""
+    if isinstance(number, Tensor):
+        return number.to(dtype)
+    return torch.tensor(number, dtype=dtype).item()
 
 
 # ---- windows whose total is known before their first forward pass --------------------

@@ -111,7 +111,7 @@ class GradientSum:
             )
 
     def divide(
-        self, gradients: list[Tensor], scale: Tensor | None, *, is_apart: bool
+        self, gradients: list[Tensor], scale: Tensor | float | None, *, is_apart: bool
     ) -> None:
         """Multiply the sum by `scale`, and make it equal on all ranks.
 

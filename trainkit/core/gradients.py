@@ -67,23 +67,27 @@ def clear_gradients(optimizer_or_parameters: Any) -> None:
 
 
 @torch.no_grad()
-def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
-    """Multiply gradients by a 0-d tensor, which is never rounded to half precision."""
+def scale_(gradients: Iterable[Tensor], scale: Tensor | float) -> None:
+    """Multiply gradients by a number, which is never rounded to half precision."""
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.is_sparse or gradient.is_complex():
-            gradient.mul_(scale.to(gradient.device))
+            gradient.mul_(_as(scale, gradient.device))
         else:
             alike[gradient.device, gradient.dtype].append(gradient)
     for (device, dtype), dense in alike.items():
         if dtype in HALF:
-            factor = scale.to(device, torch.float32)
+            factor = _as(scale, device, torch.float32)
             for gradient in dense:
                 gradient.copy_(gradient.float().mul_(factor))
         else:
-            factor = scale.to(device, dtype)
+            factor = _as(scale, device, dtype)
             # One kernel for all of them; torch.optim uses it too.
             torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _as(scale: Tensor | float, *place: Any) -> Tensor | float:
+    return scale.to(*place) if isinstance(scale, Tensor) else scale
 
 
 BUCKET = 2**24

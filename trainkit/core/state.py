@@ -13,7 +13,7 @@ from trainkit.core._compat import inside_wrappers
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight, kind_of
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, vector
+from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, scalar, vector
 from trainkit.errors import TrainkitError
 
 
@@ -57,14 +57,14 @@ def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
     division, module = accumulator.division, accumulator.module
     # A rank without a micro-batch has neither number, and sends zeros.
     own, carried = (
-        row.new_zeros(()) if number is None else number.to(row)
+        scalar(0 if number is None else number, row.device)
         for number in (division.reference, division.opening)
     )
     table = ranks.gather_rows(torch.cat([row, torch.stack([own, carried])])).wait()
     totals = merged(table)
     common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
-        shown = None if division.reference is None else division.reference.cpu()
+        shown = None if division.reference is None else own.cpu()
         return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):

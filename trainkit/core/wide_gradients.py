@@ -118,7 +118,7 @@ class WideGradients:
                 parameter.grad = None
 
     @torch.no_grad()
-    def hand_over(self, scale: Tensor | None = None) -> None:
+    def hand_over(self, scale: Tensor | float | None = None) -> None:
         """Close the window: each `grad` becomes scale * sum, rounded once.
 
         The sum is over the window's passes. Over ranks it is the mean or sum that the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -97,6 +98,20 @@ class Window:
         """The weights by which gradients were multiplied, with those of a
         checkpoint."""
         return [*self.carried_weights, *(entry.applied for entry in self.entries)]
+
+    @property
+    def known_sums(self) -> tuple[float, float] | None:
+        """The sums of `weight` and of `applied`; None if a tensor has a part of them,
+        or if they cannot divide anything."""
+        if self.carried is not None:
+            return None
+        weight = applied = 0.0
+        for entry in self.entries:
+            if isinstance(entry.weight, Tensor) or isinstance(entry.applied, Tensor):
+                return None
+            weight += entry.weight
+            applied += entry.applied
+        return (weight, applied) if 0 < applied < math.inf else None
 
     def add(
         self,
