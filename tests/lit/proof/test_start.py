@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
 import re
 import threading
 import warnings
@@ -47,6 +48,7 @@ from trainkit import (
 )
 from trainkit.lit.callback.base import is_rehearsal
 from trainkit.lit.proof import start
+from trainkit.lit.quiet import LIGHTNINGS
 
 IMAGES, BATCH_NORM = (lambda: Images(causes.classified), lambda: Images(
     causes.classified, nn.BatchNorm2d
@@ -465,6 +467,24 @@ def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
             PerToken(),
             proof="require",
         )
+
+
+def test_a_step_without_padding_costs_no_rehearsal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether columns may be cut off is open until a row is padded, so each batch is
+    looked at; logging, whose levels take long to set, is not touched any more."""
+    levels: list[int] = []
+    original = logging.Logger.setLevel
+
+    def noted(logger: logging.Logger, level: int) -> None:
+        levels.append(level)
+        original(logger, level)
+
+    monkeypatch.setattr(logging.Logger, "setLevel", noted)
+    data = tokens(4, rows=packed())
+    fit(Tokens(), data, PerToken(), MicroBatching(size=2), accumulate=1)
+    assert 0 < len(levels) <= 2 * len(LIGHTNINGS)
 
 
 @pytest.mark.parametrize(("size", "is_said"), [(8, False), (3, True)])

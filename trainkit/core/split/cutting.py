@@ -100,7 +100,7 @@ class Cutter:
         nothing tells their lengths."""
         if self._options.collate is not None:
             return None
-        rows = self._reader.read(batch).rows
+        rows = self._reader.rows(batch)
         return rows != rows.untrimmed() if rows.groups else None
 
     def measure(self, batch: Any) -> Rows:

@@ -60,7 +60,7 @@ class LayoutReader:
         Raises:
             TrainkitError: its number of rows is unclear; the text shows its structure.
         """
-        options, strategy = self._options, self._strategy
+        options = self._options
         if (collate := options.collate) is not None:
             rows = rows_of_samples(batch, self._lengths)
             samples = [Field("", list(batch))]
@@ -69,15 +69,9 @@ class LayoutReader:
         if documents is not None:
             whole = [lookup(batch, path) for path in options.shared]
             return Flattened.read([batch], [documents], whole)
-        shared = {id(lookup(batch, path)) for path in options.shared}
-        marks = marks_of(batch, self._lengths, strategy)
-        if isinstance(strategy, PerSample) and strategy.size is not None:
-            num_rows = int(strategy.weight(batch))
-        else:
-            num_rows = len(marks[0].counts) if marks else _rows_of(batch, shared)
-        if options.lengths is None:
-            marks = [each for each in marks if len(each.counts) == num_rows]
-        rows = Rows(num_rows, groups_of(batch, marks, num_rows) if marks else ())
+        shared = self._shared(batch)
+        rows = self._rows(batch, shared)
+        num_rows = rows.num_rows
         widths = {group.padded_length: place for place, group in enumerate(rows.groups)}
         ragged = {id(lookup(batch, path)): d for path, d in options.ragged.items()}
         fields, build = take_apart(
@@ -95,6 +89,26 @@ class LayoutReader:
                 trims[place] = self._trims(*of) if widths else ()
         layout = Layout(fields, build, trims, rows)
         return layout if options.trim else layout.untrimmed()
+
+    def rows(self, batch: Any) -> Rows:
+        """How many rows a collated batch has, and how long they are."""
+        if find_flattened(batch, self._documents) is not None:
+            return self.read(batch).rows
+        return self._rows(batch, self._shared(batch))
+
+    def _shared(self, batch: Any) -> set[int]:
+        return {id(lookup(batch, path)) for path in self._options.shared}
+
+    def _rows(self, batch: Any, shared: Collection[int]) -> Rows:
+        strategy = self._strategy
+        marks = marks_of(batch, self._lengths, strategy)
+        if isinstance(strategy, PerSample) and strategy.size is not None:
+            num_rows = int(strategy.weight(batch))
+        else:
+            num_rows = len(marks[0].counts) if marks else _rows_of(batch, shared)
+        if self._options.lengths is None:
+            marks = [each for each in marks if len(each.counts) == num_rows]
+        return Rows(num_rows, groups_of(batch, marks, num_rows) if marks else ())
 
     def _is_whole(
         self, path: str, value: Any, num_rows: int, shared: Collection[int]

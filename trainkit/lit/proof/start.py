@@ -92,20 +92,25 @@ class ProofAtStart:
         self._trainer, self._module, self._windows = trainer, module, windows
         self._is_proven = False
 
-    @logged_from(logging.CRITICAL)  # once for all rehearsals
     def look(self, batch: Any) -> bool:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
+        split, has_padding = self._windows.split, False
+        if split is not None and split.trims is None:
+            has_padding = split.has_padding(batch)
+        if has_padding is not False or not self._is_proven:
+            self._rehearse(batch, has_padding)
+        return split is None or split.trims is not None
+
+    @logged_from(logging.CRITICAL)  # once for all rehearsals
+    def _rehearse(self, batch: Any, has_padding: bool | None) -> None:
         windows, split = self._windows, self._windows.split
         if windows.inside is not None:
             windows.inside.find(self._trainer, windows, batch)
-        if split is not None and split.trims is None:
-            has_padding = split.has_padding(batch)
-            if has_padding is not False:
-                split.trims = self._may_trim(batch) if has_padding else False
+        if split is not None and has_padding is not False:
+            split.trims = self._may_trim(batch) if has_padding else False
         if not self._is_proven:
             self._is_proven = True
             self.run(batch)
-        return split is None or split.trims is not None
 
     def run(self, batch: Any) -> None:
         """Measure, if that is asked for, and say what was found."""
