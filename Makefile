@@ -48,8 +48,11 @@ side_by_side: $(DEMO)  ## the same training by plain Lightning, trainkit and the
 test: $(READY)  ## run the tests, with a worker more than there are cores
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 10
 
+# Only the files that have such tests: each worker would collect thousands of others.
+# Four have most of the work, and one that begins after another's end would end alone.
 test_environments: $(READY)  ## run the tests that install packages or start a cluster
-	$(BIN)/python -m pytest -m environments --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m environments --numprocesses 4 --dist loadfile \
+	  --durations 10 $$(grep -rl --include='*.py' 'mark[.]environments' tests)
 
 lint: $(READY)  ## ruff, pyright, codespell, plain English
 	$(BIN)/ruff check .
