@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from tests.environments import install
 from trainkit.config._compat import (
     VERSION_BASE,
     hydra_arguments,
@@ -94,13 +95,7 @@ def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
     """Beside the installed one, so that nothing is changed by the test."""
     if "PYTHONPATH" in os.environ:
         pytest.skip("it is what runs now, or something else is wanted")
-    install = [sys.executable, "-m", "pip", "install", "--no-compile", "--no-deps"]
-    got = subprocess.run(
-        [*install, "--target", str(tmp_path), *PACKAGES],
-        capture_output=True,
-        timeout=240,
-    )
-    if got.returncode != 0:
+    if not install("--no-deps", "--target", str(tmp_path), *PACKAGES):
         pytest.skip("needs a package index")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -18,6 +18,7 @@ import yaml
 from matplotlib import get_configdir
 
 from tests.cli.training import SMALL, run_dirs, summary_of, train
+from tests.environments import install
 from tests.startup import CHILD_PATH, forked
 
 ROOT = Path(__file__).parents[3]
@@ -176,11 +177,9 @@ def test_optuna_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """The tests above are skipped here, where `trainkit sweep` has a newer Optuna."""
     made = tmp_path / "venv"
     venv.create(made, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin" / "python")]
     wanted = ["hydra-optuna-sweeper==1.3.0"]
     wanted += [f"{name}=={version(name)}" for name in ("hydra-core", "omegaconf")]
-    install = [*pip, "install", "--quiet", "--no-compile", *wanted]
-    subprocess.run(install, check=True, timeout=500)
+    assert install(*wanted, python=str(made / "bin" / "python"))
     (site,) = made.glob("lib/python*/site-packages")
     lent = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "lent.pth").write_text("\n".join([str(ROOT), *sorted(lent)]) + "\n")
