@@ -338,7 +338,9 @@ def test_state_loads_with_weights_only() -> None:
 # ---- how many micro-batches ----------------------------------------------------------
 
 
-def test_as_few_micro_batches_as_keep_to_the_budget_in_every_window() -> None:
+def test_as_few_micro_batches_as_keep_to_the_budget_in_every_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for num_ranks, flattened in itertools.product((1, 4), (False, True)):
         how: Any = {"window": 64, "flattened": flattened, "num_replicas": num_ranks}
         sampler = WindowSampler(LENGTHS, rank=0, **how)
@@ -357,6 +359,8 @@ def test_as_few_micro_batches_as_keep_to_the_budget_in_every_window() -> None:
         if fewer.micro_batches < sampler.micro_batches:
             with pytest.warns(UserWarning, match="The step is exact"):
                 assert any(longest(fewer, epoch) > 4096 for epoch in range(200))
+    monkeypatch.setattr("trainkit.data.window_sampler.ROWS_TRIED", 63)
+    assert WindowSampler(LENGTHS, num_replicas=1, rank=0, window=64).micro_batches > 1
 
 
 def test_window_above_the_budget_is_said_once_with_the_remedy() -> None:
@@ -442,8 +446,9 @@ def test_cost_is_found_from_times() -> None:
     assert fitted(times.tolist()) == 0
 
 
+@pytest.mark.parametrize("prefetch", [None, 25])
 def test_measured_cost_plans_later_windows_and_is_saved(
-    monkeypatch: pytest.MonkeyPatch,
+    prefetch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("trainkit.data.cost_fit._now", lambda: clock[0])
@@ -454,11 +459,13 @@ def test_measured_cost_plans_later_windows_and_is_saved(
         plan = WindowSampler(
             lengths, window=200, num_replicas=2, rank=0, **{"cost": "measured", **how}
         )
-        return ResumableLoader(dataset, batch_sampler=plan, collate_fn=list)
+        return ResumableLoader(dataset, batch_sampler=plan, collate_fn=list, **reads)
 
-    train = made()
+    reads: Any = {"num_workers": 1, "prefetch_factor": prefetch} if prefetch else {}
+    train, reads = made(), {}
     plan: Any = train.batch_sampler
     k = plan.micro_batches
+    ahead = (prefetch or 0) // k  # windows that the worker has read
     seen: list[Any] = []
     state: Any = None
     for batch in train:
@@ -467,12 +474,12 @@ def test_measured_cost_plans_later_windows_and_is_saved(
         # Validation, once a window, says nothing about it.
         clock[0] += seconds + 10.0 * (len(seen) % k == k - 1)
         seen.append(batch)
-        if len(seen) == (WINDOWS + 3) * k:
+        if len(seen) == (WINDOWS + 3 + ahead) * k:
             state = train.state_dict()
     by_tokens, by_cost = read(made(cost=0.0), 0), read(made(cost=0.002), 0)
-    since = (WINDOWS + 2) * k  # one window to become warm, and one read ahead
+    since = (WINDOWS + 2 + ahead) * k  # one to become warm, and one read ahead
     assert seen[:since] == by_tokens[:since]
-    assert state["plan"]["cost"] == pytest.approx([0, 0.002, 0, WINDOWS + 2])
+    assert state["plan"]["cost"] == pytest.approx([0, 0.002, 0, WINDOWS + 2 + ahead])
     assert [sorted(b) for b in seen[since:]] == [sorted(b) for b in by_cost[since:]]
     assert by_cost[since:] != by_tokens[since:]
     again = made()

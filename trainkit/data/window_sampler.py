@@ -220,7 +220,7 @@ class WindowSampler(LengthSampler):
         window, nth = divmod(position - 1, self.micro_batches)
         # Between two windows there are validation, checkpoints and the optimizer.
         counts = nth + 1 < self.micro_batches or self.micro_batches == 1
-        later = (self.epoch, window + 2 + -(-ahead // self.micro_batches))
+        later = (self.epoch, window + 2 + ahead // self.micro_batches)
         closes = nth + 1 == self.micro_batches
         return self._fit.timed(
             position,
@@ -309,7 +309,7 @@ class WindowSampler(LengthSampler):
 
     def _needed(self) -> int:
         """The micro-batches of a window with which none of those tried exceeds."""
-        now, most, left = self.epoch, 1, ROWS_TRIED // self.window + 1
+        most, left = 1, ROWS_TRIED // self.window + 1
         for epoch in range(EPOCHS_TRIED if self.shuffle else 1):
             self.epoch = epoch
             order = self._order() if left else []
@@ -321,7 +321,7 @@ class WindowSampler(LengthSampler):
                     flattened=self.flattened,
                 )
                 most, left = max(most, needed), left - 1
-        self.epoch = now
+        self.epoch = 0
         return most
 
 
