@@ -43,8 +43,8 @@ def number(value: float) -> str:
 
     >>> number(0.1 + 0.2), number(24000.0), number(3e9), number(-0.0)
     ('0.3', '24,000', '3e+09', '0')
-    >>> number(1234567.0), number(1234.5678), number(2e-5)
-    ('1,234,567', '1,234.57', '2e-05')
+    >>> number(1e6), number(-1234567.0), number(1e7), number(1234.5678), number(2e-5)
+    ('1,000,000', '-1,234,567', '1e+07', '1,234.57', '2e-05')
     """
     if 1e6 <= abs(value) < 1e7:
         return f"{value:,.0f}"

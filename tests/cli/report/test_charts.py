@@ -75,11 +75,11 @@ def test_only_numbers_of_a_step_are_drawn(row: dict, known: dict[str, Any]) -> N
 
 
 def test_what_is_not_finite_is_a_gap_and_steps_rise() -> None:
-    cells = ["1.5", "nan", "inf", "-inf", "1e251", "2"]
+    cells = ["1.5", "nan", "inf", "-inf", "1e251", "-1e251", "2"]
     rows = [{"step": str(n), "loss": cell} for n, cell in enumerate(cells)]
     found = read_lines([*rows[3:], *rows[:3]])["loss"]
-    assert found.steps == (0, 1, 2, 3, 4, 5)
-    assert found.shown == [(0, 1.5), (5, 2.0)]
+    assert found.steps == (0, 1, 2, 3, 4, 5, 6)
+    assert found.shown == [(0, 1.5), (6, 2.0)]
 
 
 def noise(

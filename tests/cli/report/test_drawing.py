@@ -91,6 +91,8 @@ def test_numbers_along_the_axis_are_round(
     stairs = panel_of(*values, as_stairs=True, **options)  # hold until the next
     styles = [each.lines[0].get_drawstyle() for each in (panel, stairs)]
     assert styles == ["default", "steps-post"]
+    frame = [side for side, each in panel.spines.items() if each.get_visible()]
+    assert not {"top", "right"} & {*frame}
     assert panel.get_yscale() == scale
     assert labels(panel.yaxis) == said.replace("2e6", "2,000,000").split()
 

@@ -216,7 +216,10 @@ REFUSED: dict[str, Case] = {
         "arange.* not NumberOfRows",
         lambda net, x: x + torch.arange(rows(x)).view(-1, 1, 1, 1),
     ),
-    "shuffled": refused("randperm", lambda net, x: x[torch.randperm(rows(x))]),
+    "shuffled": refused(
+        "randperm .* gets the number of rows",
+        lambda net, x: x[torch.randperm(rows(x))],
+    ),
     "tensor_of_rows": refused("tensor", lambda net, x: x * torch.tensor(rows(x))),
     "parts": refused("for 3 rows", lambda net, x: torch.cat([x[:1] * 2, x[1:]])),
     "unbind": refused("more tensors", lambda net, x: torch.stack(x.unbind(0))),
