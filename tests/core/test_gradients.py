@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.core.conftest import OnRanks
 from trainkit import Accumulator, PerSample, TrainkitError
-from trainkit.core.gradients import parameters_of, scale_, total_norm
+from trainkit.core.gradients import are_finite, parameters_of, scale_, total_norm
 
 
 def test_parameters_of_an_optimizer_equal_those_of_its_groups() -> None:
@@ -35,6 +35,16 @@ def test_what_holds_no_parameters_is_refused(given: Any, text: str) -> None:
     """Nothing would be divided, and nobody would know."""
     with pytest.raises(TrainkitError, match=text):
         parameters_of(given)
+
+
+@pytest.mark.parametrize("gradient", [None, 1.0, torch.nan])
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+def test_finite_are_values_and_gradients_if_there_are_any(
+    value: float, gradient: float | None
+) -> None:
+    parameter = nn.Parameter(torch.tensor([1, value]))
+    parameter.grad = None if gradient is None else torch.tensor([gradient, 1])
+    assert are_finite([parameter]) == (value == 1 and gradient in (None, 1))
 
 
 class Kinds(nn.Module):

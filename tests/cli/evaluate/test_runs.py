@@ -108,6 +108,8 @@ def test_its_best_checkpoint_and_options(
         "--trainer.callbacks.save_last=true",
         "--trainer.callbacks.save_top_k=-1",
     )
+    for number, other in enumerate(["", "model: {}", "a: ["]):  # newer, and no fit's
+        (run / f"config-v{number}.yaml").write_text(other)
     before = files(tmp_path)
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["val/loss"]]

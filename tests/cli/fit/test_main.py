@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.cli.fit.lightning_user import Net
 from tests.helpers import weights
 from trainkit import TrainkitError
 from trainkit.cli.errors import TrainingFailed
-from trainkit.cli.fit.main import _refuse_absent, main
+from trainkit.cli.fit.main import RedactedConfig, _refuse_absent, main
 
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
@@ -301,3 +302,26 @@ def test_secrets_are_not_in_the_configuration_of_a_run(
     (config,) = tmp_path.rglob("config.yaml")
     assert "sk-0123456789" not in config.read_text()
     assert "<redacted>" in config.read_text()
+
+
+class SavedElsewhere(RedactedConfig):
+    def save_config(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_only_what_this_rank_has_saved_is_redacted(
+    is_first: bool, tmp_path: Path
+) -> None:
+    """Another rank may find the file while it is being written."""
+    saved = tmp_path / "config.yaml"
+    broadcast = SimpleNamespace(
+        broadcast=lambda _: is_first or saved.write_text("a: [")
+    )
+    trainer: Any = SimpleNamespace(
+        log_dir=str(tmp_path), is_global_zero=is_first, strategy=broadcast
+    )
+    module: Any = None
+    config = SavedElsewhere(module, module, save_to_log_dir=False)
+    config.setup(trainer, module, "fit")
+    assert saved.exists() != is_first

@@ -258,6 +258,11 @@ FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
             {**BATCH, "x": torch.zeros(2, 8)},
             "'x' differs in size, and no mask",
         ),
+        (
+            {**BATCH, "x": torch.zeros(2)},
+            {**BATCH, "x": torch.zeros(3)},
+            "'x' has a row for each of the batch in some only",
+        ),
         (BATCH, FLAT, "'documents' are told apart in some of them only"),
         (
             {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)},
@@ -265,7 +270,7 @@ FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
             "mask of blocks",
         ),
     ],
-    ids=["fields", "number", "table", "width", "documents", "blocks"],
+    ids=["fields", "number", "table", "width", "rows", "documents", "blocks"],
 )
 def test_batches_that_are_unlike_are_refused(
     first: Any, second: Any, text: str

@@ -141,6 +141,7 @@ class Several(Data):
     ("data", "options", "message"),
     [
         (Deaf(), {}, r"Deaf.batch_size was set to 1, but .* is 4. Let"),
+        (Deaf(1), {}, r"Deaf.batch_size was set to 2, but .* is 4. Let"),
         (Silent(), {}, r"Silent has neither batch_size nor hparams.batch_size"),
         (None, {}, r"Net has neither batch_size"),
         (Data(0), {}, "must be a whole number from 1 to .*, received 0"),

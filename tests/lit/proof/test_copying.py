@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.zoo import causes
 from tests.zoo.causes import Tokens
 from trainkit import AccumulationCallback, PerToken
 from trainkit.lit.proof import copying
-from trainkit.lit.proof.copying import Copies, move_weights
+from trainkit.lit.proof.copying import Copies, move_weights, read_apart
 
 
 class Rich(Tokens):
@@ -148,6 +149,7 @@ def test_a_shared_parameter_is_never_written(
 def test_moved_weights_are_alike_in_each_copy() -> None:
     module = Rich()
     nn.init.zeros_(module.head.bias)
+    module.head.weight.data.mul_(100)
     ones, others = (copied(module) for _ in range(2))
     for each in (ones, others):
         move_weights(each.module, each.shared)
@@ -160,3 +162,14 @@ def test_moved_weights_are_alike_in_each_copy() -> None:
     own = module.head.weight.detach()
     off = ones.module.head.weight.detach() - own
     assert 0.01 < float(off.std() / own.std()) < 0.2
+
+
+def test_a_data_set_is_read_apart_down_to_four_objects() -> None:
+    own: Any = None
+    for _ in range(6):
+        own = SimpleNamespace(inner=own)
+    copy, is_shared = read_apart(own), []
+    while own is not None:
+        is_shared.append(copy is own)
+        own, copy = own.inner, copy.inner
+    assert is_shared == 4 * [False] + 2 * [True]

@@ -41,7 +41,7 @@ class RedactedConfig(SaveConfigCallback):
         path = _unused(Path(folder or ".", self.config_filename))
         self.config_filename = path.name
         super().setup(trainer, pl_module, stage)
-        if self.save_to_log_dir and trainer.is_global_zero and path.is_file():
+        if trainer.is_global_zero and path.is_file():
             redact_file(path)
 
 

@@ -131,7 +131,7 @@ class WindowSize(int):
     first_batch: int
     was_divided_by: bool
 
-    def __new__(cls, size: int, first_batch: int = 0) -> WindowSize:
+    def __new__(cls, size: int, first_batch: int) -> WindowSize:
         self = super().__new__(cls, size)
         self.first_batch = first_batch
         self.was_divided_by = False
