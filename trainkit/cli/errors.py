@@ -132,7 +132,7 @@ def readable(error: BaseException) -> str:
         lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
     elif isinstance(node, MutableMapping) and key not in node:
         names = [name for name in map(str, node) if not name.startswith("_")]
-        from trainkit.config.unread_keys import meant_by  # OmegaConf is loaded by now
+        from trainkit.config.groups import meant_by  # OmegaConf is loaded by now
 
         group = str(path or "").rpartition(".")[0]
         meant = meant_by(str(key), node, group=group).strip()

@@ -14,8 +14,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config._compat import register_resolver, store
+from trainkit.config.groups import TrainSchema
 from trainkit.config.run_name import run_name
-from trainkit.config.schema import TrainSchema
 from trainkit.config.targets import TARGET
 from trainkit.errors import TrainkitError
 

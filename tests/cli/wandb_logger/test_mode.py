@@ -89,7 +89,7 @@ TRAINING = """
 import sys
 import wandb
 from trainkit import WandbRunLogger
-from trainkit.config.public_config import public_config
+from trainkit.config.redact import public_config
 
 print("printed s3cretvalue")
 config = {

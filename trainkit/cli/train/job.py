@@ -37,8 +37,7 @@ from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.cli.words import key_of, of_this_job, to_paste
 from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root
-from trainkit.config.public_config import public_config
-from trainkit.config.redact import redact
+from trainkit.config.redact import public_config, redact
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
