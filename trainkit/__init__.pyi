@@ -20,11 +20,11 @@ from .core.token_loss import TokenLoss as TokenLoss
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
 from .data.length_sampler import LengthGroupedSampler as LengthGroupedSampler
+from .data.length_sampler import TokenBudgetSampler as TokenBudgetSampler
 from .data.packing import PackCollate as PackCollate
 from .data.padding import PadCollate as PadCollate
 from .data.resumable import ResumableLoader as ResumableLoader
 from .data.streams import ResumableStream as ResumableStream
-from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler
 from .data.window_sampler import WindowSampler as WindowSampler
 from .errors import TrainkitError as TrainkitError
 from .lit.batch_norm.guard import BatchNormGuard as BatchNormGuard

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from tests.data.sharing import Batches, fillers, real_rows
 from trainkit import ResumableLoader, TrainkitError, WindowSampler
-from trainkit.data.cost_fit import WINDOWS, fitted
-from trainkit.data.lengths import write_lengths
-from trainkit.data.window_plan import planned, rounds_needed
+from trainkit.data.length_sampler import write_lengths
+from trainkit.data.window_plan import WINDOWS, fitted, planned, rounds_needed
 
 
 def log_normal(number: int, seed: int = 0) -> list[int]:
@@ -451,7 +450,7 @@ def test_measured_cost_plans_later_windows_and_is_saved(
     prefetch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("trainkit.data.cost_fit._now", lambda: clock[0])
+    monkeypatch.setattr("trainkit.data.window_plan._now", lambda: clock[0])
     lengths = log_normal(6000)
     dataset = range(6000)
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Run `trainkit lengths`, and return the exit status."""
     options, words = _parse(argv)
     say_loading("lengths", argv)
-    from trainkit.data.lengths import write_lengths
+    from trainkit.data.length_sampler import write_lengths
 
     target = Path(options.out)
     if not target.parent.is_dir():

@@ -1,8 +1,8 @@
 from .filler import WeighNothing as WeighNothing
 from .length_sampler import LengthGroupedSampler as LengthGroupedSampler
+from .length_sampler import TokenBudgetSampler as TokenBudgetSampler
 from .packing import PackCollate as PackCollate
 from .padding import PadCollate as PadCollate
 from .resumable import ResumableLoader as ResumableLoader
 from .streams import ResumableStream as ResumableStream
-from .token_budget import TokenBudgetSampler as TokenBudgetSampler
 from .window_sampler import WindowSampler as WindowSampler

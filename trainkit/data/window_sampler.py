@@ -15,9 +15,8 @@ from trainkit.core.plan.options import (
     check_whole_numbers,
     is_positive_number,
 )
-from trainkit.data.cost_fit import CostFit
 from trainkit.data.length_sampler import Batch, LengthSampler
-from trainkit.data.window_plan import planned, rounds_needed
+from trainkit.data.window_plan import CostFit, planned, rounds_needed
 from trainkit.errors import TrainkitError
 
 EPOCHS_TRIED, ROWS_TRIED = 10, 200_000
