@@ -219,6 +219,30 @@ def test_a_count_of_the_whole_batch_is_named() -> None:
     assert (cause.kind, cause.place) == ("host", "num_targets")
 
 
+def with_table(rows: list[Any]) -> dict[str, Any]:
+    return causes.padded(rows) | {"table": torch.arange(8.0) / 28}
+
+
+def by_table(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    return causes.token_mean(module, logits, batch) * batch["table"].sum()
+
+
+@pytest.mark.parametrize("is_loader", [True, False])
+def test_a_field_that_is_as_long_as_the_batch_by_chance_is_named(
+    is_loader: bool,
+) -> None:
+    """The loader's rows are collated anew, in other numbers than the table's."""
+    rows: Any = causes.sequences()
+    data: Any = DataLoader(rows, batch_size=8, collate_fn=with_table)
+    data = data if is_loader else next(iter(data))
+    how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}
+    (cause,) = check(Tokens(by_table), data, **how).causes
+    assert (cause.kind, cause.place) == ("rows", "table")
+    (remedy,) = cause.remedy
+    how["micro_batches"] = eval(remedy.removeprefix("micro_batching = "))
+    assert check(Tokens(by_table), data, **how).exact
+
+
 def test_padding_that_is_seen_is_not_trimmed_in_split_windows() -> None:
     """The control: loader batches of their own widths, above."""
     how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}

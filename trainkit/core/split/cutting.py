@@ -108,6 +108,12 @@ class Cutter:
         self._measured = batch, self._reader.read(batch)
         return self._measured[1].rows
 
+    def divided(self, batch: Any) -> list[str]:
+        """The paths of the fields of which each micro-batch gets a part."""
+        layout = self._reader.read(batch)
+        pairs = zip(layout.fields, layout.trims, strict=True)
+        return [field.path for field, trims in pairs if trims is not None]
+
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one, in their order. Rows of several widths are
         padded; flattened batches are put one behind the other.

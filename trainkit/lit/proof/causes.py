@@ -210,6 +210,9 @@ class Causes:
             without = subject.rehearsal.without | {name}
             found = functools.partial(cause, "transfer", place)
             yield subject.varied(without=without), found
+        for path in subject.rows.divided if self._is_split else ():
+            whole = replace(subject, rows=subject.rows.with_whole(path))
+            yield whole, functools.partial(cause, "cut by chance", path)
         norms = every_layer(subject.module)
         if norms and _in_eval not in subject.rehearsal.changes:
             in_eval = subject.changed(_in_eval)

@@ -16,7 +16,8 @@ from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import MEANT, has_equal_batches, shares_of
 from trainkit.lit.proof.report import Cause, Cut, Report
-from trainkit.lit.proof.rows import FewRows, collates_by_itself
+from trainkit.lit.proof.rows import FewRows
+from trainkit.lit.proof.samples import collates_by_itself
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured

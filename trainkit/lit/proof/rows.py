@@ -6,20 +6,21 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.core.generators import random_kept
 from trainkit.core.nested import lookup, take_apart, tensors, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Marks, Rows, marks_of
 from trainkit.core.strategies import AccumulationStrategy, PerSample
-from trainkit.lit.probe.rows import num_elements, rows_at
+from trainkit.lit.probe.rows import num_elements
 from trainkit.lit.proof.copying import read_apart
+from trainkit.lit.proof.samples import collates_by_itself, samples_across
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 Parts = list[list[int]]
@@ -74,7 +75,7 @@ class FewRows:
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
         self.collates = collate is not None and bool(samples)
-        if self.collates and self._looks_at_one():
+        if self.collates and (self._looks_at_one() or self._divides_more(batch)):
             self.collates, samples = False, ()
         self._batch = self._collated(range(len(samples))) if self.collates else batch
         self._fewer: tuple[dict[str, int], Sequence[int]] = {}, ()
@@ -113,6 +114,33 @@ class FewRows:
             return False
         made = [list(tensors(self._collated(rows))) for rows in ([0], [0, 1])]
         return bool(made[0]) and all(map(torch.equal, *made))
+
+    def _divides_more(self, batch: Any) -> bool:
+        """Whether the run cuts fields of its loader batches that other batches keep
+        whole, since they are as long as loader batches have rows by chance."""
+        if self._options is None or self._options.collate is not None:
+            return False
+        number = len(self._samples)
+        cutter = Cutter(self._options, self._strategy)
+        with contextlib.suppress(Exception), _unheard():
+            number -= cutter.measure(batch).num_rows == number
+            found = [
+                cutter.divided(each) for each in (batch, self._collated(range(number)))
+            ]
+            return not set(found[0]) <= set(found[1])
+        return False
+
+    @property
+    def divided(self) -> list[str]:
+        """The fields that are cut where rows are; none where rows are collated."""
+        return [] if self.collates else self._cutter.divided(self._batch)
+
+    def with_whole(self, path: str) -> FewRows:
+        """The rows, of which every batch has all of a field."""
+        found, options = copy.copy(self), self._options or MicroBatching(size=1)
+        options = replace(options, shared=(*options.shared, path))
+        found._options, found._cutter = options, Cutter(options, self._strategy)
+        return found
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
@@ -321,7 +349,7 @@ def few_rows(
     """
     own = None if options is None else options.collate
     collate = own or read_apart(getattr(loader, "collate_fn", None))
-    samples = _samples_across(loader, number, collate)
+    samples = samples_across(loader, number, collate)
     if own is not None:
         samples = samples or list(batch)
     stacks = isinstance(loader, DataLoader) and loader.batch_sampler is not None
@@ -334,37 +362,6 @@ def few_rows(
         pads=collates_by_itself(loader) or not stacks,
         is_stream=isinstance(getattr(loader, "dataset", None), IterableDataset),
     )
-
-
-def _samples_across(loader: Any, number: int, collate: Any) -> list[Any]:
-    """Rows from all over a data set; none where it cannot be read like that, or where
-    the collate function draws at random, so that no two batches of them are alike."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return []
-    if isinstance(loader.dataset, IterableDataset):
-        return []
-    with contextlib.suppress(Exception), random_kept():
-        last: int = len(loader.dataset) - 1  # type: ignore[arg-type]
-        indices = {round(n * last / (number - 1)) for n in range(number)}
-        rows = list(rows_at(read_apart(loader.dataset), sorted(indices)))
-        return rows if _repeats(collate, rows) else []
-    return []
-
-
-def _repeats(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
-    """Whether a collate function makes the same batch of the same rows again."""
-    pairs = zip(*(take_apart(collate(list(rows)))[0] for _ in range(2)), strict=True)
-    return all(
-        torch.equal(one.nan_to_num(), other.nan_to_num())
-        for (_, one), (_, other) in pairs
-        if isinstance(one, Tensor)
-    )
-
-
-def collates_by_itself(loader: Any) -> bool:
-    """Whether a loader has a collate function of its own."""
-    own = getattr(loader, "collate_fn", default_collate)
-    return getattr(own, "__module__", "").partition(".")[0] != "torch"
 
 
 def _half(counts: Tensor) -> int:

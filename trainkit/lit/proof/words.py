@@ -94,6 +94,12 @@ WORDS: dict[str, tuple[str, ...]] = {
         f"this hook looks across the rows of a loader batch; {NO_STRATEGY}",
         INSIDE,
     ),
+    "cut by chance": (
+        "rows",
+        "this field is as long as the batch has rows, and so is cut, but each row "
+        "needs all of it",
+        "micro_batching = MicroBatching(size=8, shared=['{place}'])",
+    ),
     "BatchNorm": (
         "rows",
         "{layer} normalises each micro-batch by itself{more}",
