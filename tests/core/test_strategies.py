@@ -159,6 +159,7 @@ TWO_CLASSES = PerClassWeight(weight=[1.0, 2.0])
         (PerToken(), {"labels": torch.tensor(3)}, "one entry per token"),
         (PerToken(mask="m"), {"m": torch.tensor(3.0)}, "mask: must have one entry"),
         (PerSample(size="n"), {"n": torch.tensor(3)}, "a tensor with a length"),
+        (PerSample(size="n"), TARGETS, "PerSample size: path 'n'.*would fit: "),
         (PerToken(), TARGETS, r"PerToken labels: .*would fit: 'targets'"),
         (TWO_CLASSES, {"labels": torch.tensor([0, 2])}, "must be classes from 0 to 1"),
         # Indexed from the end, -1 would have the last class's.

@@ -49,14 +49,14 @@ def lookup(batch: Any, path: Path) -> Any:
     return found
 
 
-def lookup_tensor(
+def lookup_for(
     batch: Any,
     path: Path,
     *,
     role: str,
     fits: Callable[[Tensor], bool] = lambda tensor: True,
-) -> Tensor:
-    """`lookup`, for a path that must lead to a tensor.
+) -> Any:
+    """`lookup`, whose error names an option, and the tensors that would fit.
 
     Args:
         batch: any nesting.
@@ -65,12 +65,23 @@ def lookup_tensor(
         fits: whether a tensor could be meant, for the error.
     """
     try:
-        found = lookup(batch, path)
+        return lookup(batch, path)
     except TrainkitError as error:
         tensors_of = [f for f in take_apart(batch)[0] if isinstance(f.value, Tensor)]
         names = [p for p, value in tensors_of if p and value.ndim and fits(value)]
         also = f" What would fit: {', '.join(map(repr, names))}." if names else ""
         raise TrainkitError(f"{role}: {error}{also}") from None
+
+
+def lookup_tensor(
+    batch: Any,
+    path: Path,
+    *,
+    role: str,
+    fits: Callable[[Tensor], bool] = lambda tensor: True,
+) -> Tensor:
+    """`lookup_for`, for a path that must lead to a tensor."""
+    found = lookup_for(batch, path, role=role, fits=fits)
     if not isinstance(found, Tensor):
         raise TrainkitError(
             f"{role} {path!r}: must be the path of a tensor, but leads to "

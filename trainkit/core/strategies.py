@@ -19,7 +19,7 @@ from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
     describe,
-    lookup,
+    lookup_for,
     lookup_tensor,
 )
 from trainkit.core.samples import leading_dimension
@@ -104,7 +104,8 @@ class PerSample(AccumulationStrategy):
         if self.size is None:
             found = count_documents(batch, self.documents)
             return leading_dimension(batch) if found is None else found
-        found = batch if self.size == "" else lookup(batch, self.size)
+        role = "PerSample size"
+        found = batch if self.size == "" else lookup_for(batch, self.size, role=role)
         if isinstance(found, list | tuple):
             return len(found)
         if self.size == "":
@@ -112,7 +113,7 @@ class PerSample(AccumulationStrategy):
                 f"PerSample size='': counts the entries of a batch that is a list, "
                 f"received {describe(batch)}. Name what has one entry per sample."
             )
-        tensor = lookup_tensor(batch, self.size, role="PerSample size")
+        tensor = lookup_tensor(batch, self.size, role=role)
         if tensor.ndim == 0:
             raise TrainkitError(
                 f"PerSample size {self.size!r}: must be a tensor with a length, but "
