@@ -60,6 +60,11 @@ class TokenLoss(nn.Module):
                 f'TokenLoss reduction: must be "mean" or "sum", received '
                 f"{reduction!r}. For a loss of each token, call cross_entropy."
             )
+        if not 0 <= label_smoothing <= 1:
+            raise TrainkitError(
+                f"TokenLoss label_smoothing: must be a share from 0 to 1, received "
+                f"{label_smoothing!r}. 0 leaves it out."
+            )
         self.head = head
         self.size = size
         self.ignore_index = ignore_index
