@@ -319,6 +319,7 @@ def test_module_of_the_older_package_is_checked() -> None:
             "check module: must be a Lightning",
         ),
         (lambda: trainkit.check(nn.Linear(2, 2), token_loader()), "received Linear"),
+        (lambda: trainkit.check(Tokens, token_loader()), "received the class Tokens"),
         (lambda: trainkit.check(Tokens(), trainer=3), "check trainer: must be a Train"),
         (
             lambda: trainkit.find_micro_batch(3, Tokens()),

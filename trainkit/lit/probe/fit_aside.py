@@ -28,10 +28,12 @@ def refuse_other_kinds(door: str, trainer: Any, module: Any) -> None:
         ("trainer", trainer, "Trainer", "fit_loop"),
         ("module", module, "LightningModule", "configure_optimizers"),
     ):
-        if not hasattr(value, part):
+        if isinstance(value, type) or not hasattr(value, part):
+            found = f"the class {value.__name__}" if isinstance(value, type) else ""
             raise TrainkitError(
                 f"{door} {name}: must be a {kind} of Lightning, received "
-                f"{type(value).__name__}. A net by itself goes into a LightningModule."
+                f"{found or type(value).__name__}. Pass an object; a net by itself "
+                f"goes into a LightningModule."
             )
 
 
