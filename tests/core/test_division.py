@@ -148,5 +148,6 @@ def test_one_process_divides_by_plain_numbers() -> None:
         tensors.add(loss, torch.tensor(weight))
     assert type(plain.accumulator.division.reference) is float
     assert isinstance(tensors.accumulator.division.reference, torch.Tensor)
-    plain.finish(), tensors.finish()
+    plain.finish()
+    tensors.finish()
     assert plain.gradient == tensors.gradient == 2.0

@@ -300,7 +300,7 @@ class Held(Tokens):
 
     def __init__(self, held: Any) -> None:
         super().__init__()
-        self.head.kept = {"held": held}
+        self.head.kept = {"held": held}  # type: ignore[assignment]
 
 
 def one_length(rows: list[Any]) -> list[Any]:

@@ -305,7 +305,7 @@ def test_secrets_are_not_in_the_configuration_of_a_run(
 
 
 class SavedElsewhere(RedactedConfig):
-    def save_config(self, *_: Any) -> None:
+    def save_config(self, trainer: Any, pl_module: Any, stage: Any) -> None:
         pass
 
 
