@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch.utils.data import TensorDataset
 
 from tests.core.inside.common import Loss, Net, batch, dice, nt_xent
@@ -19,6 +20,7 @@ from trainkit import (
     MicroBatching,
     PerSample,
     ResumableLoader,
+    TrainkitError,
 )
 
 EXACT = 1e-12
@@ -150,3 +152,24 @@ def test_memory_that_runs_out_makes_chunks_finer_and_is_remembered(
     run.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
     held = torch.load(tmp_path / "small.ckpt", weights_only=False)
     assert held["trainkit_micro_batching"] == {"limit": 5}
+
+
+@pytest.mark.parametrize("inside", ["net", "net.body", "auto"])
+def test_what_will_be_pruned_is_refused_before_the_first_step(inside: str) -> None:
+    """Pruning begins at an epoch's end. The control: another submodule is cut."""
+
+    def pruned(cut: MicroBatching | None) -> Any:
+        module = Foreign(dice)
+        of: Any = [(module.net.body[0], "weight")]
+        fit(module, cut, ModelPruning("l1_unstructured", of, amount=0.2))
+        return module
+
+    with pytest.raises(TrainkitError, match="': ModelPruning lets each call"):
+        pruned(MicroBatching(size=4, inside=inside))
+    whole, cut = pruned(None), pruned(MicroBatching(size=4, inside="net.head"))
+    assert (
+        0
+        < int((whole.net.body[0].weight == 0).sum())
+        < whole.net.body[0].weight.numel()
+    )
+    torch.testing.assert_close(cut.state_dict(), whole.state_dict())

@@ -22,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
-from trainkit.lit.inside.refusals import refusing_logs
+from trainkit.lit.inside.refusals import refuse_pruned, refusing_logs
 
 
 class InsideCuts:
@@ -73,13 +73,16 @@ class InsideCuts:
         self.cuts, self._ranks = [], None
 
     def find(self, trainer: Any, windows: Any, batch: Any) -> None:
-        """Find submodules on rows of the first batch, if none is cut yet."""
-        if self.cuts:
-            return
-        paths = choose(trainer, self._module, windows, batch)
-        self._install(paths)
-        if trainer.is_global_zero:
-            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
+        """Find submodules on rows of the first batch, if none is cut yet; refuse those
+        that will be pruned."""
+        if not self.cuts:
+            paths = choose(trainer, self._module, windows, batch)
+            self._install(paths)
+            if trainer.is_global_zero:
+                say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
+        for cut in self.cuts:
+            if isinstance(cut, ChunkedForward):
+                refuse_pruned(trainer, cut.module, cut.name)
 
     def _install(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
