@@ -30,7 +30,7 @@ from trainkit.lit.callback.table import Row, say, show
 
 Found = TypeVar("Found")
 
-ZEROED = "its gradients were zeroed before its step (resume with the same accumulation)"
+ZEROED = "optimizer_step left its step out, or accumulate_grad_batches has changed"
 
 
 def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
