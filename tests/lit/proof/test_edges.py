@@ -231,6 +231,10 @@ class Silent(Tokens):
         return torch.zeros((), requires_grad=True) * 0.0
 
 
+def nan_of_few_rows(module: Any, logits: Any, batch: Any) -> Any:
+    return logits.mean() * (math.nan if len(logits) < 5 else 1.0)
+
+
 @pytest.mark.parametrize(
     ("module", "options", "text"),
     [
@@ -239,6 +243,11 @@ class Silent(Tokens):
             lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan),
             {},
             "the gradient of these rows is not finite",
+        ),
+        (
+            lambda: Tokens(nan_of_few_rows),
+            {},
+            "not measured: cut into parts, these rows have no finite gradient",
         ),
         (Tokens, {"rows": 0}, "check rows: must be"),
     ],

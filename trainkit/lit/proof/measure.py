@@ -172,7 +172,10 @@ def _rehearsed(
                 raise NotMeasured("the gradient of these rows is zero")
             if not whole.size < float("inf"):
                 raise NotMeasured("the gradient of these rows is not finite")
-            found = used, whole, used.window()
+            window = used.window()
+            if not window.size < float("inf"):
+                raise NotMeasured("cut into parts, these rows have no finite gradient")
+            found = used, whole, window
         except Exception as error:  # not every operation knows float64
             failed.append(error)
             continue
