@@ -193,6 +193,35 @@ def test_a_second_fit_goes_on() -> None:
     assert deviation(ends[0], ends[1], START) <= 1e-10
 
 
+# ---- what is returned beside the loss ------------------------------------------------
+
+
+def with_extras(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss_of(batch)
+    same = {"text": "a", "flag": True, "nothing": None, "epoch": 3}
+    by_rows = {"mean": loss.item(), "name": str(len(batch["ids"])), "rows": 4}
+    return {"loss": loss, **same, **by_rows}
+
+
+def test_plain_values_beside_the_loss_are_as_of_the_whole_batch_or_a_list() -> None:
+    """A float is the mean, an equal text one text; an int may be a count of rows."""
+    seen: list[Any] = []
+    keep = LambdaCallback(
+        on_train_batch_end=lambda t, m, outputs, *rest: seen.append(outputs)
+    )
+    for cut in (None, FIXED):
+        module = hooked(Split, training_step=with_extras)(cut=cut)
+        fit(module, keep, max_epochs=1, limit_train_batches=1)
+    whole, found = seen
+    for name in ("text", "flag", "nothing"):
+        assert found[name] is whole[name]
+    assert isinstance(found["mean"], float)
+    assert found["mean"] == pytest.approx(whole["mean"], rel=1e-12)
+    assert found["epoch"] == [3] * 4
+    assert found["rows"] == [4] * 4
+    assert sorted(found["name"]) == ["3", "3", "4", "4"]  # of 14 rows
+
+
 # ---- steps that are left out ---------------------------------------------------------
 
 

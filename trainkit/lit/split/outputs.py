@@ -47,9 +47,10 @@ def as_one(batch: CutBatch, strategies: Strategies) -> Any:
 
     None if it returned None for all micro-batches. Of what it returns beside the loss,
     a value with one entry for each row is put into the loader batch's order. Single
-    floating numbers become their mean, weighed as the loss is. Anything else, such as
-    logits of micro-batches of unlike widths, becomes a list with the values of all
-    micro-batches, in the order in which they ran.
+    floating numbers become their mean, weighed as the loss is; a text, a bool or None
+    that is equal in all stays. Anything else, such as an int, which may be a count of
+    rows, or logits of micro-batches of unlike widths, becomes a list with the values of
+    all micro-batches, in the order in which they ran.
 
     Args:
         batch: the loader batch, of which all micro-batches have run.
@@ -111,6 +112,11 @@ def _joined(
         flat = [entry for value in values for entry in value]
         is_by_row = lengths == [len(each) for each in values]
         return [flat[place] for place in places] if is_by_row else values
+    if all(isinstance(each, float) for each in values):
+        wide = [torch.tensor(each, dtype=torch.float64) for each in values]
+        return float(weighted_mean(wide, weights))
+    if all(each is None or isinstance(each, str | bool) for each in values):
+        return values[0] if len(set(values)) == 1 else values
     if not all(isinstance(each, Tensor) for each in values):
         return values
     if all(each.ndim == 0 and each.is_floating_point() for each in values):
