@@ -121,7 +121,8 @@ class WindowCallback(WindowOwner):
         refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
-        refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
+        if split is None:
+            refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         if pl_module.automatic_optimization:
             refusals.refuse_other_windows(trainer, num_expected)
         refusals.refuse_no_optimizer(trainer)
