@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainkit.errors import TRACEBACK, TrainkitError
 
@@ -91,10 +92,18 @@ def shown(error: Exception) -> str:
     if isinstance(error, TrainingFailed):
         return str(error).rstrip()
     lines = "".join(traceback.format_exception(error))
-    if not is_mistake(error):
+    if is_full(error):
+        said = f"trainkit: {error}. Make room, and run it again."
+    elif is_mistake(error):
+        said = f"trainkit: {readable(error)}"
+    else:
         return lines.rstrip()
-    said = f"trainkit: {readable(error)}"
     return lines + said if os.environ.get(TRACEBACK) == "1" else said
+
+
+def is_full(error: BaseException) -> TypeGuard[OSError]:
+    """Whether a disk, or what a user may take of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_mistake(error: BaseException) -> bool:

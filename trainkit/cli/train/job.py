@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.cli.door import spoken
-from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_full, is_mistake
 from trainkit.cli.evaluate.evaluation import TestAtEnd
 from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import throughput_of
@@ -46,6 +46,7 @@ from trainkit.lit.logs.rows import OneStep
 from trainkit.lit.logs.summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
+from trainkit.pages.atomic_file import name_file
 
 
 class Beginning(Callback):
@@ -191,14 +192,18 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
 
 
 def _refuse_to_replace(folder: RunFolder) -> None:
-    """Refuse to begin anew where a run can be resumed: its checkpoint would be lost."""
-    is_over = folder.read_summary().get("status") == "finished"
-    if folder.is_of_a_run() and folder.newest_checkpoint() and not is_over:
-        raise TrainkitError(
-            f"paths.run_dir: {folder.path} has a run that did not finish, and a new "
-            f"one would replace its checkpoint. ckpt_path=auto resumes it. To begin "
-            f"anew, name another folder, or remove this one."
-        )
+    """Refuse to begin anew where a run has left a checkpoint: it would be lost."""
+    if not folder.is_of_a_run() or not folder.newest_checkpoint():
+        return
+    what, remedy = "that did not finish", "ckpt_path=auto resumes it"
+    if folder.read_summary().get("status") == "finished":
+        what = "that has finished"
+        remedy = "ckpt_path=auto with a larger trainer.max_steps trains it longer"
+    raise TrainkitError(
+        f"paths.run_dir: {folder.path} has a run {what}, and a new one would replace "
+        f"its checkpoint. {remedy}. To begin anew, name another folder, or remove this "
+        f"one."
+    )
 
 
 def _keep_noise_scale(config: DictConfig, words: list[str], trainer: Any) -> None:
@@ -271,9 +276,10 @@ def _fit_and_report(
                 )
         elif trainer.is_global_zero:
             beginning.screen.open(folder.log)  # if another rank began
-            folder.write_json(folder.SUMMARY, facts)
-            if config.report:
-                report_of_training(folder, pictures=config.pictures)
+            with nullcontext() if is_over else suppress(OSError):  # of a full disk
+                folder.write_json(folder.SUMMARY, facts)
+                if config.report:
+                    report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
     return metrics
@@ -287,6 +293,8 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit("ckpt_path", ckpt_path, error) from error
+        if is_full(error):
+            name_file(error, beginning.folder.path)
         # A refusal of a later step, such as a loss of NaN, is a result of training.
         had_begun = beginning.is_written and training.trainer.global_step > 0
         is_early = is_mistake(error) and not had_begun

@@ -22,6 +22,7 @@ from trainkit.lit.resume._compat import (
     restore_loaders,
     tell_streams,
 )
+from trainkit.pages.atomic_file import name_file
 
 
 class BetweenSteps(Callback):
@@ -192,7 +193,13 @@ def save_atomically(trainer: Any, path: Path) -> None:
     another file system, moving is copying, and a killed process leaves a part of it.
     """
     part = path.with_name(path.name + ".part")
-    trainer.save_checkpoint(part, weights_only=False)
+    try:
+        trainer.save_checkpoint(part, weights_only=False)
+    except OSError as error:
+        if trainer.is_global_zero:
+            _remove(part)  # it takes room that others need
+        name_file(error, path)
+        raise
     if trainer.is_global_zero:
         if not part.exists():
             raise TrainkitError(
