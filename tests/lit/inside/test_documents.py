@@ -108,11 +108,14 @@ def test_a_cut_of_the_batch_is_off() -> None:
 
 
 @pytest.mark.parametrize("of", ["cut", "strategy"])
-def test_what_tells_documents_apart_can_be_named(of: str) -> None:
+def test_what_tells_documents_apart_can_be_named(
+    of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     how: dict[str, Any] = {"documents": "ends"}
     cut = MicroBatching(size=5, inside="net", **(how if of == "cut" else {}))
     module = fit(Contrastive(told="ends"), cut, *[PerSample(**how)] * (of != "cut"))
     assert len(module.net.widths) > 2 * 4 * 3
+    assert "chunks of at most 5 documents or packed rows," in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:proof. documents that share a row")

@@ -166,6 +166,23 @@ def test_documents_train_as_the_padded_big_batch(way: str, by: str) -> None:
         assert deviation(naive, whole(by), start) > NAIVE
 
 
+@pytest.mark.parametrize(
+    ("cut", "strategy", "unit"),
+    [
+        (SIZE, ROWS, "rows"),
+        (APART, ROWS, "documents"),
+        (SIZE, PerSample(documents="position_ids"), "documents"),
+        (MicroBatching(size=4, documents="off"), ROWS, "rows"),
+    ],
+)
+def test_the_table_says_what_a_size_counts(
+    cut: Any, strategy: Any, unit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packs = PackCollate(length=20)
+    train(packs, BIG, strategy, cut, module=Model("documents"), max_epochs=1)
+    assert f"micro-batches of at most 4 {unit};" in capsys.readouterr().out
+
+
 class WithTerms(Model):
     """A mean over tokens and a mean over documents."""
 

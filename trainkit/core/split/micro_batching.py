@@ -135,6 +135,11 @@ class MicroBatching(_Chosen):
         self._exclude("inside", of_host, "the loader batch is not cut")
 
     @property
+    def unit(self) -> str:
+        """What `size` counts, as far as it is known before a batch is seen."""
+        return "rows" if self.documents in ("auto", "off") else "documents"
+
+    @property
     def is_auto(self) -> bool:
         """Whether the size is to be found."""
         return self.size is None and self.tokens is None

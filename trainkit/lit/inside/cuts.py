@@ -179,7 +179,8 @@ class InsideCuts:
         options = self._options
         names = listed(list(options.inside_paths))
         what = "the modules found" if options.inside == "auto" else names
-        limits = {"rows": options.size, "tokens": options.tokens}
+        rows = options.unit if options.unit == "rows" else "documents or packed rows"
+        limits = {rows: options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
         how = f"at most {' and '.join(said)}" if said else "as many rows as fit"
         alike = "; the losses of the ranks count alike"

@@ -285,7 +285,7 @@ weighed as the loss'
     if options.is_auto:
         how = "into micro-batches that double while that is faster"
     else:
-        limits = {"rows": options.size, "tokens": options.tokens}
+        limits = {options.unit: options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
         how = f"into micro-batches of at most {' and '.join(said)}"
         if options.shapes is not None:

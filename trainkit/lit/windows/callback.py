@@ -172,7 +172,9 @@ class WindowCallback(WindowOwner):
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         if self.is_split:
             is_step = num_cuts(trainer, self.cut) == 1
-            rows.append(("split", described(self.cut, is_step=is_step)))
+            how = documents_option(self.cut, *self.strategies.values())
+            cut = replace(self.cut, documents=how)
+            rows.append(("split", described(cut, is_step=is_step)))
         if self.inside is not None:
             how = {"has_strategy": self.has_strategy, "num_ranks": trainer.world_size}
             rows.append(self.inside.table_row(**how))
