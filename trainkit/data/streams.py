@@ -128,7 +128,9 @@ class ResumableStream:
         return self._read(batches)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        is_resumed, is_over = self._is_loaded, True
         for batch in batches:
+            is_over = False
             self._note(batch)
             yield batch
             if self._pass is not batches:
@@ -139,6 +141,9 @@ class ResumableStream:
                     "loader of its own.",
                 )
         self._note(_NOTHING)
+        if is_resumed and is_over and self.is_waiting is not None:
+            # The checkpoint is of an epoch's last batch; Lightning is in the next one.
+            yield from self
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the batch that training was given, of each rank."""

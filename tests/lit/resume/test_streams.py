@@ -133,6 +133,26 @@ def test_run_of_three_stops_equals_an_unbroken_one(
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("kind", ["map", "stream", "counted"])
+def test_checkpoint_of_an_epochs_last_batch_skips_no_epoch(
+    kind: str, unbroken: Any, tmp_path: Path
+) -> None:
+    """`ModelCheckpoint(every_n_train_steps=)` may write one. Where a loader has a
+    length, nothing has asked it for a batch after the last one."""
+
+    def die(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+        raise Killed
+
+    whole, make = unbroken(kind, 0, 1), partial(wrapped, kind, 0)
+    found = resumed(tmp_path / "run", make, [KillAt("on_train_batch_end", 6, die)])
+    assert len(found[0].read) == 7
+    assert reads_on(whole, found)
+    if kind != "stream":  # whose iterator draws a seed before draws are put back
+        assert differing(state_of(*whole), state_of(*found)) == []
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize(
     ("kind", "workers", "which"),
     [(litdata, 0, 0), (litdata, 0, 5), (litdata, 2, 1), (litdata, 2, 4), (grain, 0, 5)],
