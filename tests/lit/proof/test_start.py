@@ -603,6 +603,7 @@ CASES = {
     "wrong on one": (WrongOnOne, PerToken(), 16, None),
     "fussy on one": (FussyOnOne, PerToken(), 16, None),
     "coupled a little": (Coupled, PerToken(), 16, None),
+    "inner cut": (IMAGES, None, 16, INSIDE),
 }
 
 
@@ -616,7 +617,8 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")
-            fit(module(), tokens(size), strategy, split, accumulate=1, **RANKS)
+            data = images(15) if split is INSIDE else tokens(size)
+            fit(module(), data, strategy, split, accumulate=1, **RANKS)
         alarms = [str(w.message) for w in caught if ALARM in str(w.message)]
         lines = [ln for ln in out.getvalue().split("\n") if "proof:" in ln]
         found[name] = "; ".join(lines), alarms
@@ -630,7 +632,7 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
 def test_ranks_rehearse_alone_and_say_one_verdict() -> None:
     """With windows of one loader batch, each rank's share is a micro-batch."""
     first, second = raise_rank_errors(run_ranks(on_a_rank, 2))
-    for name in ("exact", "split"):
+    for name in ("exact", "split", "inner cut"):
         assert "exact on " in first[name][0]
     for name in ("inexact", "wrong on one", "coupled a little"):
         (alarm,) = first[name][1]

@@ -153,6 +153,7 @@ class ProofAtStart:
         options, loader = windows.cut, trainer.train_dataloader
         is_split, own = windows.is_split, leading(windows.strategies)
         has_batches = may_have_batches(trainer) if is_split else self._has_parts
+        has_batches &= windows.has_strategy  # each rank's batch is a window without one
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
         elif is_split and not (
