@@ -232,6 +232,24 @@ def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> Non
     assert differing(state_of(*whole), state_of(*found)) == []
 
 
+class Narrow(Dropping):
+    """Made in float32, as by most users of `precision="64-true"`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.float()
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
+def test_weights_of_double_precision_are_not_rounded(tmp_path: Path) -> None:
+    """Lightning loads them into the module as it was made."""
+    how: Any = {"kind": Narrow, "precision": "64-true"}
+    whole, folder = train(tmp_path / "whole", **how), tmp_path / "run"
+    train(folder, others=[StopSoon(4)], **how)
+    found = train(folder, resume=True, **how)
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
 @pytest.mark.parametrize(
     ("max_steps", "text"),
     [(2, "inside an epoch.*what the loader had left is not read"), (4, None)],

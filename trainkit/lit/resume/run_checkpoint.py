@@ -138,6 +138,8 @@ class RunCheckpoint(BetweenSteps, ModelCheckpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         put_in_order(trainer)
+        if trainer.precision == "64-true":
+            pl_module.double()  # Lightning loads weights before it widens them
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
