@@ -58,6 +58,14 @@ TERMS = {"tokens": PerToken(), "rows": PerSample()}
 
 COLLATED = MicroBatching(size=2, collate=causes.padded)
 
+
+def compiled() -> Any:
+    """Its function closes over what is of a thread."""
+    module = IMAGES()
+    module.net.compile(backend="eager", dynamic=True)
+    return module
+
+
 EXACT: dict[str, tuple[Any, ...]] = {
     "tokens": (Tokens, tokens, PerToken()),
     "in few rows": (Tokens, lambda: tokens(2), PerToken()),
@@ -77,6 +85,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "one width": (Positioned, lambda: tokens(collate=padded_to_14), PerToken()),
     "images": (IMAGES, images, PerSample()),
     "alike": (IMAGES, lambda: images(15), Uniform()),
+    "compiled": (compiled, images, PerSample()),
     "one class": (IMAGES, images_by_class, PerSample()),
     "one length": (Tokens, lambda: tokens(8, rows=wrongs.all_labels()), PerToken()),
     "one length in all": (wrongs.Bidirectional, lambda: tokens(4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ LEAST_MOVE = 0.02
 
 MOST_PARTS = 20
 """Longer lists hold data, which is shared."""
+
+SHARED = (DataLoader, Dataset, Sampler, types.ModuleType, ContextVar)
+"""Kinds that a copy holds as they are; `torch.compile(dynamic=True)` has the last."""
 
 EMPTY = object()
 """What is in a cell that nothing was put in."""
@@ -116,7 +120,7 @@ class Copies:
         if isinstance(value, Tensor) and not value.is_leaf:
             kept = value.detach().clone()
             self._memo[id(value)] = kept.requires_grad_(value.requires_grad)
-        elif isinstance(value, DataLoader | Dataset | Sampler | types.ModuleType):
+        elif isinstance(value, SHARED):
             self._memo[id(value)] = value
         elif isinstance(value, types.FunctionType) and value.__closure__:
             cells = tuple(types.CellType() for _ in value.__closure__)
