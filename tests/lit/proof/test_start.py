@@ -594,6 +594,7 @@ class WrongOnOne(Tokens):
         return loss * len(batch["ids"]) if self.global_rank == 1 else loss
 
 
+GUARDED = (BatchNormGuard("exact"),)
 RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
 
 
@@ -613,6 +614,7 @@ CASES = {
     "fussy on one": (FussyOnOne, PerToken(), 16, None),
     "coupled a little": (Coupled, PerToken(), 16, None),
     "inner cut": (IMAGES, None, 16, INSIDE),
+    "exact BatchNorm": (BATCH_NORM, PerSample(), 16, INSIDE),
 }
 
 
@@ -627,7 +629,8 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
         ):
             warnings.simplefilter("always")
             data = images(15) if split is INSIDE else tokens(size)
-            fit(module(), data, strategy, split, accumulate=1, **RANKS)
+            how = {**RANKS, "callbacks": GUARDED if module is BATCH_NORM else ()}
+            fit(module(), data, strategy, split, accumulate=1, **how)
         alarms = [str(w.message) for w in caught if ALARM in str(w.message)]
         lines = [ln for ln in out.getvalue().split("\n") if "proof:" in ln]
         found[name] = "; ".join(lines), alarms
@@ -648,6 +651,7 @@ def test_ranks_rehearse_alone_and_say_one_verdict() -> None:
         assert ALARM in alarm
     assert "It was found on another rank" in first["wrong on one"][1][0]
     assert "not measured: another rank" in first["fussy on one"][0]
+    assert "BatchNorm sees all ranks" in first["exact BatchNorm"][0]
     for name in CASES:
         assert second[name] == ("", [])
     assert ALARM in first["required"][0]

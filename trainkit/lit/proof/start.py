@@ -154,6 +154,8 @@ class ProofAtStart:
         is_split, own = windows.is_split, leading(windows.strategies)
         has_batches = may_have_batches(trainer) if is_split else self._has_parts
         has_batches &= windows.has_strategy  # each rank's batch is a window without one
+        if has_batches and windows.shares_statistics:
+            raise NotMeasured("BatchNorm sees all ranks, and a copy runs on one")
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
         elif is_split and not (
