@@ -14,6 +14,7 @@ from trainkit.core.division import Told
 from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,
+    PerToken,
     Strategies,
     Weight,
     check_strategy,
@@ -58,6 +59,12 @@ def leading(strategies: Strategies) -> AccumulationStrategy:
             "example."
         )
     return next(iter(strategies.values()))
+
+
+def telling_lengths(strategies: Strategies) -> AccumulationStrategy:
+    """The one whose labels tell how long rows are: the first `PerToken`, if any."""
+    tokens = (each for each in strategies.values() if isinstance(each, PerToken))
+    return next(tokens, leading(strategies))
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,23 @@ def test_micro_batches_are_as_wide_as_their_rows() -> None:
     assert len(widths) == 3 * 4
 
 
+def of_marks(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Two terms; only the second one's mask tells how long rows are."""
+    out, marks = self.head(self.embed(batch["ids"]).mean(1)), batch["marks"]
+    seen = (out + marks.mean(1, keepdim=True)).square()  # of all columns
+    a, b = out.square().mean(), (seen * marks).sum() / marks.sum()
+    return {"loss": {"a": a, "b": b}} if self.micro_batching else a + b
+
+
+def test_it_is_measured_where_another_term_than_the_first_tells_lengths() -> None:
+    """The control is in the test of models that see their padding."""
+    terms = {"a": PerSample(), "b": PerToken(mask="marks")}
+    kind = hooked(Pooled, training_step=of_marks, terms=terms)
+    marks = mask_of(LENGTHS, padded_length=12).double()
+    with pytest.warns(UserWarning, match=SEES):
+        assert off(kind, TWO, [{"ids": FULL["ids"], "marks": marks}]) < 1e-12
+
+
 class Tagged(AccumulationMixin, Rows):
     """A label for some tokens, which see the mean of all that the mask shows."""
 
@@ -263,6 +280,23 @@ def test_labels_that_end_before_their_row_do_not_tell_its_length(batches: Any) -
     with pytest.warns(UserWarning, match="sees what stands behind a row's last label"):
         assert off(Tagged, TWO, batches) < 1e-12
     assert off(Tagged, MicroBatching(size=2, lengths="seen"), batches) < 1e-12
+
+
+def test_rows_of_which_nothing_counts_show_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The shortest four have no label, and so no loss; others see their padding."""
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        hidden = self.embed(batch["ids"]).tanh()
+        logits = self.head(hidden + hidden.mean(1, keepdim=True)).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten())
+
+    batch = tagged([3, 3, 3, 3, 5, 5, 14, 14], 14)
+    batch["labels"][:4] = -100
+    cut = MicroBatching(size=2, lengths="seen")
+    assert off(hooked(Tagged, training_step=step), cut, [batch]) < 1e-12
+    assert "shortest rows is zero or not finite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("first", [TO_THE_END, ALIKE])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Uniform
-from trainkit.core.terms import leading, named_strategies
+from trainkit.core.terms import leading, named_strategies, telling_lengths
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
 from trainkit.lit.batch_norm.exact import cut_inside
@@ -213,7 +213,8 @@ class _Check(Callback):
         report, options = measured(subject, PRECISIONS), subject.options
         keeps = options and (options.inside or options.shapes or options.collate)
         if options and options.trim and not (keeps or report.exact):
-            rows: FewRows | None = FewRows(batch, options, leading(subject.strategies))
+            own = telling_lengths(subject.strategies)
+            rows: FewRows | None = FewRows(batch, options, own)
             if rows and (labels := rows.labels_alone) is not None:
                 rows = rows.with_labels_cut(labels)
             if not rows or replace(subject, rows=rows).off_without_padding():
@@ -230,8 +231,10 @@ class _Check(Callback):
         loader = trainer.train_dataloader
         is_inside = options is not None and options.inside is not None
         is_split = options is not None and not is_inside
-        own, most = next(iter(self._strategies.values()), None), self._most
-        rows = few_rows(loader, batch, options if is_split else None, own, most)
+        named, most = self._strategies, self._most
+        own = leading(named) if named else None
+        lengths = telling_lengths(named) if named else None
+        rows = few_rows(loader, batch, options if is_split else None, lengths, most)
         number = min(rows.num_rows, most)
         if number < 2:
             raise TrainkitError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainkit.core.documents import documents_option, find_documents
-from trainkit.core.terms import leading
+from trainkit.core.terms import leading, telling_lengths
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 from trainkit.lit.batch_norm.guard import BatchNormGuard
@@ -164,7 +164,8 @@ class ProofAtStart:
             options = replace(options, trim=False)
         # Loader batches have widths of their own, also where none is trimmed.
         cuts = windows.cut if has_batches else options
-        rows = few_rows(loader, batch, cuts if is_split else None, own)
+        lengths = telling_lengths(windows.strategies)
+        rows = few_rows(loader, batch, cuts if is_split else None, lengths)
         usual = EQUAL_SIZES if has_equal_batches(loader) and not is_split else SIZES
         sizes = next((each for each in usual if sum(each) <= rows.num_rows), None)
         if sizes is None:
@@ -227,7 +228,8 @@ class ProofAtStart:
         ]
         try:
             refuse_backend(trainer)
-            rows: Any = FewRows(batch, windows.cut, leading(windows.strategies))
+            own = telling_lengths(windows.strategies)
+            rows: Any = FewRows(batch, windows.cut, own)
             labels = rows.labels_alone
             if labels is not None and (rows := rows.with_labels_cut(labels)) is None:
                 return None

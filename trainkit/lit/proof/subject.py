@@ -195,6 +195,8 @@ class Subject:
         wide = replace(trimmed, are_alike=True)
         whole = wide.whole()
         off = trimmed.whole().off_from(whole)
+        if not 0 < whole.size < float("inf"):
+            raise NotMeasured("the gradient of the shortest rows is zero or not finite")
         if off > self.most_rounding:
             if wide.whole(seed=1).off_from(whole) > self.most_rounding:
                 raise NotMeasured("two steps over the same rows differ")

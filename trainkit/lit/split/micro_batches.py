@@ -17,8 +17,8 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.layout import nothing_of, shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
-from trainkit.core.terms import leading
+from trainkit.core.strategies import Strategies, Uniform, Weight
+from trainkit.core.terms import leading, telling_lengths
 from trainkit.core.window import quotient
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
@@ -157,9 +157,7 @@ class MicroBatches:
         self._options, self._trainer = options, trainer
         self._sizes, self._hosts, self._weighs = sizes, hosts, weighs
         self._has_said_too_long = self._is_verified = False
-        # Labels of a strategy tell how long rows are.
-        tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
-        of_lengths = (*tokens, leading(strategies))[0]
+        of_lengths = telling_lengths(strategies)
         self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
         self._strategies = strategies
         self._weighs_samples = counts_rows(leading(strategies))
