@@ -18,7 +18,7 @@ from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.layout import nothing_of, shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform, Weight
-from trainkit.core.terms import leading, telling_lengths
+from trainkit.core.terms import ONE, leading, telling_lengths
 from trainkit.core.window import quotient
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
@@ -269,16 +269,19 @@ def _has_entries(value: Any, number: int) -> bool:
     return bool(has_places) and len(value) == number
 
 
-def described(options: MicroBatching, *, is_step: bool) -> str:
+def described(options: MicroBatching, *, is_step: bool, term: str = ONE) -> str:
     """How loader batches are cut, for the table before training.
 
     >>> described(MicroBatching(size=4), is_step=False)
     'each loader batch is cut into micro-batches of at most 4 rows; logged means \
 weighed as the loss'
+    >>> described(MicroBatching(size=4), is_step=True, term="ce").split("; ")[1]
+    "logged means weighed as the term 'ce', where no weight= is given"
 
     Args:
         options: how to cut.
         is_step: whether one loader batch makes an optimizer step; otherwise several.
+        term: as which a logged mean is weighed that is no term, and has no `weight=`.
     """
     if options.is_auto:
         how = "into micro-batches that double while that is faster"
@@ -293,4 +296,6 @@ weighed as the loss'
         what = f"every {options.pool} loader batches are one step, cut together"
     else:
         what = f"each loader batch {'is one step,' if is_step else 'is'} cut"
-    return f"{what} {how}; logged means weighed as the loss"
+    one = f"the term {term!r}, where no weight= is given"
+    weighed = "the loss" if term == ONE else one
+    return f"{what} {how}; logged means weighed as {weighed}"
