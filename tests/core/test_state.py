@@ -149,6 +149,12 @@ def test_window_of_another_run_is_refused(other: Any, change: Any, text: str) ->
         Accumulator(PerToken(), module=other).load_state_dict(state)
 
 
+@pytest.mark.parametrize("wrong", [{"gradients": {}}, 3, None])
+def test_what_no_accumulator_has_saved_is_refused(wrong: Any) -> None:
+    with pytest.raises(TrainkitError, match=r"load_state_dict\(\): must be what Accum"):
+        Accumulator(PerToken()).load_state_dict(wrong)
+
+
 # ---- several ranks -------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.division import Told
+from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape
@@ -96,7 +97,13 @@ def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
 def refuse_other_state(
     state: Mapping[str, Any], ranks: Ranks, strategy: AccumulationStrategy
 ) -> None:
-    """Refuse a saved window of another rank, or one weighed by another strategy."""
+    """Refuse a saved window of another rank, one weighed by another strategy, or what
+    no accumulator has saved."""
+    if not isinstance(state, Mapping) or "totals" not in state:
+        raise TrainkitError(
+            f"load_state_dict(): must be what Accumulator.state_dict() has returned, "
+            f"received {describe(state)}."
+        )
     if state["totals"] is None:
         return
     if state["rank"] not in (None, ranks.index):

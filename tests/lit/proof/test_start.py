@@ -193,6 +193,7 @@ def test_what_is_not_exact_is_refused_before_anything_moves(name: str) -> None:
     with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}') as caught:
         fit(made, data(), strategy, cut, proof="require")
     assert cause in str(caught.value)
+    assert str(caught.value).count("trainkit.check(") == 1
     pairs = zip(before, made.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 

@@ -32,7 +32,7 @@ from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.measure import measured, refuse_backend
 from trainkit.lit.proof.parts import chosen_parts, has_equal_batches
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import Cause, Report
+from trainkit.lit.proof.report import MORE, Cause, Report
 from trainkit.lit.proof.rows import FewRows, few_rows
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
@@ -196,9 +196,10 @@ class ProofAtStart:
                 there = replace(report, exact=False, doubt="", deviation=off)
                 line = replace(there, causes=(ELSEWHERE,)).line
         if worst and self._windows.proof == "require":
+            more = "" if MORE in line else "trainkit.check(module, data) says more; "
             raise TrainkitError(
-                f'proof="require": {line.rstrip(".")}. trainkit.check(module, data) '
-                f'says more; proof="warn" trains all the same.'
+                f'proof="require": {line.rstrip(".")}. {more}proof="warn" trains all '
+                f"the same."
             )
         if not trainer.is_global_zero:
             return
