@@ -9,15 +9,19 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from tests.helpers import ragged_sequences, trainer, weights
-from tests.lit.fronts import RAGGED, WINDOW, Mixed, Plain, batches_of, big_batch
+from tests.helpers import deviation, ragged_sequences, trainer, weights
+from tests.lit.fronts import RAGGED, WINDOW, batches_of, big_batch
 from tests.zoo.callbacks import Saving as Saving  # for those who resume by these ways
-from trainkit import AccumulationCallback, PerToken
+from tests.zoo.modules import Plain, on_front
+from trainkit import MicroBatching
 
 SEQUENCES = ragged_sequences(38)
 START = weights(Plain())
-EXACT = big_batch(SEQUENCES, optimizer="adamw").end
-"""After two epochs without an interruption, with AdamW in float64."""
+ENDS = {
+    window: big_batch(SEQUENCES, window=window, optimizer="adamw").end
+    for window in (1, 2, WINDOW)
+}
+"""After two epochs without an interruption, with AdamW in float64, by window."""
 
 
 class Resumable:
@@ -48,18 +52,30 @@ class Resumable:
         self.given = state["given"] - self.replay
 
 
-def saved(
-    path: Path,
-    at: int,
-    hook: str = "on_train_batch_end",
-    *,
+def train(
+    *callbacks: pl.Callback,
+    path: Path | None = None,
+    front: str = "mixin",
+    kind: Any = Plain,
+    cut: MicroBatching | None = None,
     window: int = WINDOW,
-    module: Any = None,
-) -> Plain:
-    """Trains to its end, and leaves a checkpoint of this moment."""
-    module = module or Mixed(optimizer="adamw")
-    trainer(window, callbacks=[Saving(path, at, hook)]).fit(module, Resumable())
-    return module
+    replay: int = 0,
+    validation: Any = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Train with AdamW, or resume from a path as a new process does: everything is made
+    anew."""
+    module, ours = on_front(front, kind, cut=cut, optimizer="adamw")
+    fitted = trainer(window, callbacks=[*callbacks, *ours], **options)
+    is_safe = True if path else None
+    data = Resumable(replay)
+    fitted.fit(module, data, validation, ckpt_path=path, weights_only=is_safe)
+    return fitted
+
+
+def off(window: int = WINDOW, **how: Any) -> float:
+    """How far a run ends from where it would without an interruption."""
+    return deviation(train(window=window, **how).lightning_module, ENDS[window], START)
 
 
 def strip(path: Path, key: str = "trainkit") -> Path:
@@ -68,21 +84,6 @@ def strip(path: Path, key: str = "trainkit") -> Path:
     del checkpoint[key]
     torch.save(checkpoint, path)
     return path
-
-
-def make(front: str) -> tuple[Plain, list[pl.Callback]]:
-    if front == "mixin":
-        return Mixed(optimizer="adamw"), []
-    return Plain(optimizer="adamw"), [AccumulationCallback(PerToken())]
-
-
-def resumed(path: Path, front: str = "mixin", *, replay: int = 0, **how: Any) -> Plain:
-    """A new process's view: everything is made anew, then resumed."""
-    module, ours = make(front)
-    trainer(WINDOW, callbacks=ours, **how).fit(
-        module, Resumable(replay), ckpt_path=path, weights_only=True
-    )
-    return module
 
 
 def holds(path: Path) -> dict[str, Any]:

@@ -13,62 +13,64 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     model_checkpoint,
 )
+from torch import Tensor
 
 from tests.helpers import NAIVE, deviation, trainer
-from tests.lit.fronts import (
-    WINDOW,
-    Mixed,
-    Plain,
-    micro_batches,
-    plain_token_loss,
-    windows_of,
-)
+from tests.lit.fronts import WINDOW, micro_batches, windows_of
 from tests.lit.resume.resuming import (
-    EXACT,
+    ENDS,
     SEQUENCES,
     START,
     Resumable,
     Saving,
     holds,
-    make,
-    resumed,
-    saved,
+    off,
     strip,
+    train,
 )
-from trainkit import AccumulationCallback, PerToken
+from tests.lit.split.common import failing
+from tests.zoo.modules import Plain, hooked, plain_token_loss
+from trainkit import AccumulationCallback, MicroBatching, PerToken
+from trainkit.lit.resume.per_rank import EpochSums
+
+CUT = MicroBatching(size=2)
+OTHER, FEW = MicroBatching(tokens=24), MicroBatching(tokens=48, shapes=3)
 
 
-def off(module: Any, reference: Any = EXACT) -> float:
-    """How far it is from an uninterrupted run."""
-    return deviation(module, reference, START)
-
-
-class Validated(Mixed):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        plain_token_loss(self.net, batch)
-
-
-class Examined(Plain):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        plain_token_loss(self.net, batch)
+def looks(self: Plain, batch: Any, batch_idx: int) -> None:
+    """A step without a gradient."""
+    plain_token_loss(self.net, batch)
 
 
 # ---- between micro-batches -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_resumed_inside_a_window_equals_uninterrupted(
-    tmp_path: Path, front: str
+@pytest.mark.parametrize(
+    ("front", "cut", "window", "places"),
+    [
+        # After every kind of batch of two epochs, which the fronts share out.
+        ("mixin", None, WINDOW, [(at, None) for at in (0, 2, 4, 8, 10, 18)]),
+        ("callback", None, WINDOW, [(at, None) for at in (1, 3, 6, 9, 12)]),
+        # Also with another cut, or without one.
+        ("mixin", CUT, 1, [(0, CUT), (4, OTHER), (4, None), (9, None), (12, CUT)]),
+        ("mixin", CUT, 2, [(4, CUT), (5, CUT), (5, FEW)]),
+        ("mixin", CUT, WINDOW, [(4, CUT), (5, CUT), (6, CUT)]),
+    ],
+)
+def test_resumed_in_mid_epoch_equals_uninterrupted(
+    tmp_path: Path, front: str, cut: Any, window: int, places: list[tuple[int, Any]]
 ) -> None:
-    """transformers#22143, with AdamW, after every kind of batch of two epochs, which
-    the fronts share out."""
-    places = (0, 1, 2, 3, 4, 6, 8, 9, 10, 12, 18)[front == "callback" :: 2]
-    saving = [Saving(tmp_path / f"{at}.ckpt", at) for at in places]
-    module, ours = make(front)
-    trainer(WINDOW, callbacks=[*saving, *ours]).fit(module, Resumable())
-    assert off(module) <= 1e-10
-    for each in saving:
-        assert off(resumed(each.path, front)) <= 1e-10, each.at
+    """transformers#22143, with AdamW. The control: one loader batch is left out."""
+    paths = {at: tmp_path / f"{at}.ckpt" for at, _ in places}
+    how: dict[str, Any] = {"front": front, "window": window}
+    saving = [Saving(path, at) for at, path in paths.items()]
+    ended = train(*saving, cut=cut, **how).lightning_module
+    assert deviation(ended, ENDS[window], START) <= 1e-10
+    for at, other in places:
+        assert off(path=paths[at], cut=other, **how) <= 1e-10, at
+    if window == 1:  # a checkpoint knows of no cut then
+        assert not any("windows" in holds(path) for path in paths.values())
+        assert off(path=paths[4], cut=cut, replay=-1, **how) > NAIVE
 
 
 @pytest.mark.parametrize("at", [3, 5, 9])
@@ -78,19 +80,18 @@ def test_without_its_state_a_window_deviates_and_is_said(
     """Negative control: the checkpoint as plain Lightning would have written it. Of one
     between windows nothing is missing."""
     path, lost = tmp_path / "one.ckpt", (at + 1) % WINDOW
-    module = saved(path, at)
+    module = train(Saving(path, at)).lightning_module
     state = holds(path)
     if at != 5:
         assert set(state) == {"num_windows", "measured", "ledger"}
-        assert off(resumed(strip(path))) <= 1e-10
+        assert off(path=strip(path)) <= 1e-10
         return
     assert set(state["gradients"]) == {name for name, _ in module.named_parameters()}
     assert float(state["windows"][0]["totals"]["weight"]) == float(
         sum((b["labels"] != -100).sum() for b in Resumable().batches[4:6])
     )
     with pytest.warns(UserWarning, match=f"does not hold the {lost} micro-batches"):
-        module = resumed(strip(path))
-    assert off(module) > NAIVE
+        assert off(path=strip(path)) > NAIVE
 
 
 class Clock:
@@ -106,25 +107,29 @@ class Clock:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.parametrize(
-    ("when", "inside"),
+    ("when", "inside", "how"),
     [
-        ({"every_n_train_steps": 1}, False),
-        ({"train_time_interval": timedelta(seconds=6)}, True),
+        ({"every_n_train_steps": 1}, False, {}),
+        ({"train_time_interval": timedelta(seconds=6)}, True, {}),
+        ({"every_n_train_steps": 3}, False, {"window": 1, "cut": CUT}),
     ],
 )
 def test_resumed_from_model_checkpoint_equals_uninterrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Any, inside: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    when: Any,
+    inside: bool,
+    how: dict[str, Any],
 ) -> None:
     """pytorch-lightning#17903: by steps it saves after windows, by time anywhere."""
     monkeypatch.setattr(model_checkpoint, "time", Clock())
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, **when)
-    options = {"callbacks": [saver], "enable_checkpointing": True}
-    trainer(WINDOW, **options).fit(Mixed(optimizer="adamw"), Resumable())
+    train(saver, enable_checkpointing=True, **how)
     files = sorted(tmp_path.glob("*.ckpt"))
     assert len(files) > 1
     assert any("windows" in holds(path) for path in files) == inside
     for path in files[1::2]:
-        assert off(resumed(path)) <= 1e-10
+        assert off(path=path, **how) <= 1e-10
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -133,14 +138,12 @@ def test_resumed_from_validation_inside_a_window_equals_uninterrupted(
 ) -> None:
     """The validation's own hooks save, where many keep the best model."""
     path = tmp_path / "validation.ckpt"
-    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
-    for resume in (None, path):
-        module = Validated(optimizer="adamw")
-        saving = [] if resume else [Saving(path, 5, "on_validation_end")]
-        trainer(WINDOW, callbacks=saving, **options).fit(
-            module, Resumable(), micro_batches(SEQUENCES, [4]), ckpt_path=resume
-        )
-        assert off(module) <= 1e-10
+    how: dict[str, Any] = {"val_check_interval": interval, "num_sanity_val_steps": 0}
+    how |= {"kind": hooked(Plain, validation_step=looks)}
+    how |= {"validation": micro_batches(SEQUENCES, [4])}
+    ended = train(Saving(path, 5, "on_validation_end"), **how).lightning_module
+    assert deviation(ended, ENDS[WINDOW], START) <= 1e-10
+    assert off(path=path, **how) <= 1e-10
 
 
 def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
@@ -148,13 +151,10 @@ def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
 ) -> None:
     """The second checkpoint holds what the first one had carried over."""
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    saved(first, 4)
-    again, _ = make("mixin")
-    trainer(WINDOW, callbacks=[Saving(second, 6)]).fit(
-        again, Resumable(), ckpt_path=first
-    )
+    train(Saving(first, 4))
+    train(Saving(second, 6), path=first)
     assert int(holds(second)["windows"][0]["totals"]["count"]) == 3
-    assert off(resumed(second)) <= 1e-10
+    assert off(path=second) <= 1e-10
 
 
 def test_what_a_checkpoint_carries_into_another_fit(tmp_path: Path) -> None:
@@ -162,57 +162,48 @@ def test_what_a_checkpoint_carries_into_another_fit(tmp_path: Path) -> None:
     zeroes at once, and the carried micro-batches are counted. What was loaded to be
     tested is not resumed."""
     path = tmp_path / "inside.ckpt"
-    saved(path, 5)
-    shorter = trainer(3, max_epochs=1)
+    train(Saving(path, 5))
     with pytest.warns(UserWarning, match="an open window of 2 micro-batches"):
-        shorter.fit(Mixed(optimizer="adamw"), Resumable(), ckpt_path=path)
+        shorter = train(path=path, window=3, max_epochs=1)
     window = windows_of(shorter).last_window
     assert window is not None
     assert int(window.num_micro_batches) == 1
+    examined = hooked(Plain, test_step=looks)
     fitted = trainer(WINDOW, callbacks=[AccumulationCallback(PerToken())])
-    fitted.test(Examined(), Resumable(), ckpt_path=path, verbose=False)
-    module = Examined(optimizer="adamw")
-    fitted.fit(module, Resumable())
-    assert off(module) <= 1e-10
+    fitted.test(examined(), Resumable(), ckpt_path=path, verbose=False)
+    fitted.fit(module := examined(optimizer="adamw"), Resumable())
+    assert deviation(module, ENDS[WINDOW], START) <= 1e-10
 
 
 # ---- while a micro-batch is under way, or has failed ---------------------------------
 
 
-class Failing(Mixed):
-    """Its forward pass fails once, as an out-of-memory would."""
-
-    at = -1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == self.at:
-            raise MemoryError
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called:UserWarning")
 @pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but:UserWarning')
-@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.parametrize(
+    ("cut", "window", "at"),
+    [
+        *[(None, WINDOW, at) for at in (1, 4, 7)],
+        *[(CUT, 1, at) for at in (1, 2, 3, 15)],  # anywhere in a loader batch
+    ],
+)
 def test_resumed_from_on_exception_checkpoint_equals_uninterrupted(
-    tmp_path: Path, at: int
+    tmp_path: Path, cut: Any, window: int, at: int
 ) -> None:
-    module = Failing(optimizer="adamw")
-    module.at = at
+    """A forward pass fails, as an out-of-memory would."""
+    module = failing(at, MemoryError())(cut=cut, optimizer="adamw")
     saver = OnExceptionCheckpoint(tmp_path)
-    fitted = trainer(WINDOW, callbacks=[saver], enable_checkpointing=True)
+    fitted = trainer(window, callbacks=[saver], enable_checkpointing=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "accumulation: an open window")
         with pytest.raises(MemoryError):
             fitted.fit(module, Resumable())
-    assert off(resumed(tmp_path / "on_exception.ckpt", replay=1)) <= 1e-10
+    path = tmp_path / "on_exception.ckpt"
+    assert off(path=path, cut=cut, window=window, replay=1) <= 1e-10
 
 
 @pytest.mark.parametrize(
-    ("hook", "at"),
-    [
-        ("on_after_backward", 5),
-        ("on_before_optimizer_step", 9),
-    ],
+    ("hook", "at"), [("on_after_backward", 5), ("on_before_optimizer_step", 9)]
 )
 def test_saved_while_a_micro_batch_is_under_way_is_said_twice(
     tmp_path: Path, hook: str, at: int
@@ -221,30 +212,53 @@ def test_saved_while_a_micro_batch_is_under_way_is_said_twice(
     path, lost = tmp_path / "torn.ckpt", at % WINDOW
     text = f"first {lost} micro-batches are not in it: a micro-batch is under way"
     with pytest.warns(UserWarning, match=text):
-        saved(path, at, hook)
+        train(Saving(path, at, hook))
     with pytest.warns(UserWarning, match=f"does not hold the {lost} micro-batches"):
-        resumed(path, replay=1)
+        train(path=path, replay=1)
 
 
 @pytest.mark.parametrize(
-    ("hook", "at", "window"),
-    [("on_after_backward", 5, 1), ("on_before_optimizer_step", 5, 1), ("", 6, WINDOW)],
+    ("hook", "at", "window", "cut"),
+    [
+        *[("on_after_backward", 5, 1, cut) for cut in (None, CUT)],
+        *[("on_before_optimizer_step", 5, 1, cut) for cut in (None, CUT)],
+        ("", 6, WINDOW, None),
+    ],
 )
 def test_saved_where_nothing_is_torn_equals_uninterrupted(
-    tmp_path: Path, hook: str, at: int, window: int
+    tmp_path: Path, hook: str, at: int, window: int, cut: Any
 ) -> None:
     """The resumed run repeats all there was of a window of one. Before its backward
     pass, inside `training_step`, a window is whole up to the batch before."""
     path = tmp_path / "one.ckpt"
     saving = Saving(path, at, hook or "unused")
 
-    class SavingInside(Mixed):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if not hook:
-                saving.save(self.trainer)
-            return super().training_step(batch, batch_idx)
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        if not hook:
+            saving.save(self.trainer)
+        return self.loss_of(batch)
 
-    module, again = SavingInside(optimizer="adamw"), Mixed(optimizer="adamw")
-    trainer(window, callbacks=[saving]).fit(module, Resumable())
-    trainer(window).fit(again, Resumable(replay=1), ckpt_path=path)
-    assert off(again, module) <= 1e-10
+    kind = hooked(Plain, training_step=training_step)
+    train(saving, kind=kind, window=window, cut=cut)
+    assert off(path=path, window=window, cut=cut, replay=1) <= 1e-10
+
+
+def logging(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("loss", loss, on_step=False, on_epoch=True)
+    self.log_exact("exact", loss, batch)
+    return loss
+
+
+def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -> None:
+    """With `EpochSums`, of loader batches that are cut; `log_exact` goes on by
+    itself."""
+    path = tmp_path / "mid.ckpt"
+    how: dict[str, Any] = {"kind": hooked(Plain, training_step=logging), "cut": CUT}
+    how |= {"window": 1, "max_epochs": 1}
+    whole = train(EpochSums(), Saving(path, 4), **how)
+    again = train(EpochSums(), path=path, **how)
+    expected = {k: float(v) for k, v in whole.callback_metrics.items()}
+    found = {k: float(v) for k, v in again.callback_metrics.items()}
+    assert found == pytest.approx(expected)
+    assert set(found) == {"loss", "exact"}

@@ -1,41 +1,23 @@
-"""trainkit's own callbacks, and checkpoints, around cut batches."""
+"""trainkit's own callbacks around cut batches."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    LambdaCallback,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
-from torch import Tensor, nn
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, deviation, trainer, weights
-from tests.lit.fronts import big_batch
-from tests.lit.resume.resuming import START, Resumable, Saving, holds
-from tests.lit.split.common import (
-    CUTS,
-    FIXED,
-    SEQUENCES,
-    SIZES,
-    Split,
-    failing,
-    fit,
-    samples,
-)
+from tests.helpers import deviation, trainer, weights
+from tests.lit.split.common import CUTS, FIXED, SEQUENCES, SIZES, Split, fit, samples
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import hooked, pad_and_mask
 from trainkit import BatchNormGuard, LRScaling, MicroBatching, PerSample, WindowMonitor
 from trainkit.lit.batch_size.effective import read_effective_batch
 from trainkit.lit.logs.summary import PlainComparison
-from trainkit.lit.resume.per_rank import EpochSums
 
 
 def monitored(module: Split, **options: Any) -> list[dict[str, float]]:
@@ -165,125 +147,3 @@ def test_guard_corrects_momentum_for_the_parts_of_a_loader_batch() -> None:
     )
     fit(module, keep, BatchNormGuard("momentum"), data=images())
     assert seen[-1] == pytest.approx(1 - (1 - 0.1) ** (1 / 4))
-
-
-CUT = MicroBatching(size=2)
-ANY_CUT = {
-    "same": CUT,
-    "another": MicroBatching(tokens=24),
-    "shapes": MicroBatching(tokens=48, shapes=3),
-    "none": None,
-}
-ENDS = {  # of two epochs of `Resumable`'s batches that nothing interrupts
-    window: big_batch(SEQUENCES, window=window, optimizer="adamw").end
-    for window in (1, 2, 4)
-}
-
-
-def run(
-    *callbacks: Any,
-    kind: Any = Split,
-    cut: MicroBatching | None = CUT,
-    window: int = 1,
-    replay: int = 0,
-    path: Path | None = None,
-    **options: Any,
-) -> Any:
-    """Train with AdamW, or resume from a path; the Trainer."""
-    fitted = trainer(window, callbacks=list(callbacks), **options)
-    module, loader = kind(cut=cut, optimizer="adamw"), Resumable(replay)
-    is_safe = True if path else None
-    fitted.fit(module, loader, ckpt_path=path, weights_only=is_safe)
-    return fitted
-
-
-def off(window: int = 1, **how: Any) -> float:
-    """How far a resumed run ends from where it would without an interruption."""
-    module = run(window=window, **how).lightning_module
-    return deviation(module, ENDS[window], START)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
-    """Checkpoints of one run for each length of a window, after so many batches."""
-    folder = tmp_path_factory.mktemp("saved")
-
-    def path_of(at: int, window: int) -> Path:
-        return folder / f"{window}" / f"{at}.ckpt"
-
-    for window, after in {1: (0, 4, 9, 12), 2: (4, 5, 6), 4: (4, 5, 6)}.items():
-        run(*[Saving(path_of(at, window), at) for at in after], window=window)
-    return path_of
-
-
-@pytest.mark.parametrize(
-    ("at", "cut", "window"),
-    [
-        *[(0, "same", 1), (4, "another", 1), (4, "none", 1), (9, "none", 1)],
-        *[(12, "same", 1), (4, "same", 2), (5, "same", 2), (5, "shapes", 2)],
-        *[(4, "same", 4), (5, "same", 4), (6, "same", 4)],
-    ],
-)
-def test_resumed_in_mid_epoch_equals_uninterrupted(
-    saved: Callable[[int, int], Path], at: int, cut: str, window: int
-) -> None:
-    """Also with another cut, or without one: the checkpoint knows of none, but inside a
-    window of several loader batches."""
-    path = saved(at, window)
-    assert off(cut=ANY_CUT[cut], path=path, window=window) <= 1e-10
-    assert window > 1 or "windows" not in holds(path)
-
-
-def test_resumed_at_another_batch_it_differs(saved: Any) -> None:
-    """The control: one loader batch is left out."""
-    assert off(path=saved(4, 1), replay=-1) > NAIVE
-
-
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
-def test_saved_while_a_loader_batch_is_under_way(tmp_path: Path, hook: str) -> None:
-    """The resumed run runs that loader batch again, all of it: nothing is lost."""
-    path = tmp_path / "under_way.ckpt"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "checkpoint")
-        run(Saving(path, 5, hook))
-        assert off(path=path, replay=1) <= 1e-10
-
-
-@pytest.mark.filterwarnings("ignore:accumulation. an open window")
-@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called:UserWarning")
-@pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but:UserWarning')
-@pytest.mark.parametrize("at", [1, 2, 3, 15])
-def test_resumed_after_an_error_in_a_micro_batch(tmp_path: Path, at: int) -> None:
-    """In the first, a middle and the last micro-batch of a loader batch."""
-    saver = OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(ValueError, match="mine"):
-        run(saver, kind=failing(at, ValueError("mine")), enable_checkpointing=True)
-    assert off(path=tmp_path / "on_exception.ckpt", replay=1) <= 1e-10
-
-
-def logging(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    loss = self.loss_of(batch)
-    self.log("loss", loss, on_step=False, on_epoch=True)
-    self.log_exact("exact", loss, batch)
-    return loss
-
-
-def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -> None:
-    """With `EpochSums`; `log_exact` goes on by itself."""
-    path, kind = tmp_path / "mid.ckpt", hooked(Split, training_step=logging)
-    whole = run(EpochSums(), Saving(path, 4), max_epochs=1, kind=kind)
-    again = run(EpochSums(), path=path, max_epochs=1, kind=kind)
-    expected = {k: float(v) for k, v in whole.callback_metrics.items()}
-    found = {k: float(v) for k, v in again.callback_metrics.items()}
-    assert found == pytest.approx(expected)
-    assert set(found) == {"loss", "exact"}
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_last_checkpoint_of_model_checkpoint_goes_on(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    end = weights(run(saving, enable_checkpointing=True).lightning_module)
-    found = sorted(tmp_path.iterdir())
-    assert len(found) == 6
-    for path in found[::2]:
-        assert deviation(run(path=path).lightning_module, end, START) <= 1e-10
