@@ -1,4 +1,5 @@
-"""Said once, by name, where it matters, and nowhere else."""
+"""BatchNorm that does harm is named before training, with a guard and without one, and
+nothing else is."""
 
 from __future__ import annotations
 
@@ -7,12 +8,22 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import run_ranks, trainer
+from tests.helpers import (
+    NAIVE,
+    TOLERANCE,
+    deviation,
+    run_ranks,
+    trainer,
+    weights,
+)
 from tests.lit.batch_norm.fits import (
     BATCH,
+    At,
     ConvModule,
     ConvNet,
     MixedConv,
@@ -29,10 +40,12 @@ from trainkit import (
     MicroBatching,
     PerSample,
 )
+from trainkit.core.batch_norm.layers import freeze, normalising_by_batch
 from trainkit.errors import TrainkitError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.*has only"),
     pytest.mark.filterwarnings("ignore:Found .* module"),
 ]
 
@@ -77,6 +90,7 @@ def partly() -> ConvModule:
 
 
 SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
+ONE = {"accumulate": 1}
 TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     "of 4": (FEW, {"max_epochs": 3, "exact": True}),
     "without the callback": (FEW, {}),
@@ -93,11 +107,7 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "schedule": (
         FEW,
-        {
-            "others": [AccumulationSchedule({0: 3, 1: 1})],
-            "accumulate": 1,
-            "exact": True,
-        },
+        {"others": [AccumulationSchedule({0: 3, 1: 1})], **ONE, "exact": True},
     ),
 }
 SILENT: dict[str, dict[str, Any]] = {
@@ -192,3 +202,146 @@ def test_first_rank_alone_tells_it() -> None:
 def test_table_says_that_it_was_told(capsys: Any) -> None:
     said()
     assert "BatchNorm: 3 layers on 4 samples (warned)" in capsys.readouterr().out
+
+
+# ---- without a guard: which layers ---------------------------------------------------
+
+
+def rows(capsys: Any) -> list[str]:
+    """What the table says of BatchNorm."""
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.removeprefix("trainkit | ") for line in lines]
+    assert any(line.startswith("step: ") for line in found)
+    return [line for line in found if line.startswith("BatchNorm: ")]
+
+
+class One(ConvModule):
+    """One layer, in a state of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            parts = nn.Linear(36, 5), layer, nn.Tanh(), nn.Linear(5, 3)
+            self.net = nn.Sequential(nn.Flatten(), *parts).double()
+
+
+class Frozen(BaseFinetuning):
+    """By Lightning's own means, which leave the layer in training mode."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[2], train_bn=False)
+
+    def finetune_function(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def kept() -> nn.Module:
+    freeze(layer := nn.BatchNorm1d(5))
+    return layer
+
+
+def untracked() -> nn.Module:
+    return nn.BatchNorm1d(5, track_running_stats=False)
+
+
+# Before the first batch of each epoch, as nets with pretrained encoders do.
+LATER = At("on_train_epoch_start", lambda trainer, module: module.net.eval())
+STATES: dict[str, tuple[Any, list[Any], bool]] = {
+    "training": (lambda: nn.BatchNorm1d(5), [], True),
+    "without statistics": (untracked, [], True),
+    "without statistics, evaluating": (lambda: untracked().eval(), [], True),
+    "frozen by finetuning": (lambda: nn.BatchNorm1d(5), [Frozen()], True),
+    "synchronised": (lambda: nn.SyncBatchNorm(5), [], True),
+    "evaluating": (lambda: nn.BatchNorm1d(5).eval(), [], False),
+    "evaluating later": (lambda: nn.BatchNorm1d(5), [LATER], False),
+    "frozen": (kept, [], False),
+    "group": (lambda: nn.GroupNorm(1, 5), [], False),
+    "none": (nn.Identity, [], False),
+}
+LINE = (
+    "BatchNorm: 1 layer in training mode (net.2) normalises by the statistics of each "
+    "micro-batch, so the step is not the big batch's; BatchNormGuard has remedies"
+)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_layer_is_named_where_the_step_is_not_the_big_batchs(
+    state: str, capsys: Any
+) -> None:
+    """Two windows of three micro-batches of four."""
+    make, others, harms = STATES[state]
+    how: dict[str, Any] = {"max_epochs": 1, "exact": True}
+    cut = fit(None, *others, module=One(make()), data=batches(24), **how)
+    assert rows(capsys) == [LINE] * harms
+    one = {"data": batches(24, 12), "accumulate": 1}
+    big = fit(None, *others, module=One(make()), **one, **how)
+    assert rows(capsys) == []
+    off = deviation(cut, big, weights(One(make())))
+    assert (off > NAIVE) if harms else (off < TOLERANCE[torch.float64])
+
+
+def test_several_layers_are_named_and_lazy_ones(capsys: Any) -> None:
+    module = ConvModule()
+    module.net.bn3 = nn.LazyBatchNorm1d(dtype=torch.double)
+    assert normalising_by_batch(module) == ["net.bn1", "net.bn2", "net.bn3"]
+    # Lightning wants lazy layers to have seen a batch.
+    module.net(next(iter(batches()))[0])
+    fit(module=module, exact=True)
+    said = "3 layers in training mode (net.bn1, net.bn2 and 1 more) norm"
+    assert said in rows(capsys)[0]
+
+
+# ---- without a guard: which windows --------------------------------------------------
+
+
+BY_MIXIN = {"module": MixedConv, "exact": False}
+
+
+@pytest.mark.parametrize(
+    ("several", "how"),
+    [
+        (True, {}),
+        (True, BY_MIXIN),
+        (True, {**ONE, "others": [SPLIT], "exact": False}),
+        (True, {**ONE, "module": StepsByTwo, "exact": False}),
+        (True, {**ONE, "others": [AccumulationSchedule({0: 1, 1: 2})]}),
+        (True, {**ONE, "others": [GradientAccumulationScheduler({1: 2})]}),
+        (False, {**ONE, **BY_MIXIN}),
+        (False, {"data": batches(4)}),
+        (False, {"limit_train_batches": 1}),
+        (False, {**ONE, "others": [AccumulationSchedule({0: 1})]}),
+        (
+            False,
+            {
+                **ONE,
+                "data": batches(4),
+                "others": [AccumulationSchedule({0: 1, 1: 2})],
+            },
+        ),
+    ],
+)
+def test_windows_of_several_micro_batches_are_spoken_of(
+    capsys: Any, several: bool, how: dict[str, Any]
+) -> None:
+    others, how = options({"data": batches(24), "exact": True, **how})
+    fit(None, *others, **how)
+    assert bool(rows(capsys)) == several
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_guard_of_ones_own_speaks_for_itself(capsys: Any, accumulate: int) -> None:
+    class Mine(BatchNormGuard): ...
+
+    fit(Mine("ignore"), accumulate=accumulate, exact=True)
+    assert rows(capsys) == []
+
+
+@pytest.mark.parametrize("policy", [None, "group_norm"])
+def test_nothing_is_called_exact_before_it_is_measured(
+    capsys: Any, policy: str | None
+) -> None:
+    ours = AccumulationCallback(PerSample(), proof="off")
+    fit(policy, ours, data=batches(24), accumulate=4)
+    said = capsys.readouterr().out
+    assert "(2 of 4 micro-batches)" in said
+    assert "exact" not in said
