@@ -8,27 +8,13 @@ from shutil import copy
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import (
-    NAIVE,
-    TOLERANCE,
-    TokenModule,
-    deviation,
-    pad,
-    ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    train_on_windows,
-    trainer,
-    weights,
-    windows_over_ranks,
-)
+from tests.helpers import NAIVE, TOLERANCE, pad, ragged_sequences, run_cases
 from tests.lit.resume.resuming import strip
-from tests.zoo.modules import Manual
-from trainkit import AccumulationCallback, PerToken
+from tests.lit.windows.rank_cases import Apart, deviations, fit
+from tests.zoo.modules import Manual, Plain, Sharded, whole
 
 EXACT = TOLERANCE[torch.float64]
 DATA = ragged_sequences(32)
@@ -69,99 +55,71 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-AGAIN: dict[str, dict[str, int]] = {
-    "at once": {"before": INSIDE},
-    "later": {"after": INSIDE + 1},
+KINDS: dict[str, dict[str, Any]] = {
+    "automatic": {"front": "callback", "kind": Plain},
+    "manual": {"front": "plain", "kind": Manual},
+    "manual, apart": {"front": "plain", "kind": Apart},
+    "sharded": {"front": "callback", "kind": Sharded, "split": 1},
 }
-"""A second checkpoint inside the same window, of a run that resumed from the first."""
-APART = {"manual": False, "manual, apart": True}
-"""Whether the ranks' gradients are exchanged with a window's last batch alone."""
+Case = tuple[str, dict[str, int] | None, int]
+"""The training from which it resumes, when it saves, and the batches already seen."""
+SAVED: dict[str, Case] = {f"{k}: saved": ("", {"after": INSIDE}, 0) for k in KINDS}
+RESUMED: dict[str, Case] = {
+    f"{kind}: resumed": (f"{kind}: saved", None, INSIDE) for kind in KINDS
+}
+AGAIN: dict[str, Case] = {
+    # A second checkpoint inside the same window, of a run that resumed from the first.
+    "saved at once": ("automatic: saved", {"before": INSIDE}, INSIDE),
+    "resumed at once": ("saved at once", None, INSIDE),
+    "saved later": ("automatic: saved", {"after": INSIDE + 1}, INSIDE),
+    "resumed later": ("saved later", None, INSIDE + 1),
+    "stripped": ("automatic: saved", None, INSIDE),
+}
 
 
-class Trained:
-    """Trainings of one rank, and the weights that they ended with."""
-
-    def __init__(self, rank: int, world: int, folder: str) -> None:
-        self.rank, self.world, self.folder = rank, world, Path(folder)
-        self.ends: dict[str, Tensor] = {}
-
-    def train(
-        self, name: str, resume: str = "", save: Any = None, skip: int = 0
-    ) -> None:
-        module: Any = TokenModule(dtype=torch.float64, optimizer="adamw")
-        callbacks: list[Any] = [AccumulationCallback(PerToken())]
-        kind = name.partition(": ")[0]
-        if kind in APART:
-            module, callbacks = Manual(optimizer="adamw"), []
-            module.apart = APART[kind]
-        if save:
-            callbacks.append(Save(str(self.folder / f"{name}.ckpt"), **save))
-        fit = trainer(
-            WINDOW,
-            strategy="ddp" if self.world > 1 else "auto",
-            devices=self.world,
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=callbacks,
-        )
-        path = self.folder / f"{resume}.ckpt" if resume else None
-        fit.fit(module, FromBatch(self.rank, self.world, skip), ckpt_path=path)
-        self.ends[name] = weights(module)
+def train(rank: int, world: int, folder: Path, name: str, case: Case) -> Tensor:
+    """The weights that a training of one epoch ended with."""
+    resume, save, skip = case
+    path = folder / f"{resume}.ckpt"
+    if name == "stripped":
+        path = folder / "stripped.ckpt"
+        if rank == 0:
+            strip(Path(copy(folder / f"{resume}.ckpt", path)))
+        torch.distributed.barrier()
+    how = KINDS.get(name.partition(": ")[0], KINDS["automatic"])
+    fitted = fit(
+        rank,
+        world,
+        how["front"],
+        how["kind"],
+        *([Save(str(folder / f"{name}.ckpt"), **save)] if save else []),
+        data=FromBatch(rank, world, skip),
+        made={"optimizer": "adamw"},
+        window=WINDOW,
+        max_epochs=1,
+        split=how.get("split"),
+        ckpt_path=str(path) if resume else None,
+    )
+    return whole(fitted.lightning_module)
 
 
-def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    """Every training of this file that needs both ranks."""
-    each = Trained(rank, world, folder)
-    for kind in ("automatic", *APART):
-        each.train(f"{kind}: saved", save={"after": INSIDE})
-        each.train(f"{kind}: resumed", f"{kind}: saved", skip=INSIDE)
-    first, stripped = (each.folder / f"{n}.ckpt" for n in ("automatic: saved", "strip"))
-    if rank == 0:
-        strip(Path(copy(first, stripped)))
-    torch.distributed.barrier()
-    each.train("stripped", "strip", skip=INSIDE)
-    for name, moment in AGAIN.items():
-        each.train(f"saved {name}", "automatic: saved", moment, INSIDE)
-        skip = INSIDE if "before" in moment else INSIDE + 1
-        each.train(f"resumed {name}", f"saved {name}", skip=skip)
-    return each.ends
-
-
-def on_one(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    """Resumed from the checkpoints of two ranks."""
-    each = Trained(rank, world, folder)
-    for kind in ("automatic", *APART):
-        each.train(f"{kind}: resumed", f"{kind}: saved", skip=INSIDE)
-    return each.ends
-
-
-def off_long_windows(found: list[Tensor]) -> float:
-    """How far the worst of these weights is from those of the big batch."""
-    start = TokenModule(dtype=torch.float64)
-    big = TokenModule(dtype=torch.float64, optimizer="adamw")
-    train_on_windows(big, windows_over_ranks(DATA, 2, WINDOW, 2), epochs=1)
-    return max(deviation(each, big, start) for each in found)
-
-
-@pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    """How far the worst rank is from the big batch, by the number of ranks."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    two = raise_rank_errors(run_ranks(on_two_ranks, 2, folder))
-    ends = {2: two, 1: raise_rank_errors(run_ranks(on_one, 1, folder))}
+def off(world: int, folder: Path, cases: dict[str, Case]) -> dict[str, float]:
+    """How far the worst rank is from the big batch."""
+    all_cases = {name: (train, folder, name, case) for name, case in cases.items()}
+    of: dict[str, Any] = {"of": (2, WINDOW), "epochs": 1, "replicas": 2}
     return {
-        world: {name: off_long_windows([e[name] for e in found]) for name in found[0]}
-        for world, found in ends.items()
+        name: max(deviations(ends, DATA, "adamw", **of))
+        for name, ends in run_cases(world, all_cases).items()
     }
 
 
-def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(off: Any) -> None:
+def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(
+    tmp_path: Path,
+) -> None:
     """transformers#22143: the pending gradients were gone. On two ranks or on one,
-    saved once or twice in the window, by manual optimization too."""
-    stripped = off[2].pop("stripped")
-    assert stripped > NAIVE
-    assert len(off[2]) == 10
-    assert len(off[1]) == 3
-    worst = {name: far for each in off.values() for name, far in each.items()}
-    assert {name: far for name, far in worst.items() if far > EXACT} == {}
-    assert max(off[2].values()) <= EXACT
+    saved once or twice in the window, by manual optimization and sharded too."""
+    on_two = off(2, tmp_path, SAVED | RESUMED | AGAIN)
+    on_one = off(1, tmp_path, RESUMED)
+    assert on_two.pop("stripped") > NAIVE
+    for found in (on_two, on_one):
+        assert {name: far for name, far in found.items() if far > EXACT} == {}

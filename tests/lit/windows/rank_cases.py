@@ -9,9 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from tests.helpers import (
@@ -27,7 +28,7 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
-from tests.zoo.modules import Gan, Manual, Plain, Stream, on_front
+from tests.zoo.modules import Gan, Manual, Plain, Sharded, Stream, on_front, whole
 from trainkit import PerToken
 from trainkit.lit.windows import refusals
 
@@ -45,19 +46,31 @@ def fit(
     data: Any = DATA,
     made: dict[str, Any] | None = None,
     window: int = WINDOW,
+    split: int | None = None,
+    ckpt_path: str | None = None,
     **options: Any,
 ) -> Any:
-    """Train on this rank's share of samples, or with a loader of its own."""
+    """Train on this rank's share of samples, or with a loader of its own. Where `split`
+    is given, groups of so many ranks share their data, and parameters are sharded."""
     module, ours = on_front(front, kind, **made or {})
-    share = rank_loader(data, BATCH, rank, world) if isinstance(data, list) else data
-    how = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
+    each, strategy = split or 1, "ddp" if world > 1 else "auto"
+    if isinstance(data, list):
+        data = rank_loader(data, BATCH, rank // each, world // each)
+    if split and world > 1:
+        strategy: Any = ModelParallelStrategy(
+            data_parallel_size=world // split,
+            tensor_parallel_size=split,
+            process_group_backend="gloo",
+            save_distributed_checkpoint=False,
+        )
+    how = {"strategy": strategy, "devices": world, "use_distributed_sampler": False}
     fitted = trainer(window, callbacks=[*ours, *callbacks], **{**how, **options})
-    fitted.fit(module, share)
+    fitted.fit(module, data, ckpt_path=ckpt_path)
     return fitted
 
 
 def train(rank: int, world: int, front: str, how: dict[str, Any]) -> Tensor:
-    return weights(fit(rank, world, front, **how).lightning_module)
+    return whole(fit(rank, world, front, **how).lightning_module)
 
 
 def deviations(
@@ -66,12 +79,15 @@ def deviations(
     optimizer: str = "sgd",
     clip: Any = None,
     replicas: int | None = None,
+    of: tuple[int, int] = (BATCH, WINDOW),
+    epochs: int = 2,
 ) -> list[float]:
-    """How far each rank's weights are from those of the big batch on one process."""
+    """How far each rank's weights are from those of the big batch on one process; `of`
+    so many rows in a batch of a rank, and so many batches in a window."""
     reference = TokenModule(dtype=torch.float64, optimizer=optimizer)
     start = weights(reference)
-    windows = windows_over_ranks(data, BATCH, WINDOW, replicas or len(ends))
-    train_on_windows(reference, windows, clip=clip)
+    windows = windows_over_ranks(data, *of, replicas or len(ends))
+    train_on_windows(reference, windows, clip=clip, epochs=epochs)
     return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
 
 
@@ -87,6 +103,7 @@ GRID = [
     ("mixin", "momentum", 0.05),
     ("callback", "adamw", 0.05),
     ("callback", "sgd", None),
+    *[("fsdp2", name, clip) for name in ("sgd", "adamw") for clip in (None, 0.05)],
 ]
 SUM = {"reduction": "sum", "strategy": PerToken(loss_reduction="sum")}
 UNUSED = {"strategy": "ddp_find_unused_parameters_true"}
@@ -121,6 +138,14 @@ class TwoHeads(Plain):
         hidden = torch.tanh(self.net.embed(batch["ids"]))
         logits = head(hidden).flatten(0, 1)
         return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+
+class HalfSharded(Sharded):
+    """The embedding is sharded; the head's gradients stay each rank's own."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net.embed, mesh=self.device_mesh["data_parallel"])
 
 
 class Hook(pl.Callback):
@@ -186,16 +211,24 @@ def train_lists(rank: int, world: int, numbers: list[int]) -> None:
 
 # ---- the cases of one start of two ranks, and of three ----------------------------
 
+
+def of_grid(front: str, optimizer: str, clip: float | None) -> Any:
+    how: dict[str, Any] = {"made": {"optimizer": optimizer}, "gradient_clip_val": clip}
+    if front == "fsdp2":
+        front, how = "callback", {**how, **SHARDED}
+    return train, front, how
+
+
 STATIC: dict[str, Any] = {"static_graph": True}
+SHARDED: dict[str, Any] = {"kind": Sharded, "split": 1}
+HALF: dict[str, Any] = {"kind": HalfSharded, "split": 1}
+MEAN: dict[str, Any] = {"made": {"options": {"aggregation": "mean"}}}
 TWO: dict[Any, Any] = {
-    **{
-        (front, optimizer, clip): (
-            train,
-            front,
-            {"made": {"optimizer": optimizer}, "gradient_clip_val": clip},
-        )
-        for front, optimizer, clip in GRID
-    },
+    **{case: of_grid(*case) for case in GRID},
+    "plain fsdp2": (train, "plain", SHARDED),
+    "tensor parallel": (train, "callback", {**SHARDED, "split": 2}),
+    "half auto": (train, "callback", HALF),
+    "half mean": (train, "callback", {**HALF, **MEAN}),
     "plain": (train, "plain", {}),
     "sum": (train, "callback", {"made": SUM}),
     0: (train, "callback", {"data": silenced(2, 0)}),

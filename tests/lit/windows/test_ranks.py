@@ -6,22 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 
 from tests.helpers import (
     NAIVE,
     TOLERANCE,
     RankError,
+    TokenModule,
     deviation,
     pad,
+    ragged_sequences,
     raise_rank_errors,
+    rank_loader,
     run_cases,
     run_ranks,
+    train_on_windows,
+    trainer,
+    windows_over_ranks,
 )
 from tests.lit.front.test_manual import big_batch_gan
 from tests.lit.windows.rank_cases import (
     BATCH,
     DATA,
     GRID,
+    SHARDED,
     THREE,
     TWO,
     WINDOW,
@@ -29,9 +37,11 @@ from tests.lit.windows.rank_cases import (
     TwoHeads,
     deviations,
     silenced,
+    train,
     train_stream,
 )
-from tests.zoo.modules import Gan, Stream
+from tests.zoo.modules import Gan, Plain, Stream, on_front
+from trainkit import WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]
 STARTS = range(0, len(DATA) // 2, BATCH)
@@ -65,6 +75,7 @@ def test_two_ranks_equal_one_process(
         (3, "callback", None),
         (2, "plain", None),
         (3, "plain", None),
+        (2, "plain fsdp2", None),
         # transformers#37110: a loss of one's own, averaged once more by DDP.
         (2, "sum", None),
         # torchtitan divides by its local count; miles#2796 clamps it on each rank.
@@ -79,7 +90,32 @@ def test_ranks_equal_one_process(
     """Of two or three; but plain Lightning does not. One rank alone may weigh."""
     data = DATA if keep is None else silenced(world, keep)
     off = deviations({2: two, 3: three}[world][case], data)
-    assert min(off) > NAIVE if case == "plain" else max(off) <= EXACT
+    assert min(off) > NAIVE if "plain" in str(case) else max(off) <= EXACT
+
+
+def test_tensor_parallel_ranks_equal_one_process(two: Any) -> None:
+    """verl#6609: two ranks share one window's data, and count it once. World size
+    means data-parallel replicas: of four ranks, two."""
+    assert max(deviations(two["tensor parallel"], replicas=1)) <= EXACT
+    four = run_ranks(train, 4, "callback", {**SHARDED, "split": 2})
+    assert max(deviations(four, replicas=2)) <= EXACT
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP1 needs a GPU")
+def test_fsdp1_equals_one_process() -> None:
+    reference, start = TokenModule(), TokenModule()
+    data = ragged_sequences(38)
+    train_on_windows(reference, windows_over_ranks(data, BATCH, WINDOW, 1))
+    module, (windows,) = on_front("callback", Plain, dtype=torch.float32)
+    how: dict[str, Any] = {"strategy": FSDPStrategy(state_dict_type="full")}
+    how |= {"accelerator": "gpu", "callbacks": [windows, WindowMonitor(1)]}
+    fitted = trainer(WINDOW, **how)
+    fitted.fit(module, rank_loader(data, BATCH, 0, 1))
+    state = fitted.strategy.lightning_module_state_dict()
+    trained = torch.cat([p.double().flatten().cpu() for p in state.values()])
+    assert deviation(trained, reference, start) <= TOLERANCE[torch.float32]
+    assert windows.last_window is not None
 
 
 def test_parameters_unused_in_some_micro_batches_equal_one_process(two: Any) -> None:
@@ -134,6 +170,7 @@ STATIC = "static_graph=True: DDP cannot run a window of several micro-batches"
     ("world", "case", "text"),
     [
         (2, "static graph, 2", f"{STATIC}.*received 2. Make the DDP module, or Lightn"),
+        (2, "half auto", "aggregation='auto': net.head.weight is not sharded"),
         (2, "no sync", "was accumulated with sync=False or under no_sync"),
         (2, "averaging", "with post-local SGD the ranks average weights"),
         (2, "lists", r"the same number of batches, and they have \[3, 5\]"),
@@ -149,6 +186,8 @@ def test_what_ranks_cannot_train_is_refused(
 
 
 def test_what_refusals_advise_trains(two: Any) -> None:
+    """By the mean, parameters that no backend averages differ, which is why."""
+    assert not torch.equal(*raise_rank_errors(two["half mean"]))
     assert torch.equal(*raise_rank_errors(two["static graph, 1"]))
     assert two["equal streams"] == [6, 6]
     assert two["cut streams"] == [4, 4]
