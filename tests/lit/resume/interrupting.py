@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ class Counting(Dropping):
         return super().configure_optimizers()
 
 
+Run = tuple[Any, pl.Trainer]
+"""A module, and the Trainer that has trained it."""
+
+
 class KillAt(pl.Callback):
     """Dies in a hook of a certain batch, counted over all epochs from 0."""
 
@@ -139,7 +144,7 @@ def train(
     kind: type[Dropping] = Dropping,
     proof: Any = None,
     **options: Any,
-) -> tuple[Dropping, pl.Trainer]:
+) -> Run:
     """Train from the start, or from `last.ckpt` where there is one.
 
     `kill` ends it early, `last` of all callbacks or first; `without` names those of
@@ -201,15 +206,32 @@ def shuffled(**options: Any) -> ResumableLoader:
 
 
 def interrupted(
-    folder: Path, kill: pl.Callback, **options: Any
-) -> tuple[Dropping, pl.Trainer]:
-    """Train until it is killed, then go on in what could be another process."""
-    first = {name: options.pop(name) for name in ("last",) if name in options}
-    try:
-        train(folder, kill=kill, **first, **options)
-    except (Killed, SystemExit):
-        pass
-    return train(folder, resume=True, **options)
+    folder: Path,
+    *kills: KillAt,
+    make: Callable[[], Any] | None = None,
+    last: bool = False,
+    **options: Any,
+) -> Run:
+    """Train until each of these has ended it, every time in what could be another
+    process; then go on to the end. `make` makes a loader for each."""
+
+    def go_on(**more: Any) -> Run:
+        loader = {"loader": make()} if make else {}
+        return train(folder, resume=True, **loader, **options, **more)
+
+    for kill in kills:
+        with contextlib.suppress(Killed, SystemExit):
+            go_on(kill=kill, last=last)
+        assert kill.has_died
+    return go_on()
+
+
+def unlike(whole: Run, found: Run) -> list[str]:
+    """Where the ends of two runs differ, to the last bit, or the rows that the second
+    one has read are not those that were left, where they are noted."""
+    read, rest = (getattr(module, "read", []) for module, _ in (whole, found))
+    others = [] if rest == read[len(read) - len(rest) :] else ["other rows"]
+    return others + differing(state_of(*whole), state_of(*found))
 
 
 def alone(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:

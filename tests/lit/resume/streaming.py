@@ -128,6 +128,13 @@ def stateful(kind: str, **options: Any) -> Any:
         )
 
 
+def rows_in(batch: Any) -> Any:
+    """Of one loader, or of each that has not ended."""
+    if "ids" in batch:
+        return batch["ids"].tolist()
+    return {key: each and rows_in(each) for key, each in batch.items()}
+
+
 class NotesRows(pl.LightningModule):
     """Notes the rows that it is given."""
 
@@ -136,7 +143,7 @@ class NotesRows(pl.LightningModule):
         self.read: list[Any] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.read.append(batch["ids"].tolist())
+        self.read.append(rows_in(batch))
 
 
 class Reading(NotesRows, Dropping):

@@ -32,6 +32,7 @@ from tests.lit.resume.interrupting import (
     rows,
     state_of,
     train,
+    unlike,
 )
 from trainkit import MetricsCSVLogger
 
@@ -91,14 +92,12 @@ def test_interrupted_run_goes_on_exactly(
 ) -> None:
     state, all_rows = whole
     if isinstance(way, str):
-        kill, how = KillAt(hook, batch), {"every": 1 + batch % 3}
-        found = interrupted(tmp_path, kill, last=way == "killed last", **how)
+        kill, is_last = KillAt(hook, batch), way == "killed last"
+        found = interrupted(tmp_path, kill, last=is_last, every=1 + batch % 3)
         assert differing(all_rows, rows(tmp_path)) == []
     else:
-        kill = ask(hook, batch, way)
-        found = interrupted(tmp_path, kill, every=100)
+        found = interrupted(tmp_path, ask(hook, batch, way), every=100)
         assert close(all_rows, rows(tmp_path)) == []
-    assert kill.has_died
     assert differing(state, state_of(*found)) == []
 
 
@@ -126,24 +125,17 @@ def test_trained_in_other_ways(
     tmp_path: Path, how: dict[str, Any], batches: tuple[int, int]
 ) -> None:
     """Killed, then asked to stop."""
-    state = state_of(*train(tmp_path / "whole", **how))
-    hook, folder = "on_train_batch_start", tmp_path / "run"
-    with pytest.raises(Killed):
-        train(folder, kill=KillAt(hook, batches[0]), **how)
-    with pytest.raises(SystemExit):
-        train(folder, resume=True, kill=ask(hook, batches[1]), **how)
-    found = train(folder, resume=True, **how)
-    assert differing(state, state_of(*found)) == []
-    assert close(rows(tmp_path / "whole"), rows(folder)) == []
+    whole, hook = train(tmp_path / "whole", **how), "on_train_batch_start"
+    kills = KillAt(hook, batches[0]), ask(hook, batches[1])
+    found = interrupted(tmp_path, *kills, **how)
+    assert unlike(whole, found) == []
+    assert close(rows(tmp_path / "whole"), rows(tmp_path)) == []
 
 
 def test_interrupted_again_and_again(whole: Any, tmp_path: Path) -> None:
     """Each run begins with the proof, as a user's does."""
-    how: dict[str, Any] = {"resume": True, "proof": "warn"}
-    for batch in (1, 2, 4, 6, 7, 9, 13):
-        with contextlib.suppress(Killed):
-            train(tmp_path, kill=KillAt("on_train_batch_end", batch), **how)
-    found = train(tmp_path, **how)
+    kills = [KillAt("on_train_batch_end", at) for at in (1, 2, 4, 6, 7, 9, 13)]
+    found = interrupted(tmp_path, *kills, proof="warn")
     assert differing(whole, (state_of(*found), rows(tmp_path))) == []
 
 
@@ -220,12 +212,12 @@ def test_without_metric_rows_some_are_there_twice_or_lost(
     assert len(rows(tmp_path / "a")) > len(whole[1])
     interrupted(tmp_path / "b", KillAt("on_train_batch_end", 5), last=True, **without)
     assert close(whole[1], rows(tmp_path / "b")) != []
+    folder = tmp_path / "c"
     for kill in (KillAt("on_train_batch_start", 11), None):
-        folder = tmp_path / "c"
         logger = CSVLogger(folder, name="", version="")
         with contextlib.suppress(Killed):
             train(folder, resume=kill is None, kill=kill, logger=logger)
-    assert min(int(row["step"]) for row in rows(tmp_path / "c")) > 1
+    assert min(int(row["step"]) for row in rows(folder)) > 1
 
 
 # ---- real signals, to processes of their own -----------------------------------------

@@ -14,13 +14,13 @@ import torch
 from tests.helpers import quiet_lightning, raise_rank_errors, run_ranks
 from tests.lit.resume.interrupting import (
     KillAt,
-    Killed,
     ask,
     close,
     differing,
+    interrupted,
     rows,
-    state_of,
     train,
+    unlike,
 )
 from trainkit.core.generators import read_states, write_states
 from trainkit.lit.resume.per_rank import EpochSums, RandomState
@@ -100,15 +100,10 @@ def _rank(rank: int, world_size: int, folder: str) -> Any:
     ddp: dict[str, Any] = {"strategy": "ddp", "devices": world_size}
     how = {**ddp, "limit_val_batches": 0, "seed": 7 + rank}  # each draws others
     path = Path(folder)
-    whole = state_of(*train(path / "whole", **how))
-    try:
-        train(path / "killed", kill=KillAt("on_train_batch_start", 4), **how)
-    except Killed:
-        pass
-    found = state_of(*train(path / "killed", resume=True, **how))
-    if rank:
-        return differing(whole, found), []
-    return differing(whole, found), close(rows(path / "whole"), rows(path / "killed"))
+    whole = train(path / "whole", **how)
+    found = interrupted(path / "killed", KillAt("on_train_batch_start", 4), **how)
+    folders = path / "whole", path / "killed"
+    return unlike(whole, found), [] if rank else close(*map(rows, folders))
 
 
 @pytest.mark.slow

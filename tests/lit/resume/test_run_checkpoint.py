@@ -19,7 +19,7 @@ from tests.helpers import (
     ragged_sequences,
 )
 from tests.helpers import trainer as quiet_trainer
-from tests.lit.resume.interrupting import KillAt, Killed, differing, state_of, train
+from tests.lit.resume.interrupting import KillAt, Killed, train, unlike
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricRows
@@ -216,6 +216,6 @@ def test_a_limit_that_is_raised_again_ends_as_one_long_run(
         with quiet_lightning():
             return train(folder, resume=resume, loader=loader, max_steps=stop, **how)
 
-    whole = state_of(*run(tmp_path / "whole", stops[-1]))
+    whole = run(tmp_path / "whole", stops[-1])
     *_, last = [run(tmp_path / "resumed", stop, resume=True) for stop in stops]
-    assert differing(whole, state_of(*last)) == []
+    assert unlike(whole, last) == []

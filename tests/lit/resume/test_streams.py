@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 
 from tests.helpers import (
     TOLERANCE,
@@ -25,13 +22,12 @@ from tests.helpers import (
 from tests.lit.resume.interrupting import (
     TRAIN,
     KillAt,
-    Killed,
     alone,
     ask,
-    differing,
+    interrupted,
     shuffled,
-    state_of,
     train,
+    unlike,
 )
 from tests.lit.resume.resuming import Saving
 from tests.lit.resume.streaming import Plain, Read, Reading, grain, litdata, stateful
@@ -84,24 +80,8 @@ SETUPS = [
 ] + [("stream", 0, 3, which) for which in range(6)]
 
 
-def run(folder: Path, loader: Any, window: int = 1, **how: Any) -> tuple[Any, Any]:
-    options: dict[str, Any] = {"kind": Reading, "accumulate_grad_batches": window}
-    return train(folder, loader=loader, **options, **how)
-
-
-def resumed(folder: Path, make: Any, kills: Sequence[Any], **how: Any) -> Any:
-    """Stop as often as it is said, each time as if in another process; then end."""
-    for kill in kills:
-        with contextlib.suppress(Killed, SystemExit):
-            run(folder, make(), resume=True, kill=kill, **how)
-        assert kill.has_died
-    return run(folder, make(), resume=True, **how)
-
-
-def reads_on(whole: Any, found: Any) -> bool:
-    """Whether a resumed run has read what was left, to the last row."""
-    read, rest = whole[0].read, found[0].read
-    return rest == read[len(read) - len(rest) :]
+def reading(window: int = 1) -> dict[str, Any]:
+    return {"kind": Reading, "accumulate_grad_batches": window}
 
 
 def wrapped(kind: str, workers: int) -> Any:
@@ -115,7 +95,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def trained(kind: str, workers: int, window: int) -> Any:
-        return run(tmp_path_factory.mktemp("whole"), wrapped(kind, workers), window)
+        folder, loader = tmp_path_factory.mktemp("whole"), wrapped(kind, workers)
+        return train(folder, loader=loader, **reading(window))
 
     return trained
 
@@ -126,10 +107,10 @@ def test_run_of_three_stops_equals_an_unbroken_one(
 ) -> None:
     """To the bit, and in the rows that it reads."""
     whole, make = unbroken(kind, workers, window), partial(wrapped, kind, workers)
-    found = resumed(tmp_path / "run", make, chains()[which], window=window)
+    kills = chains()[which]
+    found = interrupted(tmp_path / "run", *kills, make=make, **reading(window))
     assert len(found[0].read) < len(whole[0].read)
-    assert reads_on(whole, found)
-    assert differing(state_of(*whole), state_of(*found)) == []
+    assert unlike(whole, found) == []
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -163,21 +144,21 @@ def test_streams_of_other_libraries_do_so_too(
     def make() -> Any:
         return ResumableStream(kind(tmp_path / "rows", num_workers=workers))
 
-    whole = run(tmp_path / "whole", make(), 2)
-    found = resumed(tmp_path / "run", make, chains()[which], window=2)
-    assert reads_on(whole, found)
-    assert differing(state_of(*whole), state_of(*found)) == []
+    whole = train(tmp_path / "whole", loader=make(), **reading(2))
+    found = interrupted(tmp_path, *chains()[which], make=make, **reading(2))
+    assert unlike(whole, found) == []
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
 @pytest.mark.parametrize("kind", ["stream", "hugging face"])
 def test_without_it_a_batch_is_lost(kind: str, tmp_path: Path) -> None:
     """The control."""
-    whole = run(tmp_path / "whole", stateful(kind))
-    kills = [ask("on_train_batch_end", 1)]
-    found = resumed(tmp_path / "run", lambda: stateful(kind), kills)
-    assert not reads_on(whole, found) or len(found[0].read) == 11
-    assert differing(state_of(*whole), state_of(*found)) != []
+    make, kill = partial(stateful, kind), ask("on_train_batch_end", 1)
+    whole = train(tmp_path / "whole", loader=make(), **reading())
+    found = interrupted(tmp_path / "run", kill, make=make, **reading())
+    others, *differences = unlike(whole, found)
+    assert differences
+    assert others == "other rows" or len(found[0].read) == 11
 
 
 def _on_two_ranks(rank: int, size: int, folder: str) -> list[Any]:
@@ -197,16 +178,17 @@ def _on_two_ranks(rank: int, size: int, folder: str) -> list[Any]:
             "others": [AccumulationCallback(PerToken(), micro_batching=cut)],
             "strategy": "ddp",
             "devices": size,
+            **reading(window),
         }
-        path = Path(folder, str(window))
-        whole = run(path / "whole", make(), window, **how)
-        kill = KillAt("on_train_batch_start", 5)
-        again = resumed(path / "run", make, [kill], window=window, **how)
+        path, kill = Path(folder, str(window)), KillAt("on_train_batch_start", 5)
+        whole = train(path / "whole", loader=make(), **how)
+        again = interrupted(path / "run", kill, make=make, **how)
         away = [
             (a - b).abs().max().item()
             for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True)
         ]
-        found.append((reads_on(whole, again), max(away), whole[0].read))
+        reads_on = "other rows" not in unlike(whole, again)
+        found.append((reads_on, max(away), whole[0].read))
     return found
 
 
@@ -268,14 +250,16 @@ def test_one_callback_is_enough_and_none_is_said(
 
 def test_exact_resume_says_nothing_of_a_wrapped_stream(tmp_path: Path) -> None:
     with told("ExactResume:") as said:
-        run(loader=ResumableStream(stateful("stream")), **alone(tmp_path / "a"))
+        stream = ResumableStream(stateful("stream"))
+        train(loader=stream, **reading(), **alone(tmp_path / "a"))
     assert said == []
     with told("ExactResume:") as said:
-        run(loader=stateful("stream"), **alone(tmp_path / "b"))
+        train(loader=stateful("stream"), **reading(), **alone(tmp_path / "b"))
     assert any("wrap it: ResumableStream(loader)" in text for text in said)
     alike = type("Alike", (ResumableLoader,), {"__module__": "litdata.streaming"})
     with told("ExactResume:") as said:
-        run(loader=alike(TRAIN, 4, collate_fn=pad), **alone(tmp_path / "c"))
+        loader = alike(TRAIN, 4, collate_fn=pad)
+        train(loader=loader, **reading(), **alone(tmp_path / "c"))
     assert any("repeats the rest of this epoch in later ones" in text for text in said)
 
 
@@ -305,43 +289,7 @@ def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> N
     assert fit(path) == whole[10:]
 
 
-# ---- several loaders, and what reads the same one ------------------------------------
-
-
-class Both(Reading):
-    """Trains on the one stream, and notes the rows of both."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.read.append([each and each["ids"].tolist() for each in batch.values()])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._loss(batch["a"] or batch["b"])
-
-
-@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
-def test_several_streams_go_on_together(mode: Any, tmp_path: Path) -> None:
-    def make() -> Any:
-        pair = {"a": stateful("hugging face"), "b": stateful("stream")}
-        pair["b"].dataset.rows = 10  # three batches
-        wrapped = {key: ResumableStream(each) for key, each in pair.items()}
-        return CombinedLoader(wrapped, mode)
-
-    how: dict[str, Any] = {
-        "val_check_interval": 1.0,
-        "kind": Both,
-        "without": ["AccumulationCallback", "WindowMonitor"],
-    }
-    whole = train(tmp_path / "whole", loader=make(), accumulate_grad_batches=1, **how)
-    how["accumulate_grad_batches"] = 1
-    # Of the longest, a shorter one that has ended would begin anew.
-    for batch in (0, 1) if mode == "max_size" else (0, 1, 4):
-        folder = tmp_path / str(batch)
-        kill = ask("on_train_batch_end", batch)
-        with contextlib.suppress(SystemExit):
-            train(folder, loader=make(), kill=kill, **how)
-        found = train(folder, loader=make(), resume=True, **how)
-        assert reads_on(whole, found)
-        assert differing(state_of(*whole), state_of(*found)) == []
+# ---- what reads the same one ---------------------------------------------------------
 
 
 def test_validation_on_the_same_stream_is_refused() -> None:
