@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch import Tensor, nn
 
 from tests.helpers import trainer
@@ -117,11 +116,9 @@ def test_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------
 
 
-class Larger(pl.Callback):
+def larger(trainer: Any, module: Any) -> None:
     """Makes windows of several batches, without saying so before."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+    trainer.accumulate_grad_batches = 1 + trainer.current_epoch
 
 
 class Wanders(nn.Module):
@@ -143,6 +140,7 @@ def one_value() -> Images:
     return Images(nn.Sequential(*flat, nn.BatchNorm1d(3), nn.Linear(3, CLASSES)))
 
 
+LARGER = LambdaCallback(on_train_epoch_start=larger)
 ONE_BATCH = (
     r"a window must be one loader batch.*MicroBatching\(size=4\), which is "
     r"MicroBatching\(inside='net', size=4\) here"
@@ -154,7 +152,7 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "window, split": (ROWS, Images, exact(SPLIT), {"window": 2}),
     "without the callback": (TWO, Images, [BatchNormGuard("exact")], {"window": 2}),
     "late": (TWO, evaluating, [Thawed(), *exact(SPLIT)], {"window": 2}),
-    "grows": (ONE_BATCH, Images, [*exact(SPLIT), Larger()], {}),
+    "grows": (ONE_BATCH, Images, [*exact(SPLIT), LARGER], {}),
     "by hand": ("by manual optimization", ByHand, [BatchNormGuard("exact")], {}),
     "in the step": (
         "Stem calls stem in its own step.*Here net can be named",
@@ -207,24 +205,16 @@ def test_two_values_of_a_channel_are_enough() -> None:
     fit(one_value(), *exact(MicroBatching(size=1)), batches=loader(2, 4))
 
 
-class Begun(pl.Callback):
-    """Notes whether a batch has begun."""
-
-    has = False
-
-    def on_train_batch_start(self, *of: Any, **named: Any) -> None:
-        self.has = True
-
-
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [(AccumulationSchedule, SPLIT), (GradientAccumulationScheduler, None)],
 )
 def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -> None:
-    begun, said = Begun(), f"before the first .*{kind.__name__} will make windows of 2"
+    begun, said = [], f"before the first .*{kind.__name__} will make windows of 2"
+    notes = LambdaCallback(on_train_batch_start=lambda *of: begun.append(of))
     with pytest.raises(TrainkitError, match=said) as caught:
-        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), begun)
-    assert not begun.has
+        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), notes)
+    assert begun == []
     assert "accumulate_grad_batches" not in str(caught.value)
 
 

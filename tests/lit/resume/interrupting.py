@@ -240,9 +240,14 @@ def alone(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:
     return {"folder": folder, "without": FIVE, "others": others, **options}
 
 
-def ask(hook: str, batch: int, number: int = signal.SIGTERM) -> KillAt:
-    """Sends a signal in a hook of a certain batch."""
-    return KillAt(hook, batch, lambda _: signal.raise_signal(number))
+def ask(hook: str, batch: int, *numbers: int) -> KillAt:
+    """Sends signals, or SIGTERM, in a hook of a certain batch."""
+
+    def send(_: Any) -> None:
+        for number in numbers or (signal.SIGTERM,):
+            signal.raise_signal(number)
+
+    return KillAt(hook, batch, send)
 
 
 def rows(folder: Path) -> list[Row]:

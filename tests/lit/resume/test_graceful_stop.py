@@ -27,7 +27,7 @@ from tests.helpers import (
     run_cases,
     trainer,
 )
-from tests.lit.resume.interrupting import KillAt
+from tests.lit.resume.interrupting import KillAt, ask
 from tests.startup import forked
 from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
@@ -36,20 +36,11 @@ from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
 SEQUENCES = ragged_sequences(24)
 TERM, INT = signal.SIGTERM, signal.SIGINT
+BACKWARD = "on_after_backward"
 
 
 def steps_in(path: Any) -> int:
     return torch.load(path, weights_only=True)["global_step"]
-
-
-def asking(*numbers: signal.Signals, hook: str = "on_after_backward", at: int = 2):
-    """Sends signals in a hook of a batch."""
-
-    def raise_them(_: Any) -> None:
-        for number in numbers:
-            signal.raise_signal(number)
-
-    return KillAt(hook, at, raise_them)
 
 
 class Always(Callback):
@@ -102,7 +93,7 @@ def test_signal_saves_and_says_how_it_ended(
     tmp_path: Path, capfd: Any, number: signal.Signals, status: int
 ) -> None:
     stop = GracefulStop(tmp_path)
-    error, _ = stopped(asking(number), stop)
+    error, _ = stopped(ask(BACKWARD, 2, number), stop)
     assert isinstance(error, Stopped)
     assert (error.code, stop.stopped_by) == (status, number)
     assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
@@ -120,7 +111,7 @@ def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
     path = tmp_path / "last.ckpt"
     before = signal.signal(number, lambda n, _: found.append((n, steps_in(path))))
     try:
-        stopped(asking(number, number), GracefulStop(tmp_path))
+        stopped(ask(BACKWARD, 2, number, number), GracefulStop(tmp_path))
         assert found == [(number, 3)]
         signal.raise_signal(number)
         assert found == 2 * [(number, 3)]
@@ -138,7 +129,7 @@ def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm = {"plugins": [SLURMEnvironment(auto_requeue=True)]}
-    asks = asking(signal.SIGUSR1)
+    asks = ask(BACKWARD, 2, signal.SIGUSR1)
     stopped(asks, GracefulStop(tmp_path), default_root_dir=tmp_path, **slurm)
     assert steps_in(tmp_path / "hpc_ckpt_1.ckpt") == 3
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
@@ -174,7 +165,7 @@ def test_where_a_stopped_run_is_saved(
     stop = GracefulStop(tmp_path if has_folder else None)
     more = others(tmp_path) if others else []
     how = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path, **options}
-    error, _ = stopped(asking(*numbers), *more, stop, **how)
+    error, _ = stopped(ask(BACKWARD, 2, *numbers), *more, stop, **how)
     assert isinstance(error, Stopped) == (numbers != [INT, INT])
     assert stop.stopped_by is numbers[0]
     if saved is None:
@@ -192,16 +183,16 @@ def test_runs_that_save_nothing(tmp_path: Path) -> None:
     assert stop.stopped_by is stop.checkpoint_path is None
     assert not list(tmp_path.iterdir())
     (tmp_path / "last.ckpt").write_bytes(b"")
-    stopped(asking(INT, INT), stop)
+    stopped(ask(BACKWARD, 2, INT, INT), stop)
     assert (stop.stopped_by, stop.checkpoint_path) == (INT, None)
 
 
 def test_validation_is_finished_first(tmp_path: Path) -> None:
-    ask = asking(TERM, hook="on_validation_batch_start")
+    asks = ask("on_validation_batch_start", 2)
     count = Always("on_validation_batch_end", at=0)
     how: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
     val = loader(SEQUENCES, 8)
-    _, each = stopped(ask, count, GracefulStop(tmp_path), val=val, **how)
+    _, each = stopped(asks, count, GracefulStop(tmp_path), val=val, **how)
     assert count.calls == each.global_step == 3
 
 
@@ -232,10 +223,10 @@ EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 @pytest.mark.parametrize("how", EVALUATIONS)
 def test_evaluation_ends_after_a_batch(how: str, tmp_path: Path) -> None:
-    stop, ask = GracefulStop(tmp_path), Always(f"on_{EVALUATIONS[how]}_batch_start")
+    stop, asks = GracefulStop(tmp_path), Always(f"on_{EVALUATIONS[how]}_batch_start")
     with pytest.raises(Stopped):
-        getattr(trainer(callbacks=[ask, stop]), how)(Validated(), loader(SEQUENCES, 4))
-    assert ask.calls == 1
+        getattr(trainer(callbacks=[asks, stop]), how)(Validated(), loader(SEQUENCES, 4))
+    assert asks.calls == 1
     assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
 
@@ -283,7 +274,7 @@ def on_ranks(world: int, *callbacks: Any) -> Any:
 
 def one_rank_is_asked(rank: int, world: int, folder: str, asked: int) -> Any:
     stop = GracefulStop(folder)
-    each = on_ranks(world, stop, *[asking(TERM, at=1)] * (rank == asked))
+    each = on_ranks(world, stop, *[ask(BACKWARD, 1)] * (rank == asked))
     try:
         each.fit(TokenModule(), rank_loader(SEQUENCES, 2, rank, world))
     except Stopped as ended:
@@ -293,15 +284,15 @@ def one_rank_is_asked(rank: int, world: int, folder: str, asked: int) -> Any:
 
 def evaluate_unevenly(rank: int, world: int, how: str, asked: bool) -> Any:
     """The first rank has two batches and the second six."""
-    ask = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
+    asks = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
     share = SEQUENCES[:4] if rank == 0 else SEQUENCES[:12]
     try:
-        getattr(on_ranks(world, ask, GracefulStop()), how)(
+        getattr(on_ranks(world, asks, GracefulStop()), how)(
             Validated(), loader(share, 2)
         )
     except Stopped as ended:
-        return ask.calls, ended.code
-    return ask.calls, None
+        return asks.calls, ended.code
+    return asks.calls, None
 
 
 def test_ranks_stop_training_together_and_evaluations_by_their_own_signals(

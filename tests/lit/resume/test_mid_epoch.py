@@ -37,7 +37,7 @@ from tests.lit.resume.interrupting import (
 )
 from tests.lit.resume.resuming import Saving
 from tests.lit.resume.streaming import Plain, Read, stateful
-from tests.zoo.callbacks import Table, told
+from tests.zoo.callbacks import Ending, Table, told
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -52,17 +52,6 @@ pytestmark = [
     pytest.mark.usefixtures("quiet"),
     pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
 ]
-
-
-class StopSoon(pl.Callback):
-    """Ends training in mid-epoch, as a `Timer` does."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.should_stop = True
 
 
 # ---- schedulers, windows, hooks ------------------------------------------------------
@@ -222,7 +211,7 @@ def test_loggers_count_on_after_the_last_batch_of_an_epoch(
 def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> None:
     """From its end the rest of the epoch would be left out."""
     whole, folder = train(tmp_path / "whole"), tmp_path / "run"
-    train(folder, others=[StopSoon(batch)], every=50)
+    train(folder, others=[Ending(batch)], every=50)
     found = train(folder, resume=True, every=50)
     assert unlike(whole, found) == []
 
@@ -290,7 +279,7 @@ def test_a_run_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
     assert kill.has_died
     kill = ask("on_train_batch_end", 5)
     with pytest.raises(SystemExit):
-        train(tmp_path / "wait", kill=kill, others=[StopSoon(3)], min_epochs=2)
+        train(tmp_path / "wait", kill=kill, others=[Ending(3)], min_epochs=2)
 
 
 def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) -> None:

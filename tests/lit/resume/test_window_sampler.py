@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from tests.helpers import (
     trainer,
     weights,
 )
+from tests.lit.resume.interrupting import KillAt, Killed
+from tests.zoo.callbacks import Saving
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -67,18 +69,6 @@ def loader(num_ranks: int, flattened: bool, **how: Any) -> ResumableLoader:
     )
 
 
-class Stop(pl.Callback):
-    """Saves after so many batches of the second epoch, and ends the training."""
-
-    def __init__(self, folder: str, after: int) -> None:
-        self.path, self.after = str(Path(folder, "stop.ckpt")), after
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.current_epoch == 1 and args[-1] + 1 == self.after:
-            trainer.save_checkpoint(self.path)
-            raise KeyboardInterrupt
-
-
 def fit(
     num_ranks: int,
     folder: str,
@@ -95,8 +85,10 @@ def fit(
     callbacks: list[Any] = []
     if ours:
         callbacks = [AccumulationCallback(PerToken()), ExactResume(dirpath=folder)]
-    if after:
-        callbacks.append(Stop(folder, after))
+    path = Path(folder, "stop.ckpt")
+    if after:  # so many batches of the second epoch
+        at = len(train) + after - 1
+        callbacks += [Saving(path, at), KillAt("on_train_batch_end", at)]
     fitting = trainer(
         plan.micro_batches,
         callbacks=callbacks,
@@ -104,12 +96,8 @@ def fit(
         devices=num_ranks,
         enable_checkpointing=True,
     )
-    try:
-        fitting.fit(
-            module, train, ckpt_path=Path(folder, "stop.ckpt") if resume else None
-        )
-    except (KeyboardInterrupt, SystemExit):
-        assert after
+    with pytest.raises(Killed) if after else nullcontext():
+        fitting.fit(module, train, ckpt_path=path if resume else None)
     return weights(module)
 
 
@@ -176,22 +164,15 @@ def test_steps_are_those_of_big_batches_on_one_rank_and_on_two(ends: Any) -> Non
     assert len(off) == 8
 
 
-def test_trainer_with_other_windows_is_refused() -> None:
-    train = loader(1, False)
-    plan: Any = train.batch_sampler
-    k = plan.micro_batches
-    fitting = trainer(k + 1, callbacks=[AccumulationCallback(PerToken())])
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_other_windows_are_refused(is_scheduled: bool) -> None:
+    """A schedule would cut the planned windows later in training."""
+    k, ours = micro_batches(1), AccumulationCallback(PerToken())
     text = f"on each rank, {k}, received {k + 1}.*accumulate_grad_batches={k}"
+    fitting = trainer(k + 1, callbacks=[ours])
+    if is_scheduled:
+        schedule = AccumulationSchedule({0: k, 1: k + 1})
+        fitting = trainer(1, callbacks=[ours, schedule])
+        text = "schedule of the window would cut them"
     with pytest.raises(TrainkitError, match=text):
-        fitting.fit(Packed(), train)
-
-
-def test_schedule_of_the_window_is_refused() -> None:
-    """Which would otherwise cut the planned windows later in training."""
-    train = loader(1, False)
-    plan: Any = train.batch_sampler
-    k = plan.micro_batches
-    schedule = AccumulationSchedule({0: k, 1: k + 1})
-    fitting = trainer(1, callbacks=[AccumulationCallback(PerToken()), schedule])
-    with pytest.raises(TrainkitError, match="schedule of the window would cut them"):
-        fitting.fit(Packed(), train)
+        fitting.fit(Packed(), loader(1, False))

@@ -18,7 +18,7 @@ from tests.helpers import NAIVE, deviation, ragged_sequences, trainer, weights
 from tests.lit.fronts import cut as parted
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import Mixed, Plain, hooked, pad_and_mask, plain_token_loss
-from trainkit import MicroBatching, Uniform
+from trainkit import MicroBatching, PerToken, Uniform
 
 SIZES = (14, 17, 9)
 """Samples in each loader batch; the last is short."""
@@ -49,6 +49,14 @@ class Split(Mixed):
         **how: Any,
     ) -> None:
         super().__init__(loss, cut=cut, **how)
+
+
+class Summing(Split):
+    """Its loss is a sum."""
+
+    def __init__(self, **how: Any) -> None:
+        strategy = PerToken(loss_reduction="sum")
+        super().__init__(**{"reduction": "sum", "strategy": strategy, **how})
 
 
 def fit(

@@ -100,17 +100,19 @@ def train(
     strategy: Any = None,
     cut: MicroBatching | None = None,
     accumulate: int = 1,
-    ckpt_path: Any = None,
     callbacks: Any = (),
     module: Any = None,
-    **options: Any,
+    rows: Any = None,
 ) -> Any:
-    """Train two epochs; without a strategy, by plain Lightning."""
+    """Train two epochs; without a strategy, by plain Lightning; with rows of its own,
+    on one of two ranks."""
     ours = [AccumulationCallback(strategy, micro_batching=cut)] if strategy else []
-    module = module or Model()
+    ddp = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    options: dict[str, Any] = ddp if rows else {}
     pl = trainer(accumulate, callbacks=[*ours, *callbacks], **options)
-    loader = ResumableLoader(DOCUMENTS, size, collate_fn=collate)
-    pl.fit(module, loader, ckpt_path=ckpt_path)
+    kind: Any = DataLoader if rows else ResumableLoader
+    loader = kind(rows or DOCUMENTS, size, collate_fn=collate)
+    pl.fit(module := module or Model(), loader)
     return module
 
 
@@ -233,15 +235,10 @@ def test_counts_in_logs_tell_documents_apart_as_the_strategy_does(
 
 
 def _on_ranks(rank: int, world: int) -> dict[str, Tensor]:
-    options: Any = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     found = {}
     for way, chosen in WAYS.items():
-        how = {"collate": PACK, **chosen}
-        ours = AccumulationCallback(TOKENS, micro_batching=how.pop("cut", None))
-        pl = trainer(how.pop("accumulate", 1), callbacks=[ours], **options)
-        rows, size = DOCUMENTS[rank::world], how["size"] // world
-        module = Model()
-        pl.fit(module, DataLoader(rows, size, collate_fn=how["collate"]))
+        how = {"collate": PACK, **chosen, "size": chosen["size"] // world}
+        module = train(strategy=TOKENS, rows=DOCUMENTS[rank::world], **how)
         found[way] = weights_of(module)
     return found
 

@@ -17,6 +17,7 @@ from tests.lit.split.common import (
     FIXED,
     START,
     Split,
+    Summing,
     assert_as_whole,
     both,
     fit,
@@ -24,7 +25,7 @@ from tests.lit.split.common import (
     logging_loss,
 )
 from tests.zoo.modules import hooked, plain_token_loss, sample_loss
-from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
+from trainkit import MicroBatching, PerSample, TrainkitError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning"),
@@ -105,12 +106,8 @@ class Telling(Split):
         self.log("rows", float(len(batch["ids"])))
 
 
-class Summing(Split):
-    """Its loss is a sum, which it logs itself, detached, and exactly."""
-
-    def __init__(self, **how: Any) -> None:
-        strategy = PerToken(loss_reduction="sum")
-        super().__init__(**{"reduction": "sum", "strategy": strategy, **how})
+class SumsLogged(Summing):
+    """Logs its loss, detached, and exactly."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -184,7 +181,7 @@ TWICE = {"val_check_interval": 2, "validation": loader_batches((4, 4))}
             for cut, how in (("size", {}), ("tokens", ONE), ("auto", ONE))
         ],
         (Telling, "size", {"sum_epoch"}, {"window": 2, "sizes": (6, 8, 9)}),
-        (Summing, "size", {"exact"}, {}),
+        (SumsLogged, "size", {"exact"}, {}),
         (Samples, "size", {"loss"}, {}),
         (Renaming, "size", {"mine/loss_step"}, {}),
         (Late, "size", {"late", "loss_epoch"}, {}),

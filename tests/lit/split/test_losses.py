@@ -18,13 +18,15 @@ from tests.lit.split.common import (
     FIXED,
     START,
     Split,
+    Summing,
     assert_as_whole,
     both,
     fit,
     logging_loss,
     relabelled,
 )
-from tests.zoo.modules import Plain, Terms, hooked, scaled
+from tests.lit.windows.test_precision import precise
+from tests.zoo.modules import Plain, Terms, hooked
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError, Uniform
 
 COEFFICIENTS = [(1.0, 3.0), (0.0, 1.0), (1.0, 0.0)]
@@ -198,23 +200,8 @@ def test_wrong_terms_are_refused(
         fit(make(), *schedules, window=window)
 
 
-def precise(precision: str, init_scale: float = 2.0**12) -> dict[str, Any]:
-    """Options of a Trainer; `16-mixed` has a real gradient scaler."""
-    return scaled(init_scale) if precision == "16-mixed" else {"precision": precision}
-
-
-class Summing(Split):
-    """Its loss is a sum."""
-
-    def __init__(self, **how: Any) -> None:
-        strategy = PerToken(loss_reduction="sum")
-        super().__init__(reduction="sum", strategy=strategy, **how)
-
-
 LOGGING = hooked(Split, training_step=logging_loss(on_epoch=True))
 HALF = ("bf16-mixed", "16-mixed", "bf16-true")
-
-
 FLOAT: Any = {"dtype": torch.float32}
 
 
@@ -249,7 +236,7 @@ def test_a_scaler_that_skips_loses_no_more_steps_than_without_the_cut() -> None:
     found = []
     for cut in (FIXED, None):
         module = Split(cut=cut, dtype=torch.float32)
-        fitted = fit(module, max_epochs=6, **precise("16-mixed", 2.0**24))
+        fitted = fit(module, max_epochs=6, **precise("16-mixed", init_scale=2.0**24))
         found.append(windows_of(fitted).num_skipped_steps)
     assert 0 < found[0] <= found[1]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
-    LambdaCallback,
     OnExceptionCheckpoint,
 )
 from torch import Tensor
@@ -24,10 +23,9 @@ from tests.helpers import (
     weights,
 )
 from tests.lit.split.common import START, Seen, Split, fit, logging_loss
-from tests.zoo.callbacks import Table
-from tests.zoo.modules import Plain, Stream, hooked, pad_and_mask
+from tests.zoo.callbacks import Ending, Saving, Table
+from tests.zoo.modules import Plain, Stream, hooked, on_front, pad_and_mask
 from trainkit import (
-    AccumulationCallback,
     AccumulationSchedule,
     ExactResume,
     MicroBatching,
@@ -105,23 +103,18 @@ def test_columns_are_filled_with_what_the_strategy_ignores() -> None:
     assert deviation(module, whole(), START) <= 1e-12
 
 
-@pytest.mark.parametrize("is_mixin", [True, False])
-def test_configure_optimizers_counts_the_steps_of_pools(is_mixin: bool) -> None:
+@pytest.mark.parametrize("front", ["mixin", "callback"])
+def test_configure_optimizers_counts_the_steps_of_pools(front: str) -> None:
     numbers = []
 
     def configure_optimizers(self: Any) -> Any:
         numbers.append(self.trainer.estimated_stepping_batches)
-        return kind.configure_optimizers(self)
+        return Plain.configure_optimizers(self)
 
-    kind: Any = Split if is_mixin else Plain
-    counts: Any = hooked(kind, configure_optimizers=configure_optimizers)
+    counts: Any = hooked(Plain, configure_optimizers=configure_optimizers)
+    module, ours = on_front(front, counts, cut=POOL)
     data: Any = DataLoader(ROWS, 3, collate_fn=pad_and_mask)  # type: ignore[arg-type]
-    if is_mixin:
-        fitted = fit(counts(cut=POOL), data=data)
-    else:
-        ours = AccumulationCallback(PerToken(), micro_batching=POOL)
-        fitted = fit(counts(), ours, data=data)
-    assert fitted.global_step == 6
+    assert fit(module, *ours, data=data).global_step == 6
     assert {*numbers} == {6}
 
 
@@ -164,16 +157,6 @@ def test_what_is_logged_is_what_the_big_batch_logs() -> None:
 # ---- resumed -------------------------------------------------------------------------
 
 
-def at_batch(at: int, act: Any) -> LambdaCallback:
-    """Acts after a batch of the first epoch."""
-
-    def hook(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if (trainer.current_epoch, index) == (0, at):
-            act(trainer)
-
-    return LambdaCallback(on_train_batch_end=hook)
-
-
 def run(
     folder: Path, *callbacks: Any, pool: int | None = 4, start: Any = None
 ) -> Tensor:
@@ -191,7 +174,7 @@ def test_a_checkpoint_holds_the_loader_batches_that_wait(
 ) -> None:
     """The control: a checkpoint without them."""
     path, bare = tmp_path / "within.ckpt", tmp_path / "bare.ckpt"
-    end = run(tmp_path, at_batch(at, lambda trainer: trainer.save_checkpoint(path)))
+    end = run(tmp_path, Saving(path, at))
     assert torch.equal(run(tmp_path, start=path), end)
     saved = torch.load(path, weights_only=True)
     (waiting,) = saved[pools.KEY]
@@ -207,12 +190,9 @@ def test_a_checkpoint_after_an_error_holds_the_loader_batches_that_wait(
     tmp_path: Path,
 ) -> None:
     """And a run without a pool says that it leaves them out."""
-
-    def fail(trainer: Any) -> None:
-        raise RuntimeError("failed")
-
+    saver = OnExceptionCheckpoint(tmp_path, "failed")
     with pytest.raises(RuntimeError, match="failed"):
-        run(tmp_path, at_batch(6, fail), OnExceptionCheckpoint(tmp_path, "failed"))
+        run(tmp_path, Ending(6, RuntimeError("failed")), saver)
     path = tmp_path / "failed.ckpt"
     assert torch.equal(run(tmp_path, start=path), run(tmp_path))
     with pytest.warns(UserWarning, match="3 loader batches that waited, and this run"):

@@ -90,22 +90,14 @@ def ends_epoch_at(batch: int) -> type[Plain]:
     return hooked(Plain, on_train_batch_start=on_train_batch_start)
 
 
-def at_start(function: Callable[[Any, int], Any]) -> Callable[[], list[Any]]:
-    """Makes a callback that runs a function of the Trainer before each batch."""
-    hook = lambda trainer, module, batch, index: function(trainer, index)  # noqa: E731
+def setting(length: int) -> Callable[[], list[Any]]:
+    """Sets the window's length before the third batch, as some schedules do."""
+
+    def hook(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.accumulate_grad_batches = length
+
     return lambda: [LambdaCallback(on_train_batch_start=hook)]
-
-
-def lengthen(trainer: Any, batch_idx: int) -> None:
-    """Sets the window's length in mid-epoch, as some schedules do."""
-    if batch_idx == 2:
-        trainer.accumulate_grad_batches = 4
-
-
-def shorten(trainer: Any, batch_idx: int) -> None:
-    """Sets another length inside a window."""
-    if batch_idx == 2:
-        trainer.accumulate_grad_batches = 2
 
 
 class ShorterThanItSays(list[Any]):
@@ -210,7 +202,7 @@ CASES: dict[str, Case] = {
     # gradients of the first step, since 2 % 4 != 0.
     "lengthened in mid-epoch": Case(
         [[0, 1], [2, 3], [4, 5, 6, 7]],
-        callbacks=at_start(lengthen),
+        callbacks=setting(4),
         how={"window": 2, "limit_train_batches": 8, **ONCE},
     ),
     "shortened inside a window": Case(
@@ -219,7 +211,7 @@ CASES: dict[str, Case] = {
             2,
             "optimizer_step left its step out, or accumulate_grad_batches has changed",
         ),
-        callbacks=at_start(shorten),
+        callbacks=setting(2),
         how={"window": 3, "limit_train_batches": 8, **ONCE},
     ),
     # Lightning zeroes gradients with a window's first batch only, which is None.
