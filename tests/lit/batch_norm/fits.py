@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,7 @@ class At(pl.Callback):
 def fit(
     policy: Any = None,
     *others: Any,
+    more: Sequence[Any] = (),
     module: Any = None,
     data: Any = None,
     val: Any = None,
@@ -198,6 +199,7 @@ def fit(
     """Train, with a guard (a policy's name will do) or without; gives the module.
 
     Statistics know nothing of how gradients are weighed: `exact` adds the callback.
+    `more` are callbacks too, of a table.
     """
     module = ConvModule() if module is None else module
     named: Any = policy
@@ -205,7 +207,7 @@ def fit(
     guard = [policy] if isinstance(policy, BatchNormGuard) else guard
     ours = [AccumulationCallback(PerSample())] if exact else []
     data = batches() if data is None else data
-    trainer(accumulate, callbacks=[*guard, *ours, *others], **options).fit(
+    trainer(accumulate, callbacks=[*guard, *ours, *others, *more], **options).fit(
         module, data, val, ckpt_path=ckpt_path
     )
     return module

@@ -59,11 +59,11 @@ REMEDIES = (
 )  # fmt: skip
 
 
-def said(policy: Any = "warn", *others: Any, **how: Any) -> list[str]:
+def said(policy: Any = "warn", **how: Any) -> list[str]:
     """What is warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(policy, *others, max_epochs=how.pop("max_epochs", 1), **how)
+        fit(policy, **{"max_epochs": 1, **how})
     return [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
 
 
@@ -98,7 +98,7 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown": ("of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
     "unknown, cut": (
         "of 2 samples.*has 2 micro",
-        {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "others": [SPLIT]},
+        {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "more": [SPLIT]},
     ),
     "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
     "own windows": (
@@ -107,7 +107,7 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "schedule": (
         FEW,
-        {"others": [AccumulationSchedule({0: 3, 1: 1})], **ONE, "exact": True},
+        {"more": [AccumulationSchedule({0: 3, 1: 1})], **ONE, "exact": True},
     ),
 }
 SILENT: dict[str, dict[str, Any]] = {
@@ -125,29 +125,24 @@ SILENT: dict[str, dict[str, Any]] = {
 }
 
 
-def options(how: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    how = dict(how)
-    if "module" in how:
-        how["module"] = how["module"]()
-    return how.pop("others", []), how
+def options(how: dict[str, Any]) -> dict[str, Any]:
+    return {**how, "module": how["module"]()} if "module" in how else dict(how)
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_small_micro_batches_of_a_window_are_told_once(name: str) -> None:
     """PL#17446, runai#14, GradientAccumulator#6: nobody says it at run time."""
     match, how = TOLD[name]
-    others, options_ = options(how)
-    (text,) = said("warn", *others, **options_)
+    (text,) = said("warn", **options(how))
     assert re.search(match, text)
     assert all(remedy in text for remedy in REMEDIES)
-    others, options_ = options(how)
     with pytest.raises(TrainkitError, match=match):
-        fit("error", *others, **options_)
+        fit("error", **options(how))
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_others_are_not(name: str) -> None:
-    _, how = options(SILENT[name])
+    how = options(SILENT[name])
     policy: Any = how.pop("policy", "error")
     assert said(BatchNormGuard(policy, **how.pop("guard", {})), **how) == []
 
@@ -302,20 +297,20 @@ BY_MIXIN = {"module": MixedConv, "exact": False}
     [
         (True, {}),
         (True, BY_MIXIN),
-        (True, {**ONE, "others": [SPLIT], "exact": False}),
+        (True, {**ONE, "more": [SPLIT], "exact": False}),
         (True, {**ONE, "module": StepsByTwo, "exact": False}),
-        (True, {**ONE, "others": [AccumulationSchedule({0: 1, 1: 2})]}),
-        (True, {**ONE, "others": [GradientAccumulationScheduler({1: 2})]}),
+        (True, {**ONE, "more": [AccumulationSchedule({0: 1, 1: 2})]}),
+        (True, {**ONE, "more": [GradientAccumulationScheduler({1: 2})]}),
         (False, {**ONE, **BY_MIXIN}),
         (False, {"data": batches(4)}),
         (False, {"limit_train_batches": 1}),
-        (False, {**ONE, "others": [AccumulationSchedule({0: 1})]}),
+        (False, {**ONE, "more": [AccumulationSchedule({0: 1})]}),
         (
             False,
             {
                 **ONE,
                 "data": batches(4),
-                "others": [AccumulationSchedule({0: 1, 1: 2})],
+                "more": [AccumulationSchedule({0: 1, 1: 2})],
             },
         ),
     ],
@@ -323,8 +318,7 @@ BY_MIXIN = {"module": MixedConv, "exact": False}
 def test_windows_of_several_micro_batches_are_spoken_of(
     capsys: Any, several: bool, how: dict[str, Any]
 ) -> None:
-    others, how = options({"data": batches(24), "exact": True, **how})
-    fit(None, *others, **how)
+    fit(None, **options({"data": batches(24), "exact": True, **how}))
     assert bool(rows(capsys)) == several
 
 

@@ -222,23 +222,17 @@ class Unfreezes(BaseFinetuning):
                 self.make_trainable(getattr(pl_module.net, name))
 
 
-def test_layers_set_free_later_are_recalibrated() -> None:
-    module = fit("recalibrate", Unfreezes(), module=Validated(), val=batches())
-    wanted = of_big_batch(module.net, inputs(batches()))
-    assert furthest(statistics(module.net), wanted) <= EXACT
-
-
-def test_layers_set_free_later_are_frozen() -> None:
-    module = ConvModule()
+@pytest.mark.parametrize("policy", ["recalibrate", "freeze", "momentum"])
+def test_layers_set_free_later_are_treated_as_the_others(policy: str) -> None:
+    module, seen = Validated(), list[float]()
     before = statistics(module.net)
-    fit("freeze", Unfreezes(), module=module)
-    assert furthest(statistics(module.net), before) == 0
-
-
-def test_layers_set_free_later_get_the_momentum() -> None:
-    seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    module = fit("momentum", Unfreezes(), note)
-    assert seen[:7] == [0.1] * 7
-    assert seen[7] == pytest.approx(1 - 0.9 ** (1 / WINDOW))
+    fit(policy, Unfreezes(), note, module=module, val=batches(batch_size=27))
+    if policy == "recalibrate":
+        wanted = of_big_batch(module.net, inputs(batches()))
+        assert furthest(statistics(module.net), wanted) <= EXACT
+    if policy == "freeze":
+        assert furthest(statistics(module.net), before) == 0
+    later = 1 - 0.9 ** (1 / WINDOW) if policy == "momentum" else 0.1
+    assert seen[:8] == pytest.approx([0.1] * 7 + [later])
     assert module.net.bn1.momentum == 0.1

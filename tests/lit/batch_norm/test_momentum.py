@@ -90,12 +90,12 @@ def split(sizes: tuple[int, ...] = SIZES, window: int = 1, **cut: Any) -> Any:
     options = MicroBatching(**(cut or {"size": 4}))
     callback = AccumulationCallback(PerSample(), micro_batching=options, proof="off")
     how = {"accumulate": window, "data": of_sizes(sizes)}
-    return {**how, "others": [callback]}
+    return {**how, "more": [callback]}
 
 
 def schedule(sizes: dict[int, int], unit: Any) -> Any:
     plan = AccumulationSchedule(sizes, unit=unit)
-    return {"accumulate": 1, "others": [plan], "exact": True}
+    return {"accumulate": 1, "more": [plan], "exact": True}
 
 
 FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
@@ -131,7 +131,7 @@ def test_decay_equals_the_big_batchs(name: str) -> None:
     module = make(fails=fails) if fails else make()
     for layer in module.layers():
         layer.momentum = momentum
-    fit("momentum", *how.pop("others", []), count, module=module, **how)
+    fit("momentum", count, module=module, **how)
     assert taken == [steps or taken[0]]
     assert bool(module.memory.num_failures) == bool(fails)
     assert module.left() == pytest.approx([(1 - momentum) ** taken[0]] * 3, abs=1e-12)
@@ -145,8 +145,7 @@ def test_decay_without_the_guard_is_that_of_every_micro_batch(
     how: Any, updates: int
 ) -> None:
     """The negative control: giotto-deep#75, DeepLearningExamples#625."""
-    options = {k: v for k, v in how.items() if k != "others"}
-    module = fit(None, *how.get("others", []), module=Still(), **options)
+    module = fit(None, module=Still(), **how)
     assert module.left() == pytest.approx([0.9**updates] * 3, abs=1e-12)
 
 
@@ -154,7 +153,7 @@ def on_rank(rank: int, world: int) -> list[float]:
     """Rank 0 runs more micro-batches than rank 1, or fewer."""
     how = split(((14, 3, 9), (3, 17, 2))[rank])
     how |= {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
-    return fit("momentum", *how.pop("others"), module=Still(), **how).left()
+    return fit("momentum", module=Still(), **how).left()
 
 
 def test_forgetting_on_ranks_of_unlike_cuts() -> None:
@@ -244,14 +243,8 @@ def test_momentum_that_the_user_has_changed_stays_theirs(how: Any) -> None:
         if trainer.fit_loop.total_batch_idx == 3:
             module.net.bn1.momentum = 0.25
 
-    options = {k: v for k, v in how.items() if k != "others"}
-    module = fit(
-        "momentum",
-        At("on_train_batch_end", change),
-        *how.get("others", []),
-        module=Still(),
-        **options,
-    )
+    changes = At("on_train_batch_end", change)
+    module = fit("momentum", changes, module=Still(), **how)
     assert momenta(module.net) == {"bn1": 0.25, "bn2": 0.1, "bn3": 0.1}
 
 

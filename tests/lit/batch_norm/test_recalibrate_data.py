@@ -32,6 +32,7 @@ from tests.lit.batch_norm.fits import (
     reference,
     two_layers,
 )
+from tests.zoo.modules import hooked
 from tests.zoo.small_resnet import furthest, of_big_batch, statistics
 from trainkit import BatchNormGuard, ResumableLoader
 
@@ -149,20 +150,13 @@ class Pairs(Notes):
         return torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
 
 
-def two() -> tuple[Any, Any]:
-    return batches(12, shuffle=True), batches(20, batch_size=5)
-
-
-COMBINED: dict[str, Any] = {
-    "dict": lambda: dict(zip("ab", two(), strict=True)),
-    "min_size": lambda: CombinedLoader(list(two()), "min_size"),
-}
-
-
-@pytest.mark.parametrize("kind", COMBINED)
-def test_several_loaders_are_put_together_as_in_training(kind: str) -> None:
-    module = fit("recalibrate", module=Pairs(), data=COMBINED[kind]())
-    num = 3 if kind == "min_size" else 4
+@pytest.mark.parametrize("is_shortest", [True, False])
+def test_several_loaders_are_put_together_as_in_training(is_shortest: bool) -> None:
+    two = [batches(12, shuffle=True), batches(20, batch_size=5)]
+    data: Any = dict(zip("ab", two, strict=True))
+    data = CombinedLoader(two, "min_size") if is_shortest else data
+    module = fit("recalibrate", module=Pairs(), data=data)
+    num = 3 if is_shortest else 4
     assert len(module.seen) == 2 * num
     rows = torch.cat(module.recalibrated[-num:])
     assert len(rows) == {3: 12 + 15, 4: 16 + 20}[num]
@@ -210,9 +204,8 @@ def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
 # ---- what runs -----------------------------------------------------------------------
 
 
-class OnlyBatch(ConvModule):
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+def only_batch(self: Any, batch: Any) -> Any:
+    return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 class Compiled(ConvModule):
@@ -241,7 +234,7 @@ OWN = BatchNormGuard("recalibrate", forward=lambda m, batch: m.net(batch[0]))
 @pytest.mark.parametrize(
     ("make", "guard", "how"),
     [
-        (OnlyBatch, "recalibrate", {"exact": True}),
+        (hooked(ConvModule, training_step=only_batch), "recalibrate", {"exact": True}),
         (Compiled, "recalibrate", {}),
         (Half, "recalibrate", {"precision": "bf16-mixed"}),
         (Manual, OWN, {"accumulate": 1}),

@@ -154,7 +154,9 @@ def train(
     which the others must not differ.
     """
     torch.manual_seed(seed)
-    proof = proof or ("warn" if kill is None and not resume else "off")
+    path = folder / "checkpoints" / "last.ckpt"
+    start = path if resume and path.exists() else None
+    proof = proof or ("warn" if kill is None and start is None else "off")
     if issubclass(kind, AccumulationMixin):
         without = [*without, "AccumulationCallback"]
     # All that a run needs to go on exactly.
@@ -190,12 +192,11 @@ def train(
     )
     module: Any = kind(scheduler=scheduler, logs_late=logs_late)
     module.accumulation_proof = proof
-    path = folder / "checkpoints" / "last.ckpt"
     trainer.fit(
         module,
         shuffled(num_workers=num_workers) if loader is None else loader,
         ResumableLoader(VALIDATION, 4, collate_fn=pad),
-        ckpt_path=path if resume and path.exists() else None,
+        ckpt_path=start,
         weights_only=True,
     )
     return module, trainer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from tests.helpers import TokenModule, pad
+from tests.helpers import TokenModule, pad, trainer
 from tests.lit.resume.interrupting import TRAIN, Dropping
 
 
@@ -153,10 +153,24 @@ class Reading(NotesRows, Dropping):
 class Read(NotesRows, TokenModule):
     """Can be validated; only the loaders count."""
 
-    asks_for_steps = False
-
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    def configure_optimizers(self) -> Any:
-        assert not self.asks_for_steps or self.trainer.estimated_stepping_batches > 0
-        return super().configure_optimizers()
+
+def asking(self: Any) -> Any:
+    """In `configure_optimizers`, for the number of steps."""
+    assert self.trainer.estimated_stepping_batches > 0
+    return TokenModule.configure_optimizers(self)
+
+
+def rows_of(
+    loaders: Sequence[Any],
+    *callbacks: Any,
+    kind: type[NotesRows] = Read,
+    path: Path | None = None,
+    **options: Any,
+) -> list[Any]:
+    """The rows that a training reads, from the start or from a checkpoint."""
+    module = kind()
+    each = trainer(callbacks=[*callbacks], enable_checkpointing=True, **options)
+    each.fit(module, *loaders, ckpt_path=path, weights_only=True)
+    return module.read

@@ -32,12 +32,14 @@ from tests.lit.resume.interrupting import (
     ask,
     interrupted,
     rows,
+    shuffled,
     train,
     unlike,
 )
 from tests.lit.resume.resuming import Saving
-from tests.lit.resume.streaming import Plain, Read, stateful
+from tests.lit.resume.streaming import Plain, Read, asking, rows_of, stateful
 from tests.zoo.callbacks import Ending, Table, told
+from tests.zoo.modules import hooked
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -87,19 +89,12 @@ def test_scheduler_by_metric_moves_without_a_run_checkpoint(
 def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None:
     """It sets the size in `on_train_epoch_start` alone."""
 
-    def sizes(folder: Path, **how: Any) -> list[str]:
+    for kills in ([], [ask("on_train_batch_end", 5)]):
+        folder = tmp_path / str(len(kills))
         scheduler = GradientAccumulationScheduler({0: 4, 2: 2})
-        how |= {"others": [scheduler], "accumulate_grad_batches": 1}
-        if "kill" in how:
-            interrupted(folder, how.pop("kill"), **how)
-        else:
-            train(folder, **how)
-        found = [row.get("window/micro_batches") for row in rows(folder)]
-        return [size for size in found if size]
-
-    assert sizes(tmp_path / "whole") == ["4.0", "3.0"] * 2
-    found = sizes(tmp_path / "run", kill=ask("on_train_batch_end", 5))
-    assert found == ["4.0", "3.0"] * 2
+        interrupted(folder, *kills, others=[scheduler], accumulate_grad_batches=1)
+        sizes = [row.get("window/micro_batches") for row in rows(folder)]
+        assert [size for size in sizes if size] == ["4.0", "3.0"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
@@ -161,22 +156,12 @@ def test_rows_go_on_though_the_number_of_steps_was_asked_for(
 ) -> None:
     """Lightning alone does so only where nobody asks."""
 
-    def read(path: Any, *more: Any) -> list[Any]:
-        module = Read()
-        module.asks_for_steps = asks
-        each = trainer(
-            max_epochs=1,
-            limit_train_batches=6,
-            enable_checkpointing=True,
-            default_root_dir=tmp_path,
-            callbacks=[*([ours()] if ours else []), *more],
-        )
-        data = ResumableLoader(TRAIN, 4, shuffle=True, seed=5, collate_fn=pad)
-        each.fit(module, data, ckpt_path=path, weights_only=True)
-        return module.read
-
-    whole = read(None, Saving(tmp_path / "inside.ckpt", at=2))
-    found = read(tmp_path / "inside.ckpt")
+    kind = hooked(Read, configure_optimizers=asking) if asks else Read
+    how: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 6, "kind": kind}
+    how |= {"default_root_dir": tmp_path}
+    path, made = tmp_path / "inside.ckpt", lambda: [ours()] if ours else []
+    whole = rows_of([shuffled()], *made(), Saving(path, at=2), **how)
+    found = rows_of([shuffled()], *made(), path=path, **how)
     assert found == (whole[3:] if goes_on else whole[:3])
     assert whole[3:] != whole[:3]
 

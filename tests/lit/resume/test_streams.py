@@ -30,7 +30,15 @@ from tests.lit.resume.interrupting import (
     unlike,
 )
 from tests.lit.resume.resuming import Saving
-from tests.lit.resume.streaming import Plain, Read, Reading, grain, litdata, stateful
+from tests.lit.resume.streaming import (
+    Plain,
+    Read,
+    Reading,
+    grain,
+    litdata,
+    rows_of,
+    stateful,
+)
 from tests.zoo.callbacks import told
 from trainkit import (
     AccumulationCallback,
@@ -223,24 +231,16 @@ def test_one_callback_is_enough_and_none_is_said(
 ) -> None:
     kind, ours = FRONTS[front]
 
-    def read(path: Any, *more: Any) -> list[Any]:
-        module = kind()
-        each = trainer(
-            max_epochs=2,
-            enable_checkpointing=True,
-            default_root_dir=tmp_path,
-            callbacks=[*ours(), *more],
-            limit_val_batches=1,
-            val_check_interval=3,
-        )
+    def read(*more: Any, path: Path | None = None) -> list[Any]:
         loaders = ResumableStream(stateful("stream")), shuffled()
-        each.fit(module, *loaders, ckpt_path=path, weights_only=True)
-        return module.read
+        how: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 3}
+        how |= {"kind": kind, "path": path, "default_root_dir": tmp_path}
+        return rows_of(loaders, *ours(), *more, **how)
 
     path = tmp_path / "inside.ckpt"
     with told("ResumableStream:") as said:
-        whole = read(None, Saving(path, at=2, hook=hook))
-        found = read(path)
+        whole = read(Saving(path, at=2, hook=hook))
+        found = read(path=path)
     is_told = front != "none"
     assert any("Add trainkit.ExactResume()" in text for text in said) != is_told
     assert (found == whole[3:]) == is_told
@@ -271,22 +271,13 @@ def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> N
         def val_dataloader(self) -> Any:
             return shuffled()
 
-    def fit(path: Any = None, *more: Any) -> list[Any]:
-        module = Read()
-        each = trainer(
-            callbacks=[AccumulationCallback(PerToken()), *more],
-            max_epochs=2,
-            reload_dataloaders_every_n_epochs=1,
-            default_root_dir=tmp_path,
-        )
-        with told("ResumableStream:") as said:
-            each.fit(module, datamodule=Data(), ckpt_path=path, weights_only=True)
-        assert said == []
-        return module.read
-
-    path = tmp_path / "second.ckpt"
-    whole = fit(None, Saving(path, at=9))
-    assert fit(path) == whole[10:]
+    path, how = tmp_path / "second.ckpt", {"default_root_dir": tmp_path}
+    how |= {"reload_dataloaders_every_n_epochs": 1}
+    ours = AccumulationCallback(PerToken())
+    with told("ResumableStream:") as said:
+        whole = rows_of([Data()], ours, Saving(path, at=9), **how)
+        assert rows_of([Data()], ours, path=path, **how) == whole[10:]
+    assert said == []
 
 
 # ---- what reads the same one ---------------------------------------------------------
