@@ -22,7 +22,7 @@ from tests.helpers import OPTIMIZERS, TokenNet, pad, ragged_sequences, trainer, 
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.short_of_memory import Memory, Short
-from tests.zoo.modules import Plain
+from tests.zoo.modules import Plain, whole
 from trainkit import MicroBatching, PerSample, PerToken, Weighed
 
 SHARES: dict[int, list[tuple[int, ...]]] = {
@@ -252,10 +252,7 @@ def train(rank: int, world: int, case: Case) -> Result:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return Result(torch.empty(0), fit.global_step, text)
-    shards = module.parameters()
-    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in shards]
-    end = torch.cat([p.detach().double().flatten() for p in full])
-    found = Result(end, fit.global_step, "", len(count), samples=samples)
+    found = Result(whole(module), fit.global_step, "", len(count), samples=samples)
     if not case.naive:
         found.statistics = [b.double().clone() for b in module.buffers()]
         found.num_failures, found.validated = memory.num_failures, module.validated

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.tuner.tuning import Tuner
 from torch import nn
 
 from tests.helpers import NAIVE, deviation, loader, trainer, weights
@@ -33,7 +32,7 @@ from tests.lit.split.common import (
     loader_batches,
 )
 from tests.zoo.callbacks import Weights, told
-from tests.zoo.modules import Plain, hooked, on_front, pad_and_mask
+from tests.zoo.modules import Plain, hooked, on_front
 from trainkit import MicroBatching
 
 MANY = (6, 8, 5, 7, 9, 4)
@@ -127,34 +126,6 @@ def test_validate_and_predict_run_whole_batches() -> None:
     fitted = fit(module := Scheduled())
     fitted.validate(module, loader_batches(), verbose=False)
     assert fitted.predict(module, loader(SEQUENCES, 16)) == [16, 16, 8]
-
-
-@pytest.mark.parametrize("kind", ["find", "scale"])
-def test_tuners_run_on_whole_batches(kind: str, tmp_path: Path) -> None:
-    """Lightning's finders leave callbacks out, and so the cut."""
-
-    class Tuned(Split):
-        batch_size = 4
-        lr = 0.1
-
-        def train_dataloader(self) -> Any:
-            return loader(SEQUENCES, self.batch_size, collate=pad_and_mask)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    module = Tuned()
-    fitted = trainer(1, default_root_dir=tmp_path, max_epochs=1)
-    tuner = Tuner(fitted)
-    tune = {
-        "find": lambda: tuner.lr_find(module, num_training=8, update_attr=True),
-        "scale": lambda: tuner.scale_batch_size(module, max_trials=2),
-    }
-    with pytest.warns(UserWarning, match="Finder: Lightning takes all other callbacks"):
-        tune[kind]()
-    assert torch.equal(weights(module), START)
-    fitted.fit(module)
-    assert not torch.equal(weights(module), START)
 
 
 # ---- after an error, and a second time -----------------------------------------------

@@ -1,4 +1,4 @@
-"""Lightning's finders, called while training is under way, leave no trace in it."""
+"""Lightning's finders, called before training or under way, leave no trace in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateFinder,
 )
+from lightning.pytorch.tuner.tuning import Tuner
 
 from tests.helpers import NAIVE, deviation, loader, ragged_sequences, trainer, weights
 from tests.zoo.modules import Plain, on_front, pad_and_mask
@@ -116,6 +117,22 @@ def test_size_finder_in_training_equals_its_size_by_hand(front: str, cut: Any) -
     assert found.batch_size == 8
     by_hand = train(front, cut, window=1, batch_size=8)
     assert deviation(found, by_hand, START) <= 1e-12
+
+
+@pytest.mark.parametrize("what", ["rate", "size"])
+def test_tuners_run_on_whole_batches(what: str) -> None:
+    """Before training. Lightning's finders leave callbacks out, and so the cut."""
+    module, ours = on_front("mixin", Tuned, cut=CUT)
+    tuner = Tuner(fitted := trainer(1, callbacks=ours, max_epochs=1))
+    tune = {
+        "rate": lambda: tuner.lr_find(module, num_training=8, update_attr=True),
+        "size": lambda: tuner.scale_batch_size(module, max_trials=2),
+    }
+    with pytest.warns(UserWarning, match="Finder: Lightning takes all other callbacks"):
+        tune[what]()
+    assert torch.equal(weights(module), START)
+    fitted.fit(module)
+    assert not torch.equal(weights(module), START)
 
 
 def take_out(trainer: Any, module: Any) -> None:

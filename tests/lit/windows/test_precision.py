@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.helpers import (
     NAIVE,
@@ -94,10 +94,6 @@ def test_half_precision_equals_big_batch(precision: str, optimizer: str) -> None
 MANY = ragged_sequences(64, longest=30)
 
 
-def float_loss(net: nn.Module, batch: Any, reduction: str) -> Tensor:
-    return token_loss(net, batch, reduction)
-
-
 def exact_gradient() -> Tensor:
     """Of the weights as bfloat16 has them, in float64, over one micro-batch a row."""
     net = TokenNet().bfloat16()
@@ -113,7 +109,7 @@ def exact_gradient() -> Tensor:
 
 def by_trainer(front: str, wide: bool, cut: MicroBatching | None = None) -> Tensor:
     options = {"wide_gradients": wide}
-    how: dict[str, Any] = {"loss": float_loss, **FLOAT, "options": options, "cut": cut}
+    how: dict[str, Any] = {"loss": token_loss, **FLOAT, "options": options, "cut": cut}
     module, ours = on_front(front, **how)
     seen = Gradients()
     size, window = (64, 1) if cut else (1, 64)
