@@ -68,11 +68,11 @@ class Images(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Bare(pl.LightningModule):
+class Bare(Images):
     """Its layers stand in the module itself, some are called in the step."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(nn.Identity())
         torch.manual_seed(4)
         self.stem = nn.Conv2d(3, 5, 3)
         self.norm = nn.BatchNorm2d(5)
@@ -90,9 +90,6 @@ class Bare(pl.LightningModule):
         more = self.twice(self.inner(hidden))
         hidden = hidden + self.twice(more.square())
         return F.cross_entropy(self.head(hidden), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Mixed(AccumulationMixin, Images):
