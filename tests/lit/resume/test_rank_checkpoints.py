@@ -20,7 +20,6 @@ from tests.helpers import (
     NAIVE,
     TOLERANCE,
     pad,
-    quiet_lightning,
     ragged_sequences,
     raise_rank_errors,
     run_cases,
@@ -42,6 +41,7 @@ from tests.zoo.modules import Manual, Plain, Sharded, whole
 from trainkit.core.generators import read_states, write_states
 from trainkit.lit.resume.per_rank import EpochSums, RandomState
 
+pytestmark = pytest.mark.usefixtures("quiet")
 EXACT = TOLERANCE[torch.float64]
 DATA = ragged_sequences(32)
 WINDOW, NUM_BATCHES = 4, 8
@@ -208,15 +208,14 @@ def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
     ends: list[tuple[float, float, float]] = []
     for number in (1, 2):
         folder = tmp_path / str(number)
-        with quiet_lightning(), pytest.raises(SystemExit):
+        with pytest.raises(SystemExit):
             train_one(folder, kill=ask("on_train_batch_end", 5))
         path = folder / "checkpoints" / "last.ckpt"
         checkpoint = torch.load(path, weights_only=True)
         (sums,) = checkpoint[EpochSums.KEY][0]["sums"]["training_step.train/mean"]
         checkpoint[EpochSums.KEY] *= number
         torch.save(checkpoint, path)
-        with quiet_lightning():
-            train_one(folder, resume=True)
+        train_one(folder, resume=True)
         means = [row["train/mean"] for row in rows(folder) if row.get("train/mean")]
         ends.append((float(means[0]), float(sums["value"]), float(sums["weight"])))
     (one, value, weight), (two, *_) = ends
@@ -236,6 +235,5 @@ def on_rank(rank: int, world_size: int, folder: str) -> Any:
 
 @pytest.mark.slow
 def test_ranks_go_on_exactly(tmp_path: Path) -> None:
-    with quiet_lightning():
-        found = raise_rank_errors(run_ranks(on_rank, 2, str(tmp_path)))
+    found = raise_rank_errors(run_ranks(on_rank, 2, str(tmp_path)))
     assert found == [([], []), ([], [])]

@@ -11,14 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from tests.helpers import (
-    TokenModule,
-    loader,
-    pad,
-    quiet_lightning,
-    ragged_sequences,
-)
-from tests.helpers import trainer as quiet_trainer
+from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.resume.interrupting import KillAt, Killed, train, unlike
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
@@ -30,6 +23,7 @@ from trainkit.lit.resume.run_checkpoint import (
     put_in_order,
 )
 
+pytestmark = pytest.mark.usefixtures("quiet")
 SEQUENCES = ragged_sequences(40)
 """Ten batches of four."""
 
@@ -53,19 +47,18 @@ class Steps(RunCheckpoint):
             self.written.append((trainer.global_step, self._saved_batch + 1))
 
 
-def fit(saver: RunCheckpoint, *others: Callback, **how: Any) -> Any:
-    ckpt_path = how.pop("ckpt_path", None)
-    module = how.pop("module", None) or TokenModule()
-    with quiet_lightning():
-        each = quiet_trainer(
-            callbacks=[saver, *others], **{"enable_checkpointing": True, **how}
-        )
-        each.fit(
-            module,
-            loader(SEQUENCES, 4),
-            loader(SEQUENCES, 20) if isinstance(module, Validated) else None,
-            ckpt_path=ckpt_path,
-        )
+def fit(
+    saver: RunCheckpoint,
+    *others: Callback,
+    module: Any = None,
+    ckpt_path: Any = None,
+    **how: Any,
+) -> Any:
+    module = module or TokenModule()
+    val = loader(SEQUENCES, 20) if isinstance(module, Validated) else None
+    how = {"enable_checkpointing": True, **how}
+    each = trainer(callbacks=[saver, *others], **how)
+    each.fit(module, loader(SEQUENCES, 4), val, ckpt_path=ckpt_path)
     return each
 
 
@@ -139,14 +132,9 @@ def test_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
     def run(max_steps: int, **how: Any) -> str:
         best = ModelCheckpoint(tmp_path / "best", monitor="val/loss")
-        each = fit(
-            RunCheckpoint(tmp_path, every_n_train_steps=1),
-            best,
-            module=Validated(),
-            val_check_interval=4,
-            max_steps=max_steps,
-            **how,
-        )
+        saver = RunCheckpoint(tmp_path, every_n_train_steps=1)
+        how |= {"module": Validated(), "val_check_interval": 4}
+        each = fit(saver, best, max_steps=max_steps, **how)
         assert each.global_step == max_steps
         return best.best_model_path
 
@@ -213,8 +201,7 @@ def test_a_limit_that_is_raised_again_ends_as_one_long_run(
 
     def run(folder: Path, stop: int, *, resume: bool = False) -> Any:
         loader = ResumableLoader(rows, 4, collate_fn=pad)
-        with quiet_lightning():
-            return train(folder, resume=resume, loader=loader, max_steps=stop, **how)
+        return train(folder, resume=resume, loader=loader, max_steps=stop, **how)
 
     whole = run(tmp_path / "whole", stops[-1])
     *_, last = [run(tmp_path / "resumed", stop, resume=True) for stop in stops]

@@ -13,16 +13,13 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import nn
 
 from tests.helpers import NAIVE, deviation, loader, trainer, weights
 from tests.lit.split.common import (
     FIXED,
     SEQUENCES,
-    SIZES,
     START,
     Seen,
     Split,
@@ -31,9 +28,8 @@ from tests.lit.split.common import (
     fit,
     loader_batches,
 )
-from tests.zoo.callbacks import Weights, told
+from tests.zoo.callbacks import told
 from tests.zoo.modules import Plain, hooked, on_front
-from trainkit import MicroBatching
 
 MANY = (6, 8, 5, 7, 9, 4)
 SAVES = {"enable_checkpointing": True}
@@ -235,37 +231,3 @@ def test_the_window_of_a_step_left_out_is_dropped_and_said(
     assert any("epoch ended inside it" in text for text in said[0]) == (window == 1)
     assert deviation(ends[0], ends[1], START) <= 1e-10
     assert deviation(taken, ends[1], START) > NAIVE
-
-
-# ---- weight averaging, whose last epoch only computes statistics ---------------------
-
-
-class Normalised(Split):
-    """Has BatchNorm, whose statistics are those of micro-batches."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(optimizer="momentum", **how)
-        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        hidden = self.norm(self.net.embed(batch["ids"]).flatten(0, 1))
-        logits = self.net.head(hidden)
-        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
-
-
-@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
-@pytest.mark.parametrize("size", [4, 100])
-def test_statistics_epoch_of_weight_averaging_moves_no_weight(size: int) -> None:
-    """A naive cut trains in it: its backward passes come before Lightning leaves its
-    own out. In epochs before it, the control, weights move."""
-    found: list[Any] = []
-    for cut in (MicroBatching(size=size), None):
-        module, seen = Normalised(cut=cut), Weights()
-        swa = StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=1)
-        fit(module, swa, seen, max_epochs=4)
-        found.append((seen.seen, module.norm.running_mean))
-        last = seen.seen[-len(SIZES) :]
-        assert all(torch.equal(last[0], each) for each in last)
-        assert seen.num_taken >= 3 * len(SIZES)
-    if size == 100:
-        torch.testing.assert_close(found[0], found[1])

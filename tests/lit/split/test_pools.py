@@ -119,25 +119,22 @@ def test_configure_optimizers_counts_the_steps_of_pools(front: str) -> None:
 
 
 def test_callbacks_see_each_loader_batch_once_in_the_order_of_lightning() -> None:
-    """As in a window of plain Lightning; the batch is that of the loader."""
-    seen = []
-    for cut, window in ((None, 8), (POOL, 1)):
-        fit(Split(cut=cut), each := Seen(), data=stream(3), window=window)
-        seen.append(each)
-    assert seen[0].hooks == seen[1].hooks
-    assert seen[0].rows == seen[1].rows == [3] * 36
-
-
-def test_forward_passes_run_when_the_pool_is_full() -> None:
-    """`training_step` gets the number of its last loader batch."""
-    numbers: list[int] = []
+    """As in a window of plain Lightning; the batch is that of the loader. Forward
+    passes run when the pool is full: `training_step` gets the last batch's number."""
+    seen, numbers = [], list[int]()
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         if not is_rehearsal(self.trainer):
             numbers.append(batch_idx)
         return self.loss_of(batch)
 
-    fit(hooked(Split, training_step=training_step)(cut=POOL), data=stream(3))
+    for cut, window in ((None, 8), (POOL, 1)):
+        numbers.clear()
+        kind = hooked(Split, training_step=training_step)
+        fit(kind(cut=cut), each := Seen(), data=stream(3), window=window)
+        seen.append(each)
+    assert seen[0].hooks == seen[1].hooks
+    assert seen[0].rows == seen[1].rows == [3] * 36
     assert {*numbers} == {7, 15, 17}
 
 

@@ -38,7 +38,7 @@ from tests.lit.fronts import (
 from tests.lit.windows.moving import ONCE, Moving
 from tests.zoo.callbacks import Weights
 from tests.zoo.modules import Mixed, Plain, Rows, hooked, on_front
-from trainkit import PerSample, PerToken
+from trainkit import MicroBatching, PerSample, PerToken
 
 # ---- parameters ----------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ class Sparse(Plain):
 class Partial(Plain):
     """One layer is frozen, one unused, one left out of the optimizer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.unused = nn.Linear(2, 2, dtype=torch.float64)
@@ -252,20 +252,34 @@ def test_compiled_module_equals_big_batch() -> None:
     assert deviation(exact, expected.end, expected.start) <= 1e-10
 
 
-@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
-def test_weights_do_not_move_in_batchnorm_epoch(front: str) -> None:
+@pytest.mark.parametrize(
+    ("front", "size"),
+    [("mixin", None), ("callback", None), ("plain", None), ("mixin", 2), ("mixin", 9)],
+)
+def test_weights_do_not_move_in_batchnorm_epoch(front: str, size: int | None) -> None:
     """The extra epoch of SWA runs no backward pass, but Lightning steps at its end,
-    with the gradients of the last window."""
-    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
-    seen = Weights()
-    made = {"norm": True, **({} if front == "plain" else {"strategy": PerSample()})}
-    rows: Any = DataLoader(NUMBERS[:14, :3], batch_size=3)  # type: ignore[arg-type]
-    how: dict[str, Any] = {"batches": lambda sizes: rows, "window": 2, "max_epochs": 3}
-    fit(front, Rows, averaging, seen, made=made, **how)
+    with the gradients of the last window; and a naive cut of its batches would train.
+    Statistics of batches that are not cut are those of any run."""
+    made: dict[str, Any] = {"norm": True}
+    if front != "plain":
+        made |= {"strategy": PerSample(), "cut": size and MicroBatching(size=size)}
+    rows: Any = DataLoader(NUMBERS[:18, :3], batch_size=4)  # type: ignore[arg-type]
+    window = 1 if size else 2
+    how: dict[str, Any] = {"batches": lambda sizes: rows, "max_epochs": 3}
+
+    def trained(made: dict[str, Any]) -> tuple[Weights, Tensor]:
+        swa, seen = StochasticWeightAveraging(0.05, swa_epoch_start=1), Weights()
+        fitted = fit(front, Rows, swa, seen, made=made, window=window, **how)
+        return seen, fitted.lightning_module.net[1].running_mean
+
+    seen, mean = trained(made)
     first, *others = seen.seen[-5:]
     moved = [not torch.equal(first, other) for other in others]
     assert len(seen.seen) == 1 + 4 * 5
+    assert seen.num_taken >= 3 * (5 // window)
     assert any(moved) is (front == "plain")
+    if size == 9:
+        torch.testing.assert_close(mean, trained({**made, "cut": None})[1])
 
 
 def test_module_copied_inside_a_window_trains_exactly() -> None:
