@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from tests.helpers import raise_rank_errors, run_cases
+from tests.helpers import RankError, raise_rank_errors, run_cases
 from tests.lit.batch_norm.exact_fits import (
     Bare,
     Images,
@@ -42,7 +42,6 @@ from trainkit import (
     MicroBatching,
     NoiseScale,
     PerSample,
-    TrainkitError,
     WindowMonitor,
 )
 
@@ -185,9 +184,16 @@ SHARES: dict[int, list[tuple[int, ...]]] = {
 }
 """Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
 
-CUTS = {
-    "split": MicroBatching(size=4),
-    "whole": None,
+WAYS: dict[str, Callable[[], list[Any]]] = {
+    "split": lambda: exact(SPLIT),
+    "whole": lambda: exact(None),
+    "control": lambda: [
+        AccumulationCallback(PerSample(), micro_batching=SPLIT),
+        BatchNormGuard("ignore"),
+    ],
+    # refused
+    "a rank whose memory runs out": lambda: exact(MicroBatching("auto")),
+    "on several ranks it needs the callback": lambda: [BatchNormGuard("exact")],
 }
 
 
@@ -204,23 +210,9 @@ def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
     return DataLoader(data, batch_sampler=found)
 
 
-def fit_on_ranks(
-    module: Images, callbacks: list[Any], rank: int, world_size: int
-) -> None:
-    fit(
-        module,
-        *callbacks,
-        batches=batches(SHARES[world_size], rank),
-        devices=world_size,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        use_distributed_sampler=False,
-    )
-
-
-def train(rank: int, world_size: int, cut: str, policy: Any) -> tuple[Any, int]:
+def train(rank: int, world_size: int, way: str) -> tuple[Any, int]:
     """The state after a training, and how often its layers communicated."""
     module, calls, own = Images(), list[Any](), dist.all_reduce
-    callbacks = [AccumulationCallback(PerSample(), micro_batching=CUTS[cut])]
 
     def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(tuple(tensor.shape))
@@ -228,34 +220,24 @@ def train(rank: int, world_size: int, cut: str, policy: Any) -> tuple[Any, int]:
 
     dist.all_reduce = counted
     try:
-        guarded = [*callbacks, BatchNormGuard(policy)]
-        fit_on_ranks(module, guarded, rank, world_size)
+        fit(
+            module,
+            *WAYS[way](),
+            batches=batches(SHARES[world_size], rank),
+            devices=world_size,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            use_distributed_sampler=False,
+        )
     finally:
         dist.all_reduce = own
     in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
     return module.state_dict(), len(in_layers)
 
 
-def refused(rank: int, world_size: int, callbacks: list[Any]) -> str:
-    with pytest.raises(TrainkitError) as caught:
-        fit_on_ranks(Images(), callbacks, rank, world_size)
-    return str(caught.value)
-
-
 @cache
 def ranks_of(world_size: int) -> dict[str, list[Any]]:
-    auto = exact(MicroBatching("auto"))
-    cases: dict[str, Any] = {
-        "split": (train, "split", "exact"),
-        "whole": (train, "whole", "exact"),
-        "control": (train, "split", "ignore"),
-        "a rank whose memory runs out": (refused, auto),
-        "on several ranks it needs the callback": (refused, [BatchNormGuard("exact")]),
-    }
-    if world_size > 2:
-        cases = {"split": cases["split"]}
-    found = run_cases(world_size, cases)
-    return {name: raise_rank_errors(each) for name, each in found.items()}
+    ways = WAYS if world_size == 2 else ["split"]
+    return run_cases(world_size, {way: (train, way) for way in ways})
 
 
 @pytest.mark.parametrize(
@@ -265,7 +247,7 @@ def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
     """Plain accumulation, the control, does not."""
     whole = Images()
     fit(whole, batches=batches(SHARES[world_size], None))
-    for state, calls in ranks_of(world_size)[name]:
+    for state, calls in raise_rank_errors(ranks_of(world_size)[name]):
         module = Images()
         module.load_state_dict(state)
         if name == "control":
@@ -275,8 +257,8 @@ def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
             assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
 
 
-@pytest.mark.parametrize(
-    "words", ["a rank whose memory runs out", "on several ranks it needs the callback"]
-)
+@pytest.mark.parametrize("words", [way for way in WAYS if " " in way])
 def test_what_ranks_cannot_do_is_refused(words: str) -> None:
-    assert all(words in said for said in ranks_of(2)[words])
+    for error in ranks_of(2)[words]:
+        with pytest.raises(RankError, match=f"^TrainkitError: .*{words}"):
+            raise error

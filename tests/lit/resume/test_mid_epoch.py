@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +269,13 @@ def test_a_run_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
 
 
 def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) -> None:
-    made: list[Any] = []
+    kept: list[Any] = []
 
-    class Kept(Dropping):
-        def __init__(self, **how: Any) -> None:
-            super().__init__(**how)
-            made.append(self)
+    def die(trainer: Any) -> None:
+        kept.extend(trainer.lightning_module.modules())
+        signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit):
-        train(tmp_path, kill=ask("on_validation_start", 3), kind=Kept)
-    assert all(part.training for part in made[0].modules())
+        train(tmp_path, kill=KillAt("on_validation_start", 3, die))
+    assert kept
+    assert all(part.training for part in kept)

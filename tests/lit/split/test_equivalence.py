@@ -40,6 +40,7 @@ from tests.lit.split.common import (
 )
 from tests.lit.windows.moving import ONCE, WAYS, Moving
 from tests.lit.windows.test_modules import Partial
+from tests.lit.windows.test_refusals import lbfgs
 from tests.zoo.modules import (
     Mixed,
     Plain,
@@ -211,10 +212,6 @@ def closure_twice(
 ) -> None:
     optimizer_closure()
     Split.optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)
-
-
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
 
 
 TWO_LOADERS = {name: loader_batches((8, 7, 9)) for name in "ab"}
