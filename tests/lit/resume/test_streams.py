@@ -278,12 +278,12 @@ def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> N
         def val_dataloader(self) -> Any:
             return shuffled()
 
-    path, how = tmp_path / "second.ckpt", {"default_root_dir": tmp_path}
-    how |= {"reload_dataloaders_every_n_epochs": 1}
-    ours = AccumulationCallback(PerToken())
+    path, how = tmp_path / "second.ckpt", dict[str, Any]()
+    how |= {"default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": 1}
+    ours = lambda: AccumulationCallback(PerToken())  # noqa: E731
     with told("ResumableStream:") as said:
-        whole = rows_of([Data()], ours, Saving(path, at=9), **how)
-        assert rows_of([Data()], ours, path=path, **how) == whole[10:]
+        whole = rows_of([Data()], ours(), Saving(path, at=9), **how)
+        assert rows_of([Data()], ours(), path=path, **how) == whole[10:]
     assert said == []
 
 
