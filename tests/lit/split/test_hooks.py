@@ -24,7 +24,6 @@ from tests.lit.split.common import (
     Seen,
     Split,
     assert_as_whole,
-    failing,
     fit,
     loader_batches,
 )
@@ -122,30 +121,6 @@ def test_validate_and_predict_run_whole_batches() -> None:
     fitted = fit(module := Scheduled())
     fitted.validate(module, loader_batches(), verbose=False)
     assert fitted.predict(module, loader(SEQUENCES, 16)) == [16, 16, 8]
-
-
-# ---- after an error, and a second time -----------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:accumulation. an open window")
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=str)
-def test_after_an_error_everything_is_as_before(error: BaseException) -> None:
-    """Lightning's strategy object and the module have what they had; another fit is
-    exact."""
-    module, fitted = failing(6, error)(), trainer(1)
-    before = set(vars(fitted.strategy))
-    with pytest.raises(BaseException) as raised:  # noqa: PT011
-        fitted.fit(module, loader_batches())
-    assert isinstance(raised.value, type(error) | SystemExit)
-    added = set(vars(fitted.strategy)) - before
-    assert not added & {"training_step", "backward", "batch_to_device"}
-    assert "log" not in vars(module)
-    fit(fresh := Split())
-    with torch.no_grad():
-        for mine, theirs in zip(module.parameters(), Split().parameters(), strict=True):
-            mine.copy_(theirs)
-    fit(module)
-    assert deviation(module, fresh, START) == 0
 
 
 def test_a_second_fit_goes_on() -> None:

@@ -18,9 +18,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, VOCABULARY, deviation, weights
+from tests.helpers import NAIVE, VOCABULARY, deviation, trainer, weights
 from tests.lit.fronts import windows_of
-from tests.lit.split.common import AUTO, EXACT, SEQUENCES, START, Split, fit
+from tests.lit.split.common import (
+    AUTO,
+    EXACT,
+    FIXED,
+    SEQUENCES,
+    START,
+    Split,
+    fit,
+    loader_batches,
+)
 from tests.lit.split.short_of_memory import (
     Cuts,
     Memory,
@@ -142,21 +151,32 @@ class Other(Exception):
         (RuntimeError("mat1 and mat2"), "forward", WHOLE),
         (RuntimeError("mat1 and mat2"), "backward", WHOLE),
         (KeyboardInterrupt(), "backward", WHOLE),
-        (out_of_memory(), "forward", MicroBatching(size=4)),  # the user has said it
+        (ValueError("mine"), "forward", FIXED),
+        (KeyboardInterrupt(), "forward", FIXED),
+        (out_of_memory(), "forward", FIXED),  # the user has said the size
     ],
 )
-def test_another_error_goes_through_and_the_module_can_be_trained(
+def test_another_error_goes_through_and_everything_is_as_before(
     error: BaseException, place: Place, cut: MicroBatching
 ) -> None:
+    """Lightning's strategy object and the module have what they had; another fit is
+    exact."""
     module = Short(Memory(calls=(2,), place=place, make=lambda _: error), cut=cut)
+    fitted = trainer(1)
+    before = set(vars(fitted.strategy))
     kind = SystemExit if isinstance(error, KeyboardInterrupt) else type(error)
     with pytest.raises(kind) as raised:
-        fit(module, sizes=(14, 9, 17))
+        fitted.fit(module, loader_batches((14, 9, 17)))
     if not isinstance(error, KeyboardInterrupt):
         assert raised.value is error
+    added = set(vars(fitted.strategy)) - before
+    assert not added & {"training_step", "backward", "batch_to_device"}
     assert "log" not in vars(module)
     module.memory = Memory()
+    fit(fresh := Short(cut=cut))
+    module.load_state_dict(Short().state_dict())
     fit(module)
+    assert deviation(module, fresh, START) == 0
 
 
 # ---- memory comes free before the retry ----------------------------------------------
