@@ -159,8 +159,7 @@ class Other(Exception):
 def test_another_error_goes_through_and_everything_is_as_before(
     error: BaseException, place: Place, cut: MicroBatching
 ) -> None:
-    """Lightning's strategy object and the module have what they had; another fit is
-    exact."""
+    """The strategy object and the module have what they had; another fit is exact."""
     module = Short(Memory(calls=(2,), place=place, make=lambda _: error), cut=cut)
     fitted = trainer(1)
     before = set(vars(fitted.strategy))
