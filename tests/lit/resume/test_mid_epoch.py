@@ -215,9 +215,9 @@ def test_weights_of_double_precision_are_not_rounded(tmp_path: Path) -> None:
     """Lightning loads them into the module as it was made."""
     how: Any = {"kind": Narrow, "precision": "64-true"}
     whole, folder = train(tmp_path / "whole", **how), tmp_path / "run"
-    train(folder, others=[StopSoon(4)], **how)
+    train(folder, others=[Ending(4)], **how)
     found = train(folder, resume=True, **how)
-    assert differing(state_of(*whole), state_of(*found)) == []
+    assert unlike(whole, found) == []
 
 
 @pytest.mark.parametrize(

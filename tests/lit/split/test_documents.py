@@ -181,7 +181,7 @@ def test_the_table_says_what_a_size_counts(
     cut: Any, strategy: Any, unit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packs = PackCollate(length=20)
-    train(packs, BIG, strategy, cut, module=Model("documents"), max_epochs=1)
+    train(packs, BIG, strategy, cut, module=Model("documents"))
     assert f"micro-batches of at most 4 {unit};" in capsys.readouterr().out
 
 
