@@ -76,6 +76,29 @@ def test_weights_are_not_rounded_to_a_loss_in_half_precision(dtype: Any) -> None
     assert float(shares.to(dtype).double().sum()) != pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.parametrize("divided_by", [1, 3])
+@pytest.mark.parametrize("kinds", ["nnn", "ttt", "ntt", "tnn"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_half_precision_has_rounded_is_not_rounded_again(
+    dtype: Any, kinds: str, divided_by: int
+) -> None:
+    """Whether weights are numbers, tensors or some of each, and in a resumed run, where
+    the unit of the sums is a number: 100,000 is infinite in float16."""
+    for is_resumed in (False, True):
+        toy = Toy(dtype=torch.float32)
+        if is_resumed:
+            toy.window((1, torch.tensor(2.0**17)))
+            saved = toy.accumulator.state_dict()
+            toy = Toy(dtype=torch.float32)
+            toy.accumulator.load_state_dict(saved)
+        for kind, weight in zip(kinds, (100_000, 100_003, 70_005), strict=True):
+            loss = (toy.parameter / divided_by).to(dtype)
+            by = torch.tensor(weight) if kind == "t" else weight
+            toy.accumulator.pass_back(loss, by, divided_by=divided_by)
+        toy.finish()
+        assert toy.gradient == pytest.approx(1, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("announced", "num_run", "text"),
     [

@@ -244,9 +244,10 @@ def power_of_two(number: Weight, before: Weight | None) -> Weight:
 
 
 def _rounded(number: Weight, dtype: torch.dtype) -> Weight:
-    """A number as half precision has it; a plain one stays plain."""
+    """A number as half precision has it, in its own type, so that its product with
+    another is not rounded too."""
     if isinstance(number, Tensor):
-        return number.to(dtype)
+        return number.to(dtype).to(number.dtype)
     return torch.tensor(number, dtype=dtype).item()
 
 
