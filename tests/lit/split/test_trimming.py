@@ -236,6 +236,13 @@ def test_it_is_measured_where_another_term_than_the_first_tells_lengths() -> Non
         assert off(kind, TWO, [{"ids": FULL["ids"], "marks": marks}]) < 1e-12
 
 
+def test_padding_in_front_is_measured_beside_shorter_rows_without_any() -> None:
+    mask = torch.tensor([[1] * 3 + [0] * 11] * 4 + [[0] * 6 + [1] * 8] * 4)
+    kind = hooked(Pooled, hidden=lambda self, batch: self.embed(batch["ids"]).cumsum(1))
+    with pytest.warns(UserWarning, match=SEES):
+        assert off(kind, TWO, [FULL | {"attention_mask": mask}]) < 1e-12
+
+
 class Tagged(AccumulationMixin, Rows):
     """A label for some tokens, which see the mean of all that the mask shows."""
 

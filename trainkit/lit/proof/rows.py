@@ -149,11 +149,14 @@ class FewRows:
         return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
 
     @property
-    def width(self) -> int:
-        """How long a row is that fills the batch."""
-        if self.collates:
-            return max(self.lengths())
-        return sum(group.padded_length for group in self._groups)
+    def padded_sides(self) -> list[list[int]]:
+        """For each side on which columns pad: the rows that have such columns."""
+        sides: list[list[int]] = []
+        for group in self._groups:
+            spans, width = list(enumerate(group.spans)), group.padded_length
+            sides.append([row for row, (start, _) in spans if start > 0])
+            sides.append([row for row, (_, stop) in spans if stop < width])
+        return [rows for rows in sides if rows]
 
     def make(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """A batch of some rows.
@@ -198,10 +201,13 @@ class FewRows:
 
     # ---- which rows ------------------------------------------------------------------
 
-    def shortest(self, most: int = POOL) -> list[int]:
+    def shortest(
+        self, most: int = POOL, among: Sequence[int] | None = None
+    ) -> list[int]:
         """Some of the shortest rows, which cost least."""
         lengths = self.lengths()
-        return sorted(sorted(range(self.num_rows), key=lengths.__getitem__)[:most])
+        among = range(self.num_rows) if among is None else among
+        return sorted(sorted(among, key=lengths.__getitem__)[:most])
 
     def counts(
         self, rows: Sequence[int], weighs: Sequence[Callable[..., Any]]

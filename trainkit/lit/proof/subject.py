@@ -178,7 +178,7 @@ class Subject:
 
     def off_without_padding(self) -> float:
         """How far gradients of four rows, or of one if memory runs out, are off without
-        padding; 0 if not at all."""
+        the columns that pad on one side of all of them; 0 if not at all."""
         try:
             return self._off_without_padding(4)
         except Exception as error:
@@ -187,10 +187,11 @@ class Subject:
         return self._off_without_padding(1)
 
     def _off_without_padding(self, number: int) -> float:
-        lengths, width = self.rows.lengths(), self.rows.width
-        few = [row for row in self.rows.shortest(number) if lengths[row] < width]
-        if not few:
-            return 0.0
+        # Beside a row that begins with the first column, nothing is left out in front.
+        sides = [self.rows.shortest(number, side) for side in self.rows.padded_sides]
+        return max(map(self._off_trimmed, sides), default=0.0)
+
+    def _off_trimmed(self, few: list[int]) -> float:
         trimmed = replace(self.varied(fixes_draws=True), options=None, parts=[few])
         wide = replace(trimmed, are_alike=True)
         whole = wide.whole()
