@@ -94,6 +94,8 @@ FOUND: dict[str, tuple[Any, str, str, list[Any]]] = {
      "position_ids", ONE_ROW[:2]),
     "padded rows": ({"x": torch.zeros(2, 4), **PADDED}, "auto", "attention_mask",
      [(0, 0, 3), (1, 0, 4)]),
+    "labels that pad with 0": ({"labels": torch.tensor([[1, 2, 3, 0], [1, 2, 3, 4]]),
+     **PADDED}, "auto", "attention_mask", [(0, 0, 3), (1, 0, 4)]),
     "a hole in a mask": ({"x": torch.zeros(1, 4),
      "attention_mask": torch.tensor([[1, 0, 1, 1]])}, "auto", "attention_mask",
      [(0, 0, 4)]),

@@ -246,12 +246,14 @@ def _without_padding(by: str, begins: Tensor, fields: Sequence[Field]) -> Docume
 
 
 def _what_counts(shape: torch.Size, fields: Sequence[Field]) -> Tensor | None:
-    """Which tokens have a label that counts, or else are seen; None if nothing says."""
-    own = [each for each in fields if table_shape(each.value) == tuple(shape)]
+    """Which tokens have a label that counts, and are seen; None if nothing says."""
+    counts, own = None, [f for f in fields if table_shape(f.value) == tuple(shape)]
     for field in own:
         if "label" in field.path.lower() and not field.value.is_floating_point():
-            return field.value.view(shape) >= 0
+            counts = field.value.view(shape) >= 0
+            break
     for field in own:
         if field.path.rpartition(".")[2] in MASKS:
-            return field.value.view(shape) != 0
-    return None
+            seen = field.value.view(shape) != 0  # labels may pad with 0, or 255
+            return seen if counts is None else counts & seen
+    return counts
