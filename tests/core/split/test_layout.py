@@ -112,6 +112,13 @@ def test_several_masks_are_trimmed_each_by_its_own(strategy: Any) -> None:
     assert second.batch["decoder"]["m"].shape == (2, 7)
 
 
+@pytest.mark.parametrize("named", [{}, {"lengths": "attention_mask"}])
+def test_token_weights_beside_a_mask_are_of_the_same_tokens(named: Any) -> None:
+    batch = {"ids": MASK, "attention_mask": MASK, "w": MASK * 0.5}
+    cutter = Cutter(MicroBatching(size=4, **named), PerToken(mask="w"))
+    assert cutter.measure(batch).padded == MASK.numel()
+
+
 def test_masks_of_one_width_lose_what_is_padding_in_both() -> None:
     batch = {"e": mask_of([9, 3, 1]), "d": mask_of([1, 5, 9])}
     options = MicroBatching(size=1, lengths=("e", "d"))

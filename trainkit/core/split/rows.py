@@ -7,7 +7,7 @@ collated yet have theirs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,8 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What counts in a mask or in labels, and where that is in the batch."""
+    """What counts in a mask or in labels, and where that is in the batch. Weights of
+    tokens beside a mask are as labels: of the same tokens."""
 
     path: Path
     tensor: Tensor
@@ -150,8 +151,10 @@ def marks_of(
             raise _no_mask(path, value, batch)
     if labels is None or labels in found:
         return found
-    joins = not found or labels.width in {each.width for each in found}
-    return [*found, labels] if joins else found
+    if not found:
+        return [labels]
+    joins = labels.width in {each.width for each in found}
+    return [*found, replace(labels, are_labels=True)] if joins else found
 
 
 def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:
