@@ -39,7 +39,7 @@ from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
 from tests.lit.resume.test_rank_checkpoints import DATA, FromBatch, Save
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import hooked
-from trainkit import AccumulationMixin, PerSample, PerToken
+from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.exact_log import KEY
 
@@ -120,6 +120,22 @@ def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
     (logged,) = trainer().validate(module, loader(EVAL, BATCH), verbose=False)
     assert logged["index"] == near(sum(i * i for i in range(8)) / sum(range(8)))
     assert logged["rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
+
+
+def test_without_a_strategy_a_weight_is_asked_for() -> None:
+    """As beside an inner cut, which needs none. The control passes one."""
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log_exact("index", float(batch_idx), batch, weight=self.counts)
+
+    cut = MicroBatching(size=2, inside="net")
+    kind = hooked(Evaluated, accumulation=None, micro_batching=cut)
+    weighed = hooked(kind, validation_step=step, counts=3)()
+    (logged,) = trainer().validate(weighed, loader(EVAL, BATCH), verbose=False)
+    assert logged["index"] == near(3.5)
+    bare = hooked(kind, validation_step=step, counts=None)()
+    with pytest.raises(TrainkitError, match=r"log_exact\('index'\): without self.acc"):
+        trainer().validate(bare, loader(EVAL, BATCH), verbose=False)
 
 
 def test_two_loaders_are_two_names() -> None:

@@ -315,6 +315,13 @@ class AccumulationMixin(_Base):
         if windows.fills_up:
             return
         if weight is None:
+            if self.accumulation is None:  # for an inner cut
+                raise TrainkitError(
+                    f"log_exact({name!r}): without self.accumulation nothing says what "
+                    f"a batch weighs in the mean, and batches may have different "
+                    f"numbers of rows. Pass weight=, as weight=len(x) for a mean over "
+                    f"rows."
+                )
             is_said = isinstance(strategy, Weighed)
             weight = windows.said.look() if is_said else strategy.weight(batch)
         windows.means.add(
