@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from tests.lit.resume.interrupting import (
     TRAIN,
     Dropping,
     KillAt,
+    Killed,
     ask,
+    close,
     interrupted,
     rows,
     shuffled,
@@ -190,6 +193,30 @@ def test_loggers_count_on_after_the_last_batch_of_an_epoch(
 
 
 # ---- runs that end by themselves -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "batch", "how"),
+    [
+        ("on_train_epoch_start", 6, {}),
+        ("on_train_epoch_start", 6, {"max_steps": 8, "max_epochs": -1}),
+        ("on_train_epoch_end", 6, {"max_steps": 8, "max_epochs": -1}),
+    ],
+    ids=["before-the-next", "before-the-next-by-steps", "at-its-end-by-steps"],
+)
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
+def test_an_epoch_is_not_lost_or_counted_twice_between_two(
+    hook: str, batch: int, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """Lightning alone ends the next one at once, or the last one again."""
+    whole = train(tmp_path / "whole", without=["RunCheckpoint"], **how)
+    saving = Saving(tmp_path / "checkpoints" / "last.ckpt", batch, hook)
+    own: dict[str, Any] = {"without": ["RunCheckpoint"], **how}
+    with suppress(Killed):
+        train(tmp_path, others=[saving], kill=KillAt("on_after_backward", 9), **own)
+    found = train(tmp_path, resume=True, **own)
+    assert unlike(whole, found) == []
+    assert close(rows(tmp_path / "whole"), rows(tmp_path)) == []
 
 
 @pytest.mark.parametrize("batch", [4, 5])

@@ -115,16 +115,22 @@ def end_restart(trainer: Any) -> None:
 
 
 def leave_ended_epoch(trainer: Any) -> bool:
-    """Begin the next epoch if the checkpoint was written after an epoch had ended.
+    """Begin the next epoch if the checkpoint was written after an epoch had ended, in
+    its `on_train_epoch_end` or the next one's `on_train_epoch_start` too.
 
-    With `max_epochs=-1` Lightning would begin the next one with the batch index at
-    which the last one ended, and end it too late. Call this in `on_train_start`.
+    Lightning would begin the next one with the batch index at which the last one ended,
+    and end it too late or at once; or, without `max_epochs`, end the last one again.
+    Call this in `on_train_start`.
 
     Returns:
         Whether the epoch ended before its last batch.
     """
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.total
-    has_ended = loop.restarting and epochs.ready == epochs.completed > 0
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if fit_loop.restarted_on_epoch_end:
+        fit_loop.epoch_progress.increment_completed()
+        fit_loop.reset_restart_stage()
+    epochs = fit_loop.epoch_progress.total
+    has_ended = loop.restarting and epochs.started == epochs.completed > 0
     if has_ended and loop.batch_progress.is_last_batch:
         loop.restarting = False
         # The last batch's step, which loggers count, was to be added in a restart.

@@ -38,7 +38,7 @@ class BetweenSteps(Callback):
 
     An epoch without such a moment (of one batch, for example) gets one at its
     `on_train_epoch_end`. From there Lightning resumes without the schedulers that
-    follow a metric, and with `max_steps` it counts that epoch twice.
+    follow a metric.
     """
 
     _has_been = False
