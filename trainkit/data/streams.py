@@ -66,6 +66,7 @@ class ResumableStream:
         self.is_alone: Callable[[], bool] = lambda: False
         """Whether other ranks may not be saving, as after an error; so too."""
         self._epoch: int | None = None  # None: nobody counts epochs
+        self._epoch_loaded: int | None = None
         self._last: Any = _NOTHING
         self._before: Any = _NOTHING  # the place before the last batch,
         self._after: Any = _NOTHING  # and after it
@@ -141,8 +142,8 @@ class ResumableStream:
                     "loader of its own.",
                 )
         self._note(_NOTHING)
-        if is_resumed and is_over and self.is_waiting is not None:
-            # The checkpoint is of an epoch's last batch; Lightning is in the next one.
+        if is_resumed and is_over and self._epoch != self._epoch_loaded:
+            # The checkpoint is of an epoch's last batch, and this is the next epoch.
             yield from self
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,6 +189,7 @@ class ResumableStream:
             )
         if epoch is not None:
             self.set_epoch(epoch)
+        self._epoch_loaded = epoch
         self._last, self._pass, self._is_loaded = _NOTHING, None, True
         self._before = self._after = places[rank]
         if self._is_litdata:  # whose dataset saves its own count of epochs

@@ -130,12 +130,16 @@ def test_run_of_three_stops_equals_an_unbroken_one(
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("kind", ["map", "stream", "counted"])
-def test_checkpoint_of_an_epochs_last_batch_skips_no_epoch(
-    kind: str, unbroken: Any, tmp_path: Path
+@pytest.mark.filterwarnings("ignore:EpochSums. .*was logged before the run was resumed")
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("map", 1.0), ("stream", 1.0), ("stream", 9), ("counted", 1.0)]
+)
+def test_checkpoint_of_an_epochs_last_batch_skips_and_repeats_no_epoch(
+    kind: str, limit: float, unbroken: Any, tmp_path: Path
 ) -> None:
     """`ModelCheckpoint(every_n_train_steps=)` may write one. Where a loader has a
-    length, nothing has asked it for a batch after the last one."""
+    length, nothing has asked it for a batch after the last one. With a limit above
+    that, Lightning resumes in the same epoch, of which nothing is left."""
 
     def die(trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
@@ -143,7 +147,8 @@ def test_checkpoint_of_an_epochs_last_batch_skips_no_epoch(
 
     whole, make = unbroken(kind, 0, 1), partial(wrapped, kind, 0)
     kill = KillAt("on_train_batch_end", 6, die)
-    found = interrupted(tmp_path / "run", kill, make=make, **reading(1))
+    how = {"limit_train_batches": limit, **reading(1)}
+    found = interrupted(tmp_path / "run", kill, make=make, **how)
     assert found[0].read == whole[0].read[7:]
     if kind != "stream":  # whose iterator draws a seed before draws are put back
         assert unlike(whole, found) == []
