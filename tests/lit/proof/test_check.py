@@ -243,6 +243,14 @@ def test_a_field_that_is_as_long_as_the_batch_by_chance_is_named(
     assert check(Tokens(by_table), data, **how).exact
 
 
+def test_batches_of_one_row_are_not_cut_nor_is_a_field_of_one_entry() -> None:
+    def collate(rows: list[Any]) -> Any:
+        return causes.padded(rows) | {"scale": torch.ones(1)}
+
+    data: Any = DataLoader(causes.sequences(), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
+    assert check(Tokens(), data, strategy=PerToken(), micro_batches=SPLIT).exact
+
+
 def test_padding_that_is_seen_is_not_trimmed_in_split_windows() -> None:
     """The control: loader batches of their own widths, above."""
     how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}

@@ -123,7 +123,10 @@ class FewRows:
         number = len(self._samples)
         cutter = Cutter(self._options, self._strategy)
         with contextlib.suppress(Exception), _unheard():
-            number -= cutter.measure(batch).num_rows == number
+            num_rows = cutter.measure(batch).num_rows
+            if num_rows == 1 and self._options.pool is None:
+                return False  # it is never cut
+            number -= num_rows == number
             found = [
                 cutter.divided(each) for each in (batch, self._collated(range(number)))
             ]
