@@ -76,27 +76,27 @@ def test_weights_are_not_rounded_to_a_loss_in_half_precision(dtype: Any) -> None
     assert float(shares.to(dtype).double().sum()) != pytest.approx(1, rel=1e-5)
 
 
-@pytest.mark.parametrize("divided_by", [1, 3])
+@pytest.mark.parametrize("is_resumed", [False, True])
 @pytest.mark.parametrize("kinds", ["nnn", "ttt", "ntt", "tnn"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_what_half_precision_has_rounded_is_not_rounded_again(
-    dtype: Any, kinds: str, divided_by: int
+    dtype: Any, kinds: str, is_resumed: bool
 ) -> None:
-    """Whether weights are numbers, tensors or some of each, and in a resumed run, where
-    the unit of the sums is a number: 100,000 is infinite in float16."""
-    for is_resumed in (False, True):
-        toy = Toy(dtype=torch.float32)
-        if is_resumed:
-            toy.window((1, torch.tensor(2.0**17)))
-            saved = toy.accumulator.state_dict()
+    """Whether weights are numbers, tensors or some of each. A resumed run has a number
+    as the unit of its sums. In float16 these weights are infinite, 1 / unit is 0."""
+    weights, divided_by = (400_000_000, 400_030_000, 280_050_000), (1, 3, 2)
+    toy = Toy(dtype=torch.float32)
+    for kind, weight, by in zip(kinds, weights, divided_by, strict=True):
+        if is_resumed and toy.accumulator.is_open:
+            saved, gradient = toy.accumulator.state_dict(), toy.parameter.grad
             toy = Toy(dtype=torch.float32)
+            toy.parameter.grad = gradient
             toy.accumulator.load_state_dict(saved)
-        for kind, weight in zip(kinds, (100_000, 100_003, 70_005), strict=True):
-            loss = (toy.parameter / divided_by).to(dtype)
-            by = torch.tensor(weight) if kind == "t" else weight
-            toy.accumulator.pass_back(loss, by, divided_by=divided_by)
-        toy.finish()
-        assert toy.gradient == pytest.approx(1, rel=1e-6)
+        given = torch.tensor(weight) if kind == "t" else weight
+        loss = (toy.parameter / by).to(dtype)
+        toy.accumulator.pass_back(loss, given, divided_by=by)
+    toy.finish()
+    assert toy.gradient == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +174,9 @@ def test_one_process_divides_by_plain_numbers() -> None:
     plain.finish()
     tensors.finish()
     assert plain.gradient == tensors.gradient == 2.0
+    plain.accumulator.load_state_dict(tensors.accumulator.state_dict())
+    assert type(plain.accumulator.division.reference) is float
+    plain.window((5.0, 0), (7.0, 0))
+    with pytest.warns(UserWarning, match="none of the window"):
+        plain.accumulator.check()
+    assert plain.gradient == 0
