@@ -347,6 +347,18 @@ def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
     assert most[True] > 1e-3 > most[False]
 
 
+def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
+    marks = torch.tensor([[1.0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    batch, by = {"ids": marks.long(), "w": marks}, PerToken(mask="w")
+    few = FewRows(batch, MicroBatching(size=1), by)
+    assert few.labels_alone is not None
+    ended = few.with_labels_cut(few.labels_alone)
+    assert ended is not None
+    assert ended.lengths() == [2, 2]
+    masked = FewRows({**batch, "attention_mask": marks > 0}, MicroBatching(size=1), by)
+    assert masked.labels_alone is None
+
+
 def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -258,13 +258,14 @@ class FewRows:
 
     @property
     def labels_alone(self) -> Marks | None:
-        """The strategy's labels, where nobody names what tells lengths."""
+        """The strategy's labels or weights, where nobody names what tells lengths."""
         options = self._options
         if options is None or options.lengths is not None or self.collates:
             return None
         marks = marks_of(self._batch, (), self._strategy)
-        are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
-        return marks[0] if are_alone else None
+        own = getattr(self._strategy, "mask", None)
+        alone = [each for each in marks if each.are_labels or each.path == own]
+        return alone[0] if alone == marks and alone and alone[0].width > 0 else None
 
     def with_labels_cut(self, labels: Marks) -> FewRows | None:
         """The rows whose labels can end where half of the longest row's do, and whose
@@ -278,7 +279,7 @@ class FewRows:
         batch = self._cut(rows, wide=True)
         own = lookup(batch, path)
         ended = own.clone()
-        ended[:, stop:] = self._ignored
+        ended[:, stop:] = self._ignored if labels.are_labels else 0
         batch = with_tensors(batch, lambda each: ended if each is own else each)
         return FewRows(batch, self._options, self._strategy)
 
