@@ -355,8 +355,9 @@ def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
     ended = few.with_labels_cut(few.labels_alone)
     assert ended is not None
     assert ended.lengths() == [2, 2]
-    masked = FewRows({**batch, "attention_mask": marks > 0}, MicroBatching(size=1), by)
-    assert masked.labels_alone is None
+    batch["attention_mask"] = marks > 0
+    for each in (by, PerToken(mask="attention_mask")):
+        assert FewRows(batch, MicroBatching(size=1), each).labels_alone is None
 
 
 def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(

@@ -232,8 +232,25 @@ def test_it_is_measured_where_another_term_than_the_first_tells_lengths() -> Non
     terms = {"a": PerSample(), "b": PerToken(mask="marks")}
     kind = hooked(Pooled, training_step=of_marks, terms=terms)
     marks = mask_of(LENGTHS, padded_length=12).double()
-    with pytest.warns(UserWarning, match=SEES):
+    with pytest.warns(UserWarning, match="sees what stands behind a row's last label"):
         assert off(kind, TWO, [{"ids": FULL["ids"], "marks": marks}]) < 1e-12
+
+
+def after_a_prompt(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Each token sees those before it, which may weigh nothing."""
+    out, marks = self.head(self.embed(batch["ids"]).cumsum(1)).squeeze(2), batch["w"]
+    return (out.square() * marks).sum() / marks.sum()
+
+
+def test_weights_of_tokens_do_not_cut_off_what_stands_before_them() -> None:
+    """Trimming is measured by the first batch, whose rows have no prompt."""
+    columns, starts = torch.arange(14), torch.tensor([[0] * 8, [5, 6, 7, 6] * 2])
+    batches = [
+        {"ids": FULL["ids"], "w": ((columns >= each) & (columns < 11)).double()}
+        for each in starts.unsqueeze(2)
+    ]
+    by = {"training_step": after_a_prompt, "accumulation": PerToken(mask="w")}
+    assert off(hooked(Pooled, **by), TWO, batches) < 1e-12
 
 
 def test_padding_in_front_is_measured_beside_shorter_rows_without_any() -> None:

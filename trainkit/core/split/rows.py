@@ -112,7 +112,7 @@ class Rows:
 @dataclass(frozen=True, eq=False)
 class Marks:
     """What counts in a mask or in labels, and where that is in the batch. Weights of
-    tokens beside a mask are as labels: of the same tokens."""
+    tokens are as labels, unless they are named as what tells lengths."""
 
     path: Path
     tensor: Tensor
@@ -151,10 +151,9 @@ def marks_of(
             raise _no_mask(path, value, batch)
     if labels is None or labels in found:
         return found
-    if not found:
-        return [labels]
-    joins = labels.width in {each.width for each in found}
-    return [*found, replace(labels, are_labels=True)] if joins else found
+    labels = replace(labels, are_labels=True)
+    joins = not found or labels.width in {each.width for each in found}
+    return [*found, labels] if joins else found
 
 
 def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:

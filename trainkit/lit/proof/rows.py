@@ -120,17 +120,13 @@ class FewRows:
         whole, since they are as long as loader batches have rows by chance."""
         if self._options is None or self._options.collate is not None:
             return False
-        number = len(self._samples)
-        cutter = Cutter(self._options, self._strategy)
+        number, cutter = len(self._samples), Cutter(self._options, self._strategy)
         with contextlib.suppress(Exception), _unheard():
             num_rows = cutter.measure(batch).num_rows
             if num_rows == 1 and self._options.pool is None:
                 return False  # it is never cut
-            number -= num_rows == number
-            found = [
-                cutter.divided(each) for each in (batch, self._collated(range(number)))
-            ]
-            return not set(found[0]) <= set(found[1])
+            other = self._collated(range(number - (num_rows == number)))
+            return not set(cutter.divided(batch)) <= set(cutter.divided(other))
         return False
 
     @property
@@ -263,9 +259,8 @@ class FewRows:
         if options is None or options.lengths is not None or self.collates:
             return None
         marks = marks_of(self._batch, (), self._strategy)
-        own = getattr(self._strategy, "mask", None)
-        alone = [each for each in marks if each.are_labels or each.path == own]
-        return alone[0] if alone == marks and alone and alone[0].width > 0 else None
+        are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
+        return marks[0] if are_alone else None
 
     def with_labels_cut(self, labels: Marks) -> FewRows | None:
         """The rows whose labels can end where half of the longest row's do, and whose
@@ -279,7 +274,8 @@ class FewRows:
         batch = self._cut(rows, wide=True)
         own = lookup(batch, path)
         ended = own.clone()
-        ended[:, stop:] = self._ignored if labels.are_labels else 0
+        is_weight = getattr(self._strategy, "mask", None) is not None
+        ended[:, stop:] = 0 if is_weight else self._ignored
         batch = with_tensors(batch, lambda each: ended if each is own else each)
         return FewRows(batch, self._options, self._strategy)
 

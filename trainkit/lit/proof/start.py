@@ -261,8 +261,7 @@ class ProofAtStart:
             )
         sees, remedy = "its padding", "mask padding in the model"
         if labels is not None:
-            if labels.are_labels:
-                sees = "what stands behind a row's last label"
+            sees = "what stands behind a row's last label"
             remedy = (
                 "name the mask, lengths='path.to.mask', or the labels if each row "
                 "ends with its last one"
