@@ -346,3 +346,22 @@ def test_optimizer_and_strategy_are_as_before_afterwards(how: str) -> None:
     assert not kept[0]._optimizer_step_pre_hooks
     assert not kept[0]._optimizer_step_post_hooks
     assert "training_step" not in vars(fitted.strategy)
+
+
+def in_full(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("front", ["callback", "mixin"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_zeroing_of_ones_own_is_named(
+    front: str, is_own: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it keeps is not seen; one that zeroes all is as exact as Lightning's."""
+    module, ours = on_front(front)
+    if is_own:
+        module.__class__ = hooked(type(module), optimizer_zero_grad=in_full)
+    trainer(WINDOW, callbacks=ours, max_epochs=1).fit(module, ragged(RAGGED))
+    assert deviation(module, stepped(of(WINDOW)), START) <= 1e-10
+    text = f"zeroing: {type(module).__name__}.optimizer_zero_grad must zero all"
+    assert (text in capsys.readouterr().out) is is_own

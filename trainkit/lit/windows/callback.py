@@ -17,7 +17,7 @@ from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import has_own, scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
@@ -43,6 +43,11 @@ from trainkit.lit.windows.step_watch import (
 )
 from trainkit.lit.windows.streamed import Streamed
 from trainkit.lit.windows.taken_calls import taken_calls
+
+OWN_ZEROING = (
+    "{}.optimizer_zero_grad must zero all gradients at each step: what it keeps would "
+    "be divided once more, or dropped"
+)
 
 
 class WindowCallback(WindowOwner):
@@ -170,6 +175,8 @@ class WindowCallback(WindowOwner):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
+        if has_own(pl_module, "optimizer_zero_grad"):
+            rows.append(("zeroing", OWN_ZEROING.format(type(pl_module).__name__)))
         if self.is_split:
             is_step = num_cuts(trainer, self.cut) == 1
             how = documents_option(self.cut, *self.strategies.values())
