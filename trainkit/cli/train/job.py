@@ -198,7 +198,8 @@ def _refuse_to_replace(folder: RunFolder) -> None:
     what, remedy = "that did not finish", "ckpt_path=auto resumes it"
     if folder.read_summary().get("status") == "finished":
         what = "that has finished"
-        remedy = "ckpt_path=auto with a larger trainer.max_steps trains it longer"
+        limit = "trainer.max_steps or max_epochs"
+        remedy = f"ckpt_path=auto with a larger {limit} trains it longer"
     raise TrainkitError(
         f"paths.run_dir: {folder.path} has a run {what}, and a new one would replace "
         f"its checkpoint. {remedy}. To begin anew, name another folder, or remove this "
