@@ -479,6 +479,37 @@ def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
         )
 
 
+def masked_language(*names: str) -> Any:
+    """Ready batches of full rows, of whose labels a fifth counts."""
+    generator, batches = torch.Generator().manual_seed(0), list[Any]()
+    for _ in range(4):
+        ids = torch.randint(1, 12, (8, 12), generator=generator)
+        counts = torch.rand(8, 12, generator=generator) < 0.2
+        batch = {"ids": ids, "labels": torch.where(counts, ids, -100)}
+        batches.append({**batch, **dict.fromkeys(names, torch.ones_like(ids))})
+    return DataLoader(batches, batch_size=None)
+
+
+@pytest.mark.parametrize("cut", [None, MicroBatching(size=3, pool=2)])
+def test_full_rows_that_end_with_labels_that_do_not_count_are_not_called_off(
+    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands behind a row's last label may be padding. The control: a mask, which
+    says that it is not, and one that says that it is."""
+    module, plain = wrongs.Bidirectional, masked_language()
+    with pytest.warns(UserWarning, match="what stands behind a row's last label"):
+        fit(module(), plain, PerToken(), cut)
+    assert said(capsys).startswith("not measured: ")
+    told = masked_language("attention_mask")
+    fit(module(), told, PerToken(), cut, proof="require")
+    rows = causes.sequences()
+    padded: Any = [causes.padded(rows[n : n + 8]) for n in range(0, 32, 8)]
+    padded = DataLoader(padded, batch_size=None)
+    seen = "sees its padding" if cut else "is not the big batch"  # a pool has one width
+    with pytest.warns(UserWarning, match=seen):
+        fit(module(), padded, PerToken(), cut)
+
+
 def test_a_step_without_padding_costs_no_rehearsal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

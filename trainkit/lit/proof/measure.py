@@ -39,6 +39,11 @@ ONE_WIDTH = (
     "width of their own, the gradient is off by {:.2g} of its size; if all have one "
     "width, it is not"
 )
+BEHIND = (
+    "the model sees what stands behind a row's last label, and nothing else tells how "
+    "long rows are: if that is padding, and batches have widths of their own, the "
+    "gradient is off by {:.2g} of its size; an attention_mask in the batch tells"
+)
 ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
 BY_CHANCE = (
     "Uniform() weighs all parts alike, and batches of this loader may be of unequal "
@@ -137,12 +142,15 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
         causes = _causes(subject, whole, window)
-        is_width = [each.kind for each in causes] == ["padding"] and rows.is_stream
+        doubt = ""
+        if [each.kind for each in causes] == ["padding"]:
+            doubt = ONE_WIDTH if rows.is_stream else doubt
+            doubt = BEHIND if rows.labels_alone is not None else doubt
         return replace(
             report,
             causes=causes,
             parameters=_off(whole, window, subject.most_rounding),
-            doubt=ONE_WIDTH.format(off) if is_width else "",
+            doubt=doubt.format(off),
         )
     if not report.exact:
         return replace(report, doubt=MAYBE_ROUNDING.format(off))

@@ -255,8 +255,7 @@ class FewRows:
     @property
     def labels_alone(self) -> Marks | None:
         """The strategy's labels or weights, where nobody names what tells lengths."""
-        options = self._options
-        if options is None or options.lengths is not None or self.collates:
+        if self.collates or getattr(self._options, "lengths", None) is not None:
             return None
         marks = marks_of(self._batch, (), self._strategy)
         are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
