@@ -97,12 +97,19 @@ def refuse_several_terms(
     batches; called before training and during it, since Lightning's schedule may change
     their number."""
     if len(strategies) > 1 and (num_loader_batches != 1 or not is_split):
+        why = "a loader batch that is not cut on the host has one loss"
+        if num_loader_batches != 1:
+            why = (
+                f"with accumulate_grad_batches={num_loader_batches} the window's next "
+                f"batches may not be there yet. Set it to 1"
+            )
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, whose totals must be known before the first backward pass, and with "
-            f"accumulate_grad_batches={num_loader_batches} the window's next batches "
-            f"may not be there yet. Set it to 1, and let one loader batch be the "
-            f"window, which is cut: micro_batching = MicroBatching(size=4), say."
+            f"own, whose totals must be known before the first backward pass, and "
+            f"{why}. Let one loader batch be the window, which is cut: "
+            f"micro_batching = MicroBatching(size=4), say. Where training_step sees "
+            f"the whole window, with inside= or exact BatchNorm, let it return the sum "
+            f"of its terms, without strategies for them."
         )
 
 
