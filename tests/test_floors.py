@@ -35,7 +35,6 @@ LIGHT = [
             "core.batch_norm",
             "data",
             "config",
-            "config.translate",
             "cli",
             "cli.main",
             "cli.plan.main",

@@ -2,4 +2,3 @@ from .conf import conf_dir as conf_dir
 from .conf import register as register
 from .targets import allow_targets as allow_targets
 from .targets import instantiate as instantiate
-from .translate import to_class_path as to_class_path

@@ -23,7 +23,6 @@ from trainkit.config.groups import (
     refuse_unread,
 )
 from trainkit.config.targets import TARGET, locate, targets_of
-from trainkit.config.translate import OF_HYDRA
 from trainkit.core.checks import Checks
 from trainkit.errors import TrainkitError, did_you_mean
 
@@ -35,6 +34,9 @@ _OF_TEXTS = (
     "around its source. An object, class or function is named by _target_; the last "
     "two with _partial_: true."
 )
+
+_OF_HYDRA = (TARGET, "_partial_", "_recursive_", "_convert_", "_args_")
+"""What Hydra reads in a node, beside the arguments of its target."""
 
 _PARTIAL = ("optimizer", "scheduler")
 """Groups whose first argument exists only when the training begins."""
@@ -114,7 +116,7 @@ def _check_arguments(target: Any, config: DictConfig, key: str) -> None:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return  # written in C: it refuses wrong arguments itself
-    values = {str(name): config[name] for name in config if str(name) not in OF_HYDRA}
+    values = {str(name): config[name] for name in config if str(name) not in _OF_HYDRA}
     kinds = {parameter.kind for parameter in parameters.values()}
     unknown = [name for name in values if name not in parameters]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:

@@ -14,7 +14,6 @@ from trainkit import AccumulationCallback, AccumulationStrategy
 from trainkit.cli.fit.cli import TrainkitCLI
 
 USER = "tests.cli.fit.lightning_user"
-CONF = Path(__file__).parents[3] / "conf"
 QUIET = {
     "accelerator": "cpu",
     "devices": 1,

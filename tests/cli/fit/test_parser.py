@@ -1,4 +1,4 @@
-"""One YAML for both doors, and what the CLI writes it reads again."""
+"""What files may hold, and what the CLI writes it reads again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 import yaml
 
 from tests.cli.fit.lightning_runs import (
-    CONF,
     USER,
     by_hand,
-    callbacks_of,
     fit,
     make,
     only,
@@ -27,93 +24,44 @@ from tests.cli.fit.lightning_runs import (
     strategy_of,
     written,
 )
-from tests.cli.fit.lightning_user import ByRow, Configured, Data, Net, WithoutOptimizer
+from tests.cli.fit.lightning_user import ByRow, Configured, Data, Net
 from tests.helpers import weights
 from tests.startup import forked
-from trainkit import (
-    AccumulationSchedule,
-    BatchNormGuard,
-    LRScaling,
-    PerSample,
-    PerToken,
-    Uniform,
-)
+from trainkit import PerToken, WindowMonitor
 from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.core.noise.estimate import NoiseEstimate
 
-
-@pytest.mark.parametrize("strategy", [PerToken(), PerSample(), Uniform()])
-def test_a_group_file_of_hydras_serves_here_and_names_every_argument(
-    strategy: Any,
-) -> None:
-    names = {PerToken: "per_token", PerSample: "per_sample", Uniform: "uniform"}
-    path = CONF / "accumulation" / f"{names[type(strategy)]}.yaml"
-    assert strategy_of(make(f"--accumulation={path}")) == strategy
-    node = yaml.safe_load(path.read_text())
-    assert set(node) - {"_target_"} == {field.name for field in fields(strategy)}
+FILE = "{class_path: PerToken, init_args: {ignore_index: -7}}"
 
 
-@pytest.mark.parametrize("group", ["lr_scaling", "batchnorm", "schedule"])
-def test_every_file_of_a_group_serves_here(group: str) -> None:
-    kinds = {
-        "lr_scaling": LRScaling,
-        "batchnorm": BatchNormGuard,
-        "schedule": AccumulationSchedule,
-    }
-    files = sorted((CONF / group).glob("*.yaml"))
-    assert len(files) > 2
-    for path in files:
-        needed = ["--lr_scaling.reference_batch=8"] * (
-            group == "lr_scaling" and path.stem != "none"
-        ) + ["--schedule.sizes={0: 2, 5: 4}"] * (path.stem in ("stages", "by_tokens"))
-        needed += ["--lr_scaling.noise_scale=40"] * (path.stem == "gain")
-        made = only(make(f"--{group}={path}", *needed), kinds[group])
-        assert len(made) == (path.stem != "none"), path
-
-
-def test_an_argument_after_a_file_changes_it() -> None:
-    path = CONF / "accumulation" / "per_token.yaml"
+def test_an_argument_after_a_file_changes_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "mine.yaml", FILE)
     cli = make(f"--accumulation={path}", "--accumulation.ignore_index=-3")
     assert strategy_of(cli) == PerToken(ignore_index=-3)
 
 
-def test_an_optimizer_group_file_serves_here() -> None:
-    path = CONF / "optimizer" / "adamw.yaml"
-    cli = make(f"--optimizer={path}", "--optimizer.lr=0.25", model=WithoutOptimizer)
-    assert cli.model.configure_optimizers().param_groups[0]["lr"] == 0.25
-
-
-def test_a_config_file_mixes_both_notations(tmp_path: Path) -> None:
+def test_a_config_file_may_refer_to_its_entries_and_the_environment(
+    tmp_path: Path,
+) -> None:
     path = written(
-        tmp_path / "mixed.yaml",
+        tmp_path / "mine.yaml",
         f"""
         model:
-          strategy: {{_target_: {USER}.ByRow, factor: 1e-4}}
+          strategy: {{class_path: {USER}.ByRow, init_args: {{factor: 1e-4}}}}
           lr: ${{oc.env:NOT_SET_ANYWHERE,1e-3}}
-        accumulation: {{class_path: PerToken, init_args: {{ignore_index: -7}}}}
         trainer:
           log_every_n_steps: 7
           callbacks:
-          - _target_: trainkit.WindowMonitor
-            every_n_steps: ${{trainer.log_every_n_steps}}
-          - class_path: LearningRateMonitor
+          - class_path: trainkit.WindowMonitor
+            init_args: {{every_n_steps: "${{trainer.log_every_n_steps}}"}}
         """,
     )
     cli = make(f"--config={path}", model=Configured)
     assert isinstance(cli.model.strategy, ByRow)
     assert cli.model.strategy.factor == 1e-4  # a number, not the string
     assert cli.model.lr == 1e-3
-    assert strategy_of(cli) == PerToken(ignore_index=-7)
-    found = {type(each).__name__: each for each in callbacks_of(cli)}
-    assert found["WindowMonitor"].every_n_steps == 7
-    assert "LearningRateMonitor" in found
-
-
-def test_what_must_be_given_is_asked_for(capsys: Any) -> None:
-    path = CONF / "lr_scaling" / "linear.yaml"
-    with pytest.raises(SystemExit):
-        make(f"--lr_scaling={path}")
-    assert "required: reference_batch" in capsys.readouterr().err
+    (monitor,) = only(cli, WindowMonitor)
+    assert monitor.every_n_steps == 7
 
 
 def test_a_printed_config_trains_to_the_same_weights(
@@ -137,7 +85,7 @@ def test_the_saved_config_of_a_run_runs_again_without_the_folder_it_read(
     facts = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50).facts()
     (tmp_path / "summary.json").write_text(json.dumps({"noise_scale": facts}))
     args = [*quiet(logger="true"), f"--trainer.default_root_dir={tmp_path}"]
-    args += [f"--accumulation={CONF / 'accumulation' / 'per_token.yaml'}"]
+    args += [f"--accumulation={written(tmp_path / 'mine.yaml', FILE)}"]
     args += ["--lr_scaling.rule=gain", "--lr_scaling.reference_batch=8"]
     args += [f"--lr_scaling.noise_scale={tmp_path}"]
     args += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
@@ -148,7 +96,7 @@ def test_the_saved_config_of_a_run_runs_again_without_the_folder_it_read(
     assert scaling["init_args"]["noise_scale"] == 43.25  # the folder may change
     again = TrainkitCLI(Net, Data, args=["fit", f"--config={saved}"])  # saves its own
     assert again.trainer.log_dir != first.trainer.log_dir
-    assert strategy_of(again) == PerToken()
+    assert strategy_of(again) == PerToken(ignore_index=-7)
     assert torch.equal(weights(first.model), weights(again.model))
 
 

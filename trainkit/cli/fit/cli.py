@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from trainkit.cli.fit.parser import MODE, TrainkitParser, readable
+from trainkit.cli.fit.parser import TrainkitParser, readable
 from trainkit.config.attach import attach_accumulation
 from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching
@@ -66,9 +66,8 @@ class TrainkitCLI(LightningCLI):
     any module: one with `AccumulationMixin` gets the strategy; any other stays
     unchanged, and the callback is added.
 
-    A YAML file may be in Hydra's notation or in Lightning's, or mix them; see
-    `trainkit.cli.fit.parser`. The constructor's arguments, and everything else,
-    are as in `LightningCLI`.
+    A YAML file may hold `${...}`, which is resolved within it, `${oc.env:NAME,default}`
+    too. The constructor's arguments, and everything else, are as in `LightningCLI`.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class TrainkitCLI(LightningCLI):
         super().__init__(model_class, datamodule_class, *args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        kwargs.setdefault("parser_mode", MODE)
+        kwargs.setdefault("parser_mode", "omegaconf")  # files may hold ${...}
         parser = super().init_parser(**kwargs)
         if isinstance(parser, TrainkitParser):
             parser.hints.update(self._choices())

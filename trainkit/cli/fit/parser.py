@@ -1,11 +1,4 @@
-"""The Lightning CLI's parser: one short message for a mistake, and YAML for both doors.
-
-As for jsonargparse and OmegaConf, `1e-4` is a number. A file may also hold
-
-- `_target_` nodes, which are read as `class_path` nodes;
-- `${...}`, which is resolved within its file, `${oc.env:NAME,default}` too;
-- `???` (a value that must be given), which counts as not given.
-"""
+"""The Lightning CLI's parser, with one short message for a mistake."""
 
 from __future__ import annotations
 
@@ -13,17 +6,7 @@ import difflib
 import re
 from typing import Any, NoReturn
 
-import yaml
-from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from trainkit.config.translate import to_class_path
-from trainkit.errors import TrainkitError
-
-MODE = "trainkit"
-"""The `parser_mode` with which jsonargparse reads this YAML."""
 
 # Lines of jsonargparse's messages about its own internals: an optional value is a
 # union with None, and a nested option is an object.
@@ -59,6 +42,11 @@ class TrainkitParser(LightningArgumentParser):
     def _hints(self, message: str) -> list[str]:
         if not self.hints:  # made by jsonargparse for a nested value
             return []
+        if "'_target_'" in message:
+            return [
+                "In a file for the Lightning CLI class_path and init_args describe an "
+                "object; _target_ is for trainkit train."
+            ]
         key = re.search(r'Parser key "([\w.]+)"', message)
         path = re.search(r"given class_path '([\w.]+)'", message)
         is_absent = re.search(r"No module named|[Nn]o [\w. ]*attribute", message)
@@ -100,45 +88,3 @@ def readable(message: str) -> str:
     text = "\n".join(line for line in lines if line.strip())
     text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
     return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "")
-
-
-def load(text: str, path: str = "") -> Any:
-    """Read a file, or a single value from the command line.
-
-    >>> load("{lr: 1e-4, accumulation: {_target_: trainkit.Uniform}}")
-    {'lr': 0.0001, 'accumulation': {'class_path': 'trainkit.Uniform'}}
-    >>> load("{lr: 0.1, peak: '${lr}'}")
-    {'lr': 0.1, 'peak': 0.1}
-
-    Args:
-        text: the file's text, or the value.
-        path: the file, for the message.
-
-    Raises:
-        TrainkitError: it is not YAML, or its content cannot be resolved or
-            translated.
-    """
-    place = f"{path}: " if path else ""
-    try:
-        found = get_loader("yaml")(text)
-        if not isinstance(found, dict | list):
-            return found
-        if "${" in text:
-            found = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
-        return to_class_path(found)
-    except yaml.YAMLError as error:
-        raise TrainkitError(
-            f"{place}must be YAML, and cannot be read as YAML: {error}"
-        ) from error
-    except OmegaConfBaseException as error:
-        raise TrainkitError(
-            f"{place}{error.full_key or 'file'}: {str(error).splitlines()[0]}. In a "
-            f"file that the Lightning CLI reads, ${{...}} may name an entry of that "
-            f"file, or be ${{oc.env:NAME,default}}."
-        ) from error
-    except TrainkitError as error:
-        raise TrainkitError(f"{place}{error}") from error
-
-
-# At import: a process of ddp_spawn gets its parser as a pickle.
-set_loader(MODE, load, (TrainkitError,))
