@@ -24,6 +24,7 @@ from tests.cli.sweep.helpers import (
 )
 from tests.startup import forked
 from tests.wandb_server import WandbServer
+from trainkit.cli.main import main
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.trial import Trial
 
@@ -216,6 +217,10 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
     for trial in read_trials(tmp_path / "sweeps"):
         summary = json.loads((Path(trial["folder"]) / "summary.json").read_text())
         assert summary["status"] == "finished"
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "--to", str(page)]) == 0
+    assert all(f"{folder.name}-00{n}: lr=" in page.read_text() for n in range(2))
 
     # W&B's own commands run the same file.
     shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[32])

@@ -55,7 +55,6 @@ def test_two_agents_run_a_sweep_over_a_crash(
     states = {t["name"]: t["state"] for t in table["trials"]}
     ended = [states[runs[lr].name] for lr in LR["values"]]
     assert ended == ["crashed", "finished", "finished"]
-    assert Path(table["picture"]).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Run a sweep in W&B's own format.
 
-Creates it on the server that `wandb login` knows, runs agents of W&B's client, prints
-the trials sorted by the metric, and writes a picture of them. With --offline it needs
-no server and no account: Optuna proposes the trials, and each trial is an offline run,
-which `wandb sync` can upload later.
+Creates it on the server that `wandb login` knows, runs agents of W&B's client, and
+prints the trials sorted by the metric. With --offline it needs no server and no
+account: Optuna proposes the trials, and each trial is an offline run, which `wandb
+sync` can upload later.
 """
 _EXIT = """\
 exit status: 0 if at least one trial finished; 1 if none finished or none logged the
@@ -46,16 +46,12 @@ def main(argv: list[str]) -> int:
     check_keys(sweep)
     run = _run_offline if options.offline else _run_online
     status, folder, trials = run(sweep, options)
-    from trainkit.cli.sweep.trial import as_json, lacking, picture_of, table
+    from trainkit.cli.sweep.trial import as_json, lacking, table
 
-    drawn = str(folder / "sweep.png")
-    picture_of(sweep, trials).savefig(drawn)
     if options.json:
-        about = {"id": folder.name, "folder": str(folder), "picture": drawn}
-        print(as_json(sweep, trials, **about))
+        print(as_json(sweep, trials, id=folder.name, folder=str(folder)))
     else:
         print("\n".join(table(sweep, trials)))
-        print(f"picture: {drawn}")
         if options.offline:
             print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
     if status:
