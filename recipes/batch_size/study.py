@@ -3,12 +3,13 @@
     python -m recipes.batch_size.study runs/study
 
 Trains those whose folder has no summary yet, two at a time, and then reads them all.
-The rule `gain` reads the noise scale of its seed's run at the reference window.
+The rule `gain` has the noise scale of its seed's run at the reference window.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import statistics
@@ -59,8 +60,9 @@ def train(root: Path, rule: str, window: int, seed: int) -> None:
     if window != REFERENCE:
         words.append(f"lr_scaling={rule}")
     if rule == "gain" and window != REFERENCE:
-        source = folder(root, rule, REFERENCE, seed)
-        words.append(f"lr_scaling.noise_scale={source}")
+        summary = folder(root, rule, REFERENCE, seed) / "summary.json"
+        measured = json.loads(summary.read_text())["noise_scale"]
+        words.append(f"lr_scaling.noise_scale={measured['samples']}")
     print(f"window {window}, {rule}, seed {seed}", flush=True)
     subprocess.run(
         [sys.executable, "-m", "trainkit", "train", *words],

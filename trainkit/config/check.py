@@ -194,6 +194,13 @@ def _hints(target: Any) -> Mapping[str, Any]:
 
 def check_limits(config: DictConfig) -> None:
     """Refuse numbers out of range, and unknown choices."""
+    noise_scale = OmegaConf.select(config, "lr_scaling.noise_scale")
+    if isinstance(noise_scale, str):
+        raise TrainkitError(
+            f"lr_scaling.noise_scale: must be a number of samples, so that a run that "
+            f"is resumed has the same one, received {noise_scale!r}. The last lines of "
+            f"a run say its number, and summary.json has it."
+        )
     for key, (least, remedy) in _AT_LEAST.items():
         _check_limit(config, key, least, math.inf, f"at least {least}", remedy)
     interval = "trainer.val_check_interval"

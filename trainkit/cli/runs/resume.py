@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.composition import Composition
-from trainkit.cli.printing import is_first_rank
 from trainkit.cli.runs.folder import RunFolder, wandb_run_of
 from trainkit.cli.words import OF_ONES_OWN, SEARCH_PATH, key_of, quoted, unquoted
 from trainkit.config.redact import REDACTED
@@ -16,9 +15,6 @@ from trainkit.errors import TrainkitError
 
 KEY = "ckpt_path"
 """The key of the checkpoint from which a run is resumed."""
-
-NOISE_SCALE = "lr_scaling.noise_scale"
-"""The key of a number that may be given as the folder of another run."""
 
 LAST = "last"
 AUTO = "auto"
@@ -79,9 +75,8 @@ def _resumed_or_begun(given: list[str]) -> list[str]:
         newest = _newest_of(_folder_of_runs(given))
         if newest is None:
             return given
-        return _resumed(*newest, unchanged(newest[0], given))
+        return _resumed(*newest, given)
     if folder.is_of_a_run():
-        given = unchanged(folder, given)
         return _resumed(folder, folder.newest_checkpoint(), given)
     return [*given, f"hydra.run.dir={quoted(folder.path)}"]
 
@@ -113,7 +108,7 @@ def as_trial(argv: list[str]) -> list[str]:
         checkpoint = folder.newest_checkpoint()
         if checkpoint is not None and wandb_run_of(str(path.parent)) == run_id:
             print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
-            return [*unchanged(folder, argv), f"{KEY}={quoted(checkpoint)}"]
+            return [*argv, f"{KEY}={quoted(checkpoint)}"]
     return argv
 
 
@@ -197,30 +192,6 @@ def words_of_run(folder: RunFolder, given: list[str], *, but: str = "") -> list[
     """
     saved = [w for w in folder.overrides() if key_of(w).partition(".")[0] != but]
     return [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
-
-
-def unchanged(folder: RunFolder, given: list[str]) -> list[str]:
-    """The words of an unchanged command that begins a run or resumes it.
-
-    The run keeps the noise scale that it has read from another run's folder when it
-    began, since that folder may have changed or be gone.
-    """
-    kept = [word for word in folder.overrides() if word.startswith(f"++{NOISE_SCALE}=")]
-    again = [word for word in given if key_of(word) == NOISE_SCALE]
-    if not kept or not again or not _is_folder(again[-1].partition("=")[2]):
-        return given
-    if is_first_rank():
-        number = kept[-1].partition("=")[2]
-        print(f"trainkit | noise scale: {number}, as read when this run began")
-    return [word for word in given if word not in again]
-
-
-def _is_folder(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return text != "null"
-    return False
 
 
 def _still_wanted(saved: list[str], given: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_full, is_mistake
@@ -29,22 +29,19 @@ from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
-from trainkit.cli.runs.resume import NOISE_SCALE
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
 from trainkit.cli.train.monitors import MissingMetric, Monitors
 from trainkit.cli.wandb_logger import WandbFacts
-from trainkit.cli.words import key_of, of_this_job, to_paste
+from trainkit.cli.words import of_this_job, to_paste
 from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root
 from trainkit.config.redact import public_config, redact
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
 from trainkit.lit.logs.summary import WindowSummary
-from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
 from trainkit.pages.atomic_file import name_file
 
@@ -149,7 +146,6 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
-    _keep_noise_scale(config, overrides, training.trainer)
     make_repeatable(overrides, folder)
     test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
@@ -205,19 +201,6 @@ def _refuse_to_replace(folder: RunFolder) -> None:
         f"its checkpoint. {remedy}. To begin anew, name another folder, or remove this "
         f"one."
     )
-
-
-def _keep_noise_scale(config: DictConfig, words: list[str], trainer: Any) -> None:
-    """Put the number into a configuration that names the folder of another run.
-
-    That folder may change before this run is resumed or repeated.
-    """
-    scaling = find_callback(trainer, LRScaling)
-    if scaling and isinstance(OmegaConf.select(config, NOISE_SCALE), str):
-        number = scaling.noise_scale
-        OmegaConf.update(config, NOISE_SCALE, number)
-        words[:] = [word for word in words if key_of(word) != NOISE_SCALE]
-        words.append(f"++{NOISE_SCALE}={number}")
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
