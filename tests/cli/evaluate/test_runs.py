@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 
 from tests.cli.evaluate.runs import OWN, files, result, trainkit
@@ -16,7 +15,6 @@ from tests.cli.fit.lightning_runs import stand_alone
 from tests.cli.ones_own import Data, Net
 from tests.recipes.debugging import small
 from trainkit.cli.evaluate.main import main
-from trainkit.config.redact import REDACTED
 from trainkit.errors import TrainkitError
 
 
@@ -80,93 +78,29 @@ def test_log_exact_and_layers_that_a_guard_has_changed(tmp_path: Path) -> None:
     assert found["metrics"]["val/loss"] == validations(run)[found["step"]]
 
 
-LOGGER = "lightning.pytorch.loggers.CSVLogger"
-CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_alone(monkeypatch, tmp_path)
 
 
-def fitted(where: Path, *words: str, model: str = "Net") -> Path:
-    options = [f"--model={OWN}.{model}", f"--data={OWN}.Data", "--seed_everything=3"]
-    options += ["--trainer.accelerator=cpu", "--trainer.max_epochs=4"]
-    options += ["--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"]
-    options += [f"--trainer.logger={LOGGER}", f"--trainer.logger.save_dir={where}"]
-    assert trainkit("fit", *options, *words) == 0
-    return where / "lightning_logs" / "version_0"
-
-
-def test_its_best_checkpoint_and_options(
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_of_the_lightning_cli_is_given_by_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = fitted(
-        tmp_path,
-        f"--trainer.callbacks+={CHECKPOINT}",
-        "--trainer.callbacks.monitor=val/loss",
-        "--trainer.callbacks.save_last=true",
-        "--trainer.callbacks.save_top_k=-1",
-    )
-    for number, other in enumerate(["", "model: {}", "a: ["]):  # newer, and no fit's
-        (run / f"config-v{number}.yaml").write_text(other)
-    before = files(tmp_path)
-    with (run / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["val/loss"]]
-    logged = {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
-    capsys.readouterr()
-    assert trainkit("validate", run) == 0
-    found = result(run, "validate")
-    assert found["metrics"] == {"val/loss": min(logged.values())}
-    assert found["metrics"] == {"val/loss": logged[found["step"]]}
-    assert f".ckpt of step {found['step']}\n" in capsys.readouterr().out
-    assert trainkit("validate", run / "checkpoints" / "last.ckpt") == 0
-    last = result(run, "validate")
-    assert last["metrics"] == {"val/loss": logged[20]}
-    assert last["metrics"] != found["metrics"]  # the control
-    assert trainkit("test", run, "--data.test_rows", "5") == 0
-    five = result(run, "test")["metrics"]
-    assert trainkit("test", run, "--data.test_rows=9") == 0
-    assert result(run, "test")["metrics"] != five
-    assert trainkit("predict", run) == 0
-    assert len((run / "predictions.csv").read_text().splitlines()) == 11
-    after = files(tmp_path)
-    new = {f"{run.relative_to(tmp_path)}/{verb}.json" for verb in VERBS}
-    new.add(f"{run.relative_to(tmp_path)}/predictions.csv")
-    assert after.keys() - before.keys() == new
-    assert {name: after[name] for name in before} == before
-
-
-VERBS = ("validate", "test", "predict")
-
-
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = fitted(tmp_path, "--trainer.max_epochs=1")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    before = files(tmp_path)
-
-    def is_refused(text: str, *words: str) -> bool:
-        capsys.readouterr()
-        status = trainkit("test", run, *words)
-        shown = capsys.readouterr().err
-        is_one = shown.count("trainkit: ") == 1 and "Traceback" not in shown
-        return status == 2 and text in shown and is_one and files(tmp_path) == before
-
-    assert is_refused("data.test_rows=5", "data.test_rows=5")
-    assert is_refused("Option 'rows' is not accepted", "--data.rows=5")
-    assert is_refused("--ckpt_path=last", "--ckpt_path=last")
-    assert is_refused("does not fit this configuration", "--model.width=6")
-    assert is_refused("write --accumulation=PerSample,", f"--model={OWN}.Advised")
-    config["model"]["init_args"]["width"] = REDACTED
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    before = files(tmp_path)
-    assert is_refused("--model.width: is a secret")
-    assert trainkit("test", run, "--model.width=5") == 0  # the control
-    (run / "test.json").unlink()
-    config["model"] = {"width": 5}  # of a script with its own CLI
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    before = files(tmp_path)
-    assert is_refused("Option 'width' is not accepted")
+    """Its folder alone is refused, with the words that name them."""
+    options = [f"--model={OWN}.Net", f"--data={OWN}.Data", "--seed_everything=3"]
+    options += ["--trainer.accelerator=cpu", "--trainer.max_epochs=1"]
+    options += ["--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"]
+    options += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger"]
+    options += [f"--trainer.logger.save_dir={tmp_path}"]
+    assert trainkit("fit", *options) == 0
+    run = tmp_path / "lightning_logs" / "version_0"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    said = "trainkit test --config=RUN/config.yaml --ckpt_path=RUN/checkpoints/..."
+    assert is_refused(capsys, run, said, "test", run)
+    files = [f"--config={run / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
+    assert trainkit("test", *files) == 0
+    assert "test/loss" in capsys.readouterr().out
 
 
 def is_refused(
@@ -225,7 +159,7 @@ def test_of_places(
     for word in ("seed=1", "ckpt_path=last"):
         assert refused("first word must be the folder of a run or a checkpoint", word)
     assert refused("must be given a run or options, received nothing")
-    assert refused("must be given one run or a checkpoint in its folder", tmp_path)
+    assert refused("must be given one run of trainkit train or a checkpoint", tmp_path)
     alone = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path)
     assert refused("whose configuration it needs, and", alone)
     for name in ("one", "two"):

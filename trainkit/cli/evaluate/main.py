@@ -14,16 +14,15 @@ HELP = """\
 usage: trainkit {verb} RUN [OVERRIDES]
        trainkit {verb} --model=... --data=... --ckpt_path=... [OPTIONS]
 
-The first form takes the folder of a run, or a checkpoint in one, with the run's own
-configuration. Of a folder it takes the best checkpoint. OVERRIDES change the
-configuration: key=value for a run of trainkit train, --key=value for one of trainkit
-fit. It writes {writes} in that folder.
+The first form takes the folder of a run of trainkit train, or a checkpoint in one, with
+the run's own configuration, which OVERRIDES change: key=value. Of a folder it takes the
+best checkpoint. It writes {writes} in that folder.
 
 The second form is the Lightning CLI. trainkit {verb} --help describes its options.
 
 examples:
   trainkit {verb} outputs/MyModule/2026-01-31_12-00-00-1a2b data.batch_size=64
-  trainkit {verb} lightning_logs/version_0/checkpoints/last.ckpt --data.batch_size=64
+  trainkit {verb} --config=lightning_logs/version_0/config.yaml --ckpt_path=...
 """
 
 _WRITES = {
@@ -68,27 +67,25 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.lit.quiet import without_advice
 
     find_modules_here()
-    place = find(verb, words[0])
+    folder, checkpoint = find(verb, words[0])
     # Lightning starts other ranks with the words of this process.
     same = replaced(sys, argv=[*sys.argv[:1], *argv])
-    spoken_here = spoken("train" if place.config is None else "fit")
-    with without_advice(), same, spoken_here:
+    with without_advice(), same, spoken("train"):
         # The writers of checkpoints are not there, and need not be.
         warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint")
         warnings.filterwarnings("ignore", ".*srun. command is available on your")
-        training = configured(verb, place, words[1:])
+        training = configured(verb, folder, words[1:])
         is_first = training.trainer.is_global_zero
         if is_first:
-            print(f"trainkit | {verb}: {place.checkpoint}", flush=True)
+            print(f"trainkit | {verb}: {checkpoint}", flush=True)
         with ranks_of_one_run(training.trainer):
-            of = training, place.checkpoint, place.folder, words[1:]
-            facts = evaluate(verb, *of)
+            facts = evaluate(verb, training, checkpoint, folder, words[1:])
     if is_first:
-        _show(verb, facts, place)
+        _show(verb, facts, folder)
     return 0
 
 
-def _show(verb: str, facts: dict[str, Any], place: Any) -> None:
+def _show(verb: str, facts: dict[str, Any], folder: Any) -> None:
     """Print the result."""
     from trainkit.cli.evaluate.evaluation import STEPS
     from trainkit.cli.runs.summary import show_written
@@ -105,4 +102,4 @@ def _show(verb: str, facts: dict[str, Any], place: Any) -> None:
     elif not rows:
         rows.append((verb, f"{STEPS[verb]} has logged nothing"))
     files = [each for each in (f"{verb}.json", facts.get("file")) if each]
-    show_written(rows, place.folder.path, sorted(files))
+    show_written(rows, folder.path, sorted(files))

@@ -10,7 +10,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import yaml
 
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError, did_you_mean
@@ -120,22 +119,7 @@ def was_restoring(error: BaseException) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A run and a checkpoint of it.
-
-    Args:
-        folder: of the run.
-        config: the configuration that `trainkit fit` has saved; None for `train`.
-        checkpoint: the checkpoint.
-    """
-
-    folder: RunFolder
-    config: Path | None
-    checkpoint: Checkpoint
-
-
-def find(verb: str, text: str) -> Place:
+def find(verb: str, text: str) -> tuple[RunFolder, Checkpoint]:
     """The run and the checkpoint that a word of the command line names.
 
     Args:
@@ -153,22 +137,17 @@ def find(verb: str, text: str) -> Place:
             f"checkpoint, received {text!r}, which does not exist.{near} For example: "
             f"trainkit {verb} outputs/MyModule/2026-01-31_12-00-00-1a2b"
         )
-    around = (
-        each
-        for each in (path, *path.parents)
-        if RunFolder(each).is_of_a_run() or _config_of_fit(each)
-    )
-    run = next(around, None)
-    if run is None:
+    folder = RunFolder.around(path / RunFolder.OVERRIDES)
+    if folder is None:
         below = sorted({file.parent for file in path.rglob(RunFolder.OVERRIDES)})
         runs = "".join(f"\n  {each}" for each in below[-5:])
         raise TrainkitError(
-            f"trainkit {verb}: must be given one run or a checkpoint in its folder, "
-            f"whose configuration it needs, and {path} is not in one (with "
-            f"{RunFolder.OVERRIDES}, or the config.yaml of trainkit fit)."
+            f"trainkit {verb}: must be given one run of trainkit train or a checkpoint "
+            f"in its folder, whose configuration it needs, and {path} is not in one "
+            f"(with {RunFolder.OVERRIDES}). Of trainkit fit, give the files: trainkit "
+            f"{verb} --config=RUN/config.yaml --ckpt_path=RUN/checkpoints/..."
             + (f" The last of {len(below)} below it:{runs}" if runs else "")
         )
-    folder = RunFolder(run)
     is_checkpoint = path.is_file() or path.suffix == ".ckpt"  # a folder if sharded
     named = path if is_checkpoint else best_checkpoint(folder)
     if named is None:
@@ -177,22 +156,4 @@ def find(verb: str, text: str) -> Place:
             f" has none. A run writes its first one after 50 steps or at its end; with "
             f"trainer.enable_checkpointing=false it writes none."
         )
-    config = None if folder.is_of_a_run() else _config_of_fit(run)
-    return Place(folder, config, about_checkpoint(named, folder))
-
-
-def _config_of_fit(path: Path) -> Path | None:
-    """The newest configuration that `trainkit fit` has saved in a folder, or None."""
-    if not (path / RunFolder.CHECKPOINTS).is_dir():
-        return None
-    found = [*path.glob("config-v*.yaml"), *path.glob("config.yaml")]
-    newest_first = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
-    return next(filter(_describes_a_fit, newest_first), None)
-
-
-def _describes_a_fit(path: Path) -> bool:
-    try:
-        content: Any = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(content, dict) and "trainer" in content
+    return folder, about_checkpoint(named, folder)
