@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +15,7 @@ from trainkit.cli.report.charts import (
     MOST,
     Line,
     choose,
-    noise_lines,
     read_lines,
-    window_sizes,
 )
 from trainkit.cli.runs import summary
 
@@ -50,11 +47,10 @@ def test_what_is_drawn_keeps_the_extremes_and_the_last_step(
         assert math.isnan(mean) or least - room <= mean <= largest + room
 
 
-def test_a_long_line_keeps_its_own_band_and_a_long_gap() -> None:
+def test_a_long_gap_stays_a_gap() -> None:
     values = [*[3.0] * MOST, *[NAN] * 500]
-    low, high = [1.0] * len(values), [9.0] * len(values)
-    drawn = Line("", [*range(len(values))], values, low, high).thinned()
-    assert ({*drawn.low}, {*drawn.high}) == ({1.0}, {9.0})
+    drawn = Line("", [*range(len(values))], values).thinned()
+    assert drawn.values[0] == drawn.low[0] == drawn.high[0] == 3.0
     assert math.isnan(drawn.values[-1])
 
 
@@ -80,62 +76,6 @@ def test_what_is_not_finite_is_a_gap_and_steps_rise() -> None:
     found = read_lines([*rows[3:], *rows[:3]])["loss"]
     assert found.steps == (0, 1, 2, 3, 4, 5, 6)
     assert found.shown == [(0, 1.5), (6, 2.0)]
-
-
-def noise(
-    *, seen: bool = True, more: Mapping[int, dict[str, Any]] | None = None
-) -> dict[str, Line]:
-    """40 windows of 32 samples, from the 21st on of 128; every tenth is measured."""
-    found, samples = [], 0
-    for step in range(1, 41):
-        samples += 32 if step <= 20 else 128
-        row: dict[str, Any] = {"step": step, "window/loss": 1}
-        if seen:
-            row["window/samples_seen"] = samples
-        if step % 10 == 0:
-            row["window/noise_scale"] = 100 + step
-            row |= {"window/noise_scale_low": 80, "window/noise_scale_high": 200}
-            row |= (more or {}).get(step, {})
-        found.append({name: str(cell) for name, cell in row.items()})
-    return read_lines(found)
-
-
-@pytest.mark.parametrize(
-    ("end", "high"),
-    [
-        ({}, 200),
-        ({"window/noise_scale_high": 1e9}, 4 * 140),  # the top of the axis
-        ({"window/noise_scale_high": math.inf}, 4 * 140),
-        ({"window/noise_scale_high": ""}, 4 * 140),
-    ],
-)
-def test_the_noise_scale_has_its_band_and_the_window_beside_it(
-    end: dict[str, Any], high: float
-) -> None:
-    scale, window = noise_lines(noise(more={20: end})).values()
-    assert scale.shown == [(10, 110), (20, 120), (30, 130), (40, 140)]
-    assert scale.low == [80] * 4
-    assert scale.high == [200, high, 200, 200]
-    assert window.name == "size of the window"
-    assert window.shown[18:22] == [(19, 32), (20, 32), (21, 128), (22, 128)]
-
-
-@pytest.mark.parametrize("unknown", ["inf", "0"])
-def test_a_scale_that_is_not_known_is_a_gap_and_none_is_no_line(unknown: str) -> None:
-    gap = {"window/noise_scale": unknown, "window/noise_scale_low": 0}
-    scale, _ = noise_lines(noise(more={30: gap})).values()
-    assert [step for step, _ in scale.shown] == [10, 20, 40]
-    assert scale.low == [80, 80, 8, 80]  # a quarter of the window
-    nothing = {step: {"window/noise_scale": "0"} for step in range(10, 50, 10)}
-    assert noise_lines(noise(more=nothing)) == {}
-    assert list(noise_lines(noise(seen=False))) == ["window/noise_scale"]
-    assert noise_lines({"loss": line([1.0])}) == {}
-
-
-def test_windows_that_are_not_logged_are_shared_out_evenly() -> None:
-    every_tenth = Line("", (1.0, 10.0, 20.0), (8.0, 80.0, 240.0))
-    sizes = window_sizes({"window/samples_seen": every_tenth})
-    assert sizes == {1.0: 8.0, 10.0: 8.0, 20.0: 16.0}
 
 
 TITLES = {
@@ -182,7 +122,6 @@ def test_each_column_has_its_chart_and_without_it_there_is_none(
             [FIRST, SECOND, THIRD],
         ),
         (["lr-Adam", "lr-Adam-1"], "Learning rate", [FIRST, SECOND]),
-        (["window/noise_scale", "size of the window"], "Noise scale", [FIRST, SECOND]),
         (["val/acc", "train/acc"], "val/acc and train/acc", [VALIDATION, FIRST]),
         (["critic/loss_of_val"], "critic/loss_of_val", [FIRST]),
     ],

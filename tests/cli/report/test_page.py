@@ -161,20 +161,6 @@ def test_a_report_that_cannot_be_drawn_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_the_band_and_the_window_of_the_noise_scale_are_drawn(tmp_path: Path) -> None:
-    noise = {"window/noise_scale": 90, "window/noise_scale_low": 80}
-    noise |= {"window/noise_scale_high": 200}
-    seen = [{"step": n, "window/samples_seen": 32 * n} for n in range(1, 5)]
-    page = page_of(run_folder(tmp_path, [*seen[:3], seen[3] | noise]))
-    assert legends(page) == {
-        "Noise scale": {
-            "window/noise_scale": "90 (80 to 200) at step 4",
-            "size of the window": "32 at step 4",
-        }
-    }
-    assert "the band ends at the top" in page
-
-
 @pytest.mark.parametrize(
     ("last_step", "summary", "said"),
     [

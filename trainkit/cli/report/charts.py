@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from operator import itemgetter
 from typing import Any
 
@@ -20,10 +20,6 @@ MOST = 1000
 """The most values that are all drawn."""
 LARGEST = 1e250
 """A larger value is drawn as a gap, as infinity is: no axis can hold it."""
-SCALE, SEEN = "window/noise_scale", "window/samples_seen"
-WINDOW_SIZE = "size of the window"
-_ROOM = 4
-"""How many times as far as the values the band of the noise scale is drawn at most."""
 METRIC = "metric_"
 """The beginning of the keys of charts of metrics that are not ours."""
 _OTHERS = ("other1", "other2", "other3", "other4")
@@ -81,8 +77,8 @@ class Line:
                 self,
                 steps=each(np.max, self.steps),
                 values=each(np.nanmean, self.values),
-                low=each(np.nanmin, self.low or self.values),
-                high=each(np.nanmax, self.high or self.values),
+                low=each(np.nanmin, self.values),
+                high=each(np.nanmax, self.values),
             )
 
 
@@ -115,45 +111,6 @@ def _number(cell: Any) -> float | None:
         return float(cell)
     except (ValueError, TypeError):  # a text, or more cells than columns
         return None
-
-
-def window_sizes(columns: Mapping[str, Line]) -> dict[float, float]:
-    """The samples of a window at each step, from those of all windows so far.
-
-    >>> window_sizes({SEEN: Line(SEEN, (1.0, 2.0, 12.0), (8.0, 16.0, 176.0))})
-    {1.0: 8.0, 2.0: 8.0, 12.0: 16.0}
-    """
-    seen = [(0.0, 0.0), *(columns[SEEN].shown if SEEN in columns else ())]
-    return {
-        step: (samples - before) / (step - then)
-        for (then, before), (step, samples) in pairwise(seen)
-        if samples > before
-    }
-
-
-def noise_lines(columns: Mapping[str, Line]) -> dict[str, Line]:
-    """The noise scale in its band, and the size of the window beside it.
-
-    An end of the interval that is not known, or far out, is the end of the axis. A
-    noise scale of 0 is a gap, for a logarithmic axis cannot hold it.
-    """
-    scale, sizes = columns.get(SCALE), window_sizes(columns)
-    if scale is None or max(value for _, value in scale.shown) <= 0:
-        return {}
-    values = [value if value > 0 else math.nan for value in scale.values]
-    scale = replace(scale, values=values)
-    known = [*(value for _, value in scale.shown), *sizes.values()]
-    least, most = min(known) / _ROOM, max(known) * _ROOM
-
-    def edge(name: str, unknown: float) -> list[float]:
-        ends = dict(columns[name].shown) if name in columns else {}
-        return [min(max(ends.get(x, unknown), least), most) for x in scale.steps]
-
-    low, high = edge(f"{SCALE}_low", least), edge(f"{SCALE}_high", most)
-    lines = {SCALE: replace(scale, low=low, high=high)}
-    if sizes:
-        lines[WINDOW_SIZE] = Line(WINDOW_SIZE, [*sizes], [*sizes.values()])
-    return lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,10 +148,7 @@ class Chart:
     def last(self, line: Line) -> str:
         """The last value of a line, and where."""
         step, value = line.shown[-1]
-        place = [*line.steps].index(step)
-        ends = [self.text(edge[place]) for edge in (line.low, line.high) if edge]
-        around = f" ({' to '.join(ends)})" if ends else ""
-        return f"{self.text(value)}{around} at step {number(step)}"
+        return f"{self.text(value)} at step {number(step)}"
 
 
 _CHARTS = (
@@ -273,11 +227,8 @@ _CHARTS = (
     Chart(
         "noise_scale",
         "Noise scale",
-        "The window in samples whose noise is as large as its gradient, with its 90 % "
-        "interval, and the size of the window.",
-        f"{SCALE}|{WINDOW_SIZE}",
-        note="Where the interval has no upper end, the band ends at the top. This is a "
-        "model's estimate, good to about a factor of 2.",
+        "The window in samples whose noise is as large as its gradient.",
+        note="This is a model's estimate, good to about a factor of 2.",
     ),
 )
 

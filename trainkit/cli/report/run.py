@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.cli.report.charts import Chart, Line, choose, noise_lines, read_lines
+from trainkit.cli.report.charts import Chart, Line, choose, read_lines
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows, throughput_text
 from trainkit.core.plan.effective_batch import EffectiveBatch
@@ -54,7 +54,7 @@ def read_run(folder: RunFolder) -> Run:
     times = folder.read(STEP_TIMES, read_step_times)
     facts = folder.read_summary()
     last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
-    columns |= noise_lines(columns) | rates(times)
+    columns |= rates(times)
     charts, left_out = choose(columns, unit=facts.get("unit", ""))
     speed = throughput(times)
     if facts:
