@@ -17,7 +17,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trainkit.config.groups import (
     TrainSchema,
-    check_kind,
     is_empty,
     nodes_of,
     refuse_unread,
@@ -79,7 +78,6 @@ def check_all(config: DictConfig) -> None:
         )
     refuse_unread(config)
     for key, node in list(nodes_of(config)):  # all must have a target first
-        check_kind(node, key=key)
         check(node, key=key)
     check_limits(config)
 

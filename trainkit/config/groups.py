@@ -7,7 +7,6 @@ their types from the signature of the target.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -16,7 +15,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from trainkit.config.targets import TARGET, locate
+from trainkit.config.targets import TARGET
 from trainkit.errors import TrainkitError, did_you_mean
 
 # OmegaConf 2.3 reads the old spelling of unions only.
@@ -156,31 +155,17 @@ def _refuse_without_target(node: Any, group: str) -> None:
     )
 
 
-def check_kind(node: DictConfig, *, key: str) -> None:
-    """Refuse a class that does not belong in its group.
-
-    Any function may be named, since its result is not known before it is called.
-    """
-    kind = _KINDS.get(key.partition(".")[0])
-    found = locate(node[TARGET], key=f"{key}.{TARGET}")
-    if kind and inspect.isclass(found) and not issubclass(found, _bases(kind)):
-        raise TrainkitError(
-            f"{key}.{TARGET}: must be a subclass of lightning.pytorch.{kind}, or a "
-            f"function that returns an object of one, received {node[TARGET]!r}. "
-            f"Choose such a class, or the group to which this one belongs."
-        )
-
-
 def check_made(made: Any, target: str, *, key: str) -> None:
-    """Refuse what a function of a configuration has returned, if it is of no use."""
+    """Refuse an object that does not belong in its group."""
     group = key.partition(".")[0]
     kind = _KINDS.get(group)
     if group == "data" and not hasattr(made, "__iter__"):  # which loaders have
         kind = "LightningDataModule"
     if kind is not None and not isinstance(made, _bases(kind)):
         raise TrainkitError(
-            f"{key}.{TARGET}: must return an object of lightning.pytorch.{kind}, and "
-            f"{target} has returned {type(made).__name__}. Return one, or name a class."
+            f"{key}.{TARGET}: must make an object of lightning.pytorch.{kind}, and "
+            f"{target} has made one of {type(made).__name__}. Name a class or function "
+            f"that makes one, or put it into the group to which it belongs."
         )
 
 

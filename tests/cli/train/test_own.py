@@ -296,8 +296,8 @@ def test_what_cannot_be_trained_is_refused(
     (tmp_path / "more.py").write_text(MORE)
     try:
         for word, said in (
-            ("model._target_=more.number", "and more.number has returned int"),
-            ("data._target_=more.number", "and more.number has returned int"),
+            ("model._target_=more.number", "and more.number has made one of int"),
+            ("data._target_=more.number", "and more.number has made one of int"),
             ("data._target_=more.Empty", "the training loader must have batches"),
         ):
             with warnings.catch_warnings():
