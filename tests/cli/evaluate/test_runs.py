@@ -15,6 +15,8 @@ from tests.cli.fit.lightning_runs import stand_alone
 from tests.cli.ones_own import Data, Net
 from tests.recipes.debugging import small
 from trainkit.cli.evaluate.main import main
+from trainkit.cli.runs.checkpoint import best_checkpoint
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 
@@ -52,6 +54,22 @@ def test_of_validation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert after.keys() - before.keys() == {"validate.json"}
     assert {name: after[name] for name in before} == before
     (run / "validate.json").unlink()
+
+
+def test_the_best_checkpoint_has_its_name_or_a_callback_knows_it(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    assert best_checkpoint(folder) is None
+    for monitor, best in ((None, "last.ckpt"), ("val/loss", "mine.ckpt")):
+        state = {"monitor": monitor, "best_model_path": "/moved/mine.ckpt"}
+        content = {"state_dict": {}, "callbacks": {"ModelCheckpoint": state}}
+        for name in ("mine.ckpt", "last.ckpt"):
+            torch.save(content, folder.checkpoints / name)
+        assert best_checkpoint(folder) == folder.checkpoints / best
+    (folder.checkpoints / "best.ckpt").touch()
+    assert best_checkpoint(folder) == folder.checkpoints / "best.ckpt"
 
 
 def test_of_a_test_with_overrides(run: Path) -> None:
