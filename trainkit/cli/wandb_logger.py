@@ -256,7 +256,7 @@ class WandbRunLogger(WandbLogger):
             )
 
 
-def resolve_mode(mode: Mode) -> str:
+def resolve_mode(mode: str) -> str:
     """The mode for `wandb.init`.
 
     For `"auto"`, `WANDB_MODE` or `wandb offline` decides. Without them it is online
@@ -268,30 +268,18 @@ def resolve_mode(mode: Mode) -> str:
     import wandb
 
     settings = wandb.setup().settings
-    wanted = _wanted(mode, os.environ, saved=settings.mode)
-    if wanted == "auto":
-        wanted = "online" if _is_logged_in(settings) else "offline"
-    elif wanted == "online" and not _is_logged_in(settings):
-        raise TrainkitError(
-            f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
-            f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
-        )
-    return wanted
-
-
-def _wanted(mode: str, environ: Mapping[str, str], *, saved: str) -> str:
-    """The mode that the user asks for, by argument, by variable or by command.
-
-    >>> _wanted("auto", {"WANDB_MODE": "dryrun"}, saved="online")
-    'offline'
-    >>> _wanted("auto", {"WANDB_SWEEP_ID": "abc"}, saved="online")
-    'online'
-    """
-    if mode == "auto":
-        under_agent = "online" if "WANDB_SWEEP_ID" in environ else mode
-        by_command = None if saved == "online" else saved  # online is W&B's default
-        mode = environ.get("WANDB_MODE", by_command) or under_agent
-    return _ALIASES.get(mode, mode)
+    is_asked = mode != "auto" or {"WANDB_MODE", "WANDB_SWEEP_ID"} & os.environ.keys()
+    if mode == "auto":  # the client has online, unless another was saved
+        mode = os.environ.get("WANDB_MODE") or settings.mode
+    wanted = _ALIASES.get(mode, mode)
+    if wanted != "online" or _is_logged_in(settings):
+        return wanted
+    if not is_asked:
+        return "offline"
+    raise TrainkitError(
+        f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
+        f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
+    )
 
 
 def _is_logged_in(settings: Any) -> bool:

@@ -68,7 +68,20 @@ def test_a_file_of_logins_that_holds_none_is_no_login(
     assert resolve_mode("auto") == "offline"
 
 
-@pytest.mark.parametrize("environ", [{}, {"WANDB_MODE": "online"}])
+def test_wandb_offline_is_remembered(
+    private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the environment says otherwise."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    subprocess.run([sys.executable, "-m", "wandb", "offline"], check=True, timeout=240)
+    assert resolve_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "run")
+    assert resolve_mode("auto") == "online"
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"WANDB_MODE": "online"}, {"WANDB_SWEEP_ID": "s"}]
+)
 def test_online_without_a_login_is_refused_instead_of_asking(
     private_wandb: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
