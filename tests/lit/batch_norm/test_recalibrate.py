@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,14 +192,14 @@ class Busy(AccumulationMixin, Validated):
         super().__init__()
         self.register_buffer("queue", torch.zeros(3, dtype=torch.float64))
         self.seen: list[Any] = []
-        self.passes: dict[int, list[float]] = {}
-        self.stages: list[Any] = []
+        # In an object of its own, which is not put back.
+        self.notes = SimpleNamespace(passes={}, stages=[])
         self.rows, self.mean = SumMetric(), MeanMetric()
         self.table = nn.ModuleDict({"a": nn.ModuleList([SumMetric()])})
         self.both = MetricCollection({"accuracy": MulticlassAccuracy(3)})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.stages.append((self.training, self.trainer.training))
+        self.notes.stages.append((self.training, self.trainer.training))
         x = torch.nn.functional.dropout(batch[0], 0.2, self.training)
         loss = super().training_step((x, batch[1]), batch_idx)
         self.queue += x.mean()
@@ -211,10 +212,9 @@ class Busy(AccumulationMixin, Validated):
         self.both.update(self.net(x), batch[1])
         self.mean(loss)
         self.log("mean", self.mean, on_epoch=True, on_step=False)
-        if torch.is_grad_enabled():
-            self.seen.append(batch[0].sum().item())
-        else:
-            self.passes.setdefault(batch_idx, []).append(batch[0].sum().item())
+        self.seen.append(batch[0].sum().item())
+        if not torch.is_grad_enabled():
+            self.notes.passes.setdefault(batch_idx, []).append(self.seen[-1])
         return loss
 
 
@@ -238,7 +238,7 @@ def busy(policy: Any, **options: Any) -> tuple[Any, dict[str, float]]:
 
 @pytest.mark.filterwarnings("ignore:training_step has changed queue:UserWarning")
 def test_training_goes_on_bit_by_bit_as_without_the_guard() -> None:
-    """Order of the data, augmentation, dropout, logs, metrics, buffers: all but
+    """Order of the data, augmentation, dropout, logs, metrics, buffers, lists: all but
     statistics. Every pass sees the same augmented rows."""
     (module, logged), (plain, wanted) = map(busy, ("recalibrate", "ignore"))
     assert module.seen == plain.seen
@@ -247,13 +247,13 @@ def test_training_goes_on_bit_by_bit_as_without_the_guard() -> None:
     for name, tensor in others(plain).items():
         assert torch.equal(module.state_dict()[name], tensor), name
     assert furthest(statistics(module.net), statistics(plain.net)) > 1e-3
-    assert set(module.stages) == {(True, True)}
+    assert set(module.notes.stages) == {(True, True)}
     for each in (module, plain):
         table: Any = each.table
         assert [m.compute() for m in (each.rows, table["a"][0])] == [2 * FEW] * 2
     assert module.both.compute() == plain.both.compute()
-    assert len(module.passes) == 4
-    passes = [seen[:3] for seen in module.passes.values()]
+    assert len(module.notes.passes) == 4
+    passes = [seen[:3] for seen in module.notes.passes.values()]
     assert all(len(seen) == 3 and len(set(seen)) == 1 for seen in passes)
 
 

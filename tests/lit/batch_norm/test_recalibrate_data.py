@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -49,13 +49,13 @@ class Notes(ConvModule):
 
     def __init__(self, *net: Any) -> None:
         super().__init__(*net)
-        self.seen: list[Tensor] = []
-        self.recalibrated: list[Tensor] = []
+        # In an object of its own, which is not put back.
+        self.notes = SimpleNamespace(seen=[], recalibrated=[])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = self.pair(batch)
-        notes = self.seen if torch.is_grad_enabled() else self.recalibrated
-        notes.append(x)
+        notes = self.notes
+        (notes.seen if torch.is_grad_enabled() else notes.recalibrated).append(x)
         return F.cross_entropy(self.net(x), y)
 
     def pair(self, batch: Any) -> Any:
@@ -134,9 +134,9 @@ def test_training_sees_the_same_rows_in_the_same_order(kind: str) -> None:
     mine, plain = ends
     wanted = reference(mine, dataset(FEW).tensors[0])
     assert furthest(statistics(mine.net), wanted) <= EXACT
-    assert mine.recalibrated
-    assert len(mine.seen) == 8
-    assert all(map(torch.equal, mine.seen, plain.seen))
+    assert mine.notes.recalibrated
+    assert len(mine.notes.seen) == 8
+    assert all(map(torch.equal, mine.notes.seen, plain.notes.seen))
     assert all(map(torch.equal, mine.parameters(), plain.parameters()))
 
 
@@ -157,8 +157,8 @@ def test_several_loaders_are_put_together_as_in_training(is_shortest: bool) -> N
     data = CombinedLoader(two, "min_size") if is_shortest else data
     module = fit("recalibrate", module=Pairs(), data=data)
     num = 3 if is_shortest else 4
-    assert len(module.seen) == 2 * num
-    rows = torch.cat(module.recalibrated[-num:])
+    assert len(module.notes.seen) == 2 * num
+    rows = torch.cat(module.notes.recalibrated[-num:])
     assert len(rows) == {3: 12 + 15, 4: 16 + 20}[num]
     assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
 
@@ -172,7 +172,7 @@ def test_part_of_the_rows_is_the_loaders_beginning(
     guard = BatchNormGuard("recalibrate", num_batches=num_batches)
     module = fit(guard, module=Notes(), data=batches(shuffle=shuffle))
     used = min(num_batches, 7)
-    rows = torch.cat(module.recalibrated[-used:])
+    rows = torch.cat(module.notes.recalibrated[-used:])
     assert len({float(row.sum()) for row in rows}) == min(4 * num_batches, 27)
     assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
     first = torch.cat(list(dataset().tensors[0].split(4))[:used])
@@ -198,7 +198,7 @@ def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
     data = ResumableLoader(NotToBeCopied(), 4, weigh_nothing=weigh_nothing)
     module = Notes()
     fit(BatchNormGuard("recalibrate"), module=module, data=data, max_epochs=1)
-    assert module.recalibrated
+    assert module.notes.recalibrated
 
 
 # ---- what runs -----------------------------------------------------------------------

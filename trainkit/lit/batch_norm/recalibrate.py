@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.batch_norm.recalibration import recalibrate
-from trainkit.core.generators import random_kept, seed_all
+from trainkit.core.generators import seed_all
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
@@ -22,7 +22,7 @@ from trainkit.lit._compat import (
     saves_weights_by_time,
     step_arguments,
 )
-from trainkit.lit.aside import muted
+from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.callback.base import fetches_batches, has_callback, windows_of
 
@@ -34,9 +34,9 @@ class Recalibrate(Policy):
     """Computes running statistics anew from the training data.
 
     `training_step` runs on the first `num_batches` micro-batches of each rank's loader,
-    without gradients, in the modes of training. Its logging is muted; metrics, buffers
-    and random generators are put back afterwards. What it appends to lists of its own,
-    or sends to a logger itself, stays. To run less, give `forward`.
+    without gradients, in the modes of training. Its logging is muted; metrics, buffers,
+    attributes and random generators are put back afterwards. What it sends to a logger
+    itself stays. To run less, give `forward`.
     """
 
     def __init__(
@@ -103,20 +103,24 @@ class Recalibrate(Policy):
                 seed_all(SEED + index + 1)
 
         with (
-            random_kept(module.device),
+            Kept(module, device=module.device),
             muted(module),
             _unheard(trainer),
-            self._buffers_kept(module),
             self._as_in_training(trainer, module),
+            trainer.strategy.precision_plugin.train_step_context(),
         ):
-            with trainer.strategy.precision_plugin.train_step_context():
-                recalibrate(
-                    self._layers,
-                    batches,
-                    lambda pair: self._run(module, *pair),
-                    exact=self._exact,
-                    ranks=find_ranks(trainer.strategy, "mean"),
-                )
+            recalibrate(
+                self._layers,
+                batches,
+                lambda pair: self._run(module, *pair),
+                exact=self._exact,
+                ranks=find_ranks(trainer.strategy, "mean"),
+            )
+            layers = self._layers.values()
+            running = [b for x in layers for b in (x.running_mean, x.running_var)]
+            found = [each.clone() for each in running]
+        for each, value in zip(running, found, strict=True):
+            each.copy_(value)
 
     def save(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         self.before_use(trainer, module)
@@ -142,19 +146,6 @@ class Recalibrate(Policy):
         if self._forward is not None:
             return self._forward(module, batch)
         return module.training_step(*step_arguments(module, batch, batch_idx))
-
-    @contextlib.contextmanager
-    def _buffers_kept(self, module: Any) -> Iterator[None]:
-        """Put back all buffers but those that are computed anew."""
-        layers = set(self._layers.values())
-        others = [m for m in module.modules() if m not in layers]
-        kept = [(m, n, b, b.clone()) for m in others for n, b in m._buffers.items()
-                if b is not None]  # fmt: skip
-        try:
-            yield
-        finally:
-            for owner, name, buffer, value in kept:
-                owner._buffers[name] = buffer.copy_(value)
 
     @contextlib.contextmanager
     def _as_in_training(self, trainer: Any, module: Any) -> Iterator[None]:
