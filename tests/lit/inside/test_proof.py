@@ -157,7 +157,7 @@ def test_a_submodule_that_is_not_called_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net.head(self.net.body(x))
 
-    with pytest.warns(UserWarning, match="training_step did not call net, so nothing"):
+    with pytest.warns(UserWarning, match="net ran whole. .* calls it with 0. Only"):
         fit(Around(), OPTIONS)
 
 

@@ -44,16 +44,14 @@ class Replaced:
     Attributes:
         around: makes a context for each run of a chunk of a call; the chunk is None
             where rows are only looked at.
-        was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
-        most_rows: that a call had.
+        most_rows: that a call had which trains.
     """
 
     def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
         self.around: Around = nothing_around
-        self.was_called = self.was_cut = False
-        self.most_rows = 0
+        self.was_cut, self.most_rows = False, 0
         self._before: Any = vars(module).get("forward")
 
     @property
@@ -67,10 +65,6 @@ class Replaced:
     def trains(self) -> bool:
         """Whether a call would be one of training."""
         return self.module.training or torch.is_grad_enabled()
-
-    def note_call(self, rows: int) -> None:
-        """Note a call of so many rows."""
-        self.was_called, self.most_rows = True, max(self.most_rows, rows)
 
     def install(self) -> None:
         """Take the place of the module's forward."""

@@ -82,7 +82,7 @@ class ChunkedForward(Cut):
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
         arguments, sizes = self._read(args, kwargs), self.sizes
-        self.note_call(arguments.rows)
+        self.most_rows = max(self.most_rows, arguments.rows)
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)

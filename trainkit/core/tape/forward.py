@@ -59,7 +59,7 @@ class TapedForward(Replaced):
         if is_recording() or not self.trains:
             return self.original(*args, **kwargs)
         rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), 0)
-        self.note_call(rows)
+        self.most_rows = max(self.most_rows, rows)
         if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
             return self.original(*args, **kwargs)
         self.was_cut = True

@@ -121,46 +121,38 @@ class InsideCuts:
         return TapedForward(module, self._sizes, self._ranks, path)
 
     def check_called(self, batch: Any) -> None:
-        """Warn of submodules that the first training step has not called, or not with
-        the rows of the batch."""
+        """Warn of submodules that the first training step has not called with the rows
+        of the batch."""
         if self._is_checked:
             return
         self._is_checked = True
-        uncalled = [cut.name for cut in self.cuts if not cut.was_called]
-        if uncalled:
-            warnings.warn(
-                f"trainkit | inside: training_step did not call {listed(uncalled)}, so "
-                f"nothing of it runs in chunks. Only calls of the module itself are "
-                f"cut, such as self.net(x), and no other method of it. Name the "
-                f"submodule that is called.",
-                stacklevel=2,
-            )
-
         how = self._options.documents
         rows = float(num_samples(batch, how))
         if math.isnan(rows):  # lists of samples do not tell: the loader does
-            rows = float(micro_batch_of(self._module.trainer.train_dataloader) or 0)
+            rows = float(micro_batch_of(self._module.trainer.train_dataloader) or 1)
         is_flat = find_flattened(batch, how) is not None
         for cut in self.cuts:
-            if cut.was_called and not cut.was_cut and cut.most_rows < rows:
-                if is_flat:
-                    raise TrainkitError(
-                        f"MicroBatching inside={cut.name!r}: it cuts rows, and the "
-                        f"loader batch is one row of {rows:g} documents, which none "
-                        f"of its arguments tells apart. Pass it offsets by the name "
-                        f"cu_seq_lens_q, numbers as seq_idx or position_ids that begin "
-                        f"anew, or name another argument in documents=. Or cut between "
-                        f"documents by MicroBatching(tokens=...) without inside=; or "
-                        f"name a submodule whose tensors have an entry for each token "
-                        f"in their first dimension. Exact BatchNorm cuts rows alone."
-                    )
-                warnings.warn(
-                    f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
-                    f"{rows:g} rows, its arguments have {cut.most_rows} in their first "
-                    f"dimension. Lists of samples and objects are not cut: pass "
-                    f"tensors, or name a submodule that gets them.",
-                    stacklevel=2,
+            if cut.was_cut or cut.most_rows >= rows:
+                continue
+            if is_flat and cut.most_rows:
+                raise TrainkitError(
+                    f"MicroBatching inside={cut.name!r}: it cuts rows, and the "
+                    f"loader batch is one row of {rows:g} documents, which none "
+                    f"of its arguments tells apart. Pass it offsets by the name "
+                    f"cu_seq_lens_q, numbers as seq_idx or position_ids that begin "
+                    f"anew, or name another argument in documents=. Or cut between "
+                    f"documents by MicroBatching(tokens=...) without inside=; or "
+                    f"name a submodule whose tensors have an entry for each token "
+                    f"in their first dimension. Exact BatchNorm cuts rows alone."
                 )
+            warnings.warn(
+                f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
+                f"{rows:g} rows, training_step calls it with {cut.most_rows}. Only "
+                f"calls of the module itself are cut, such as self.net(x), and rows "
+                f"are the first dimension of its tensors, not the samples of a list. "
+                f"Name a submodule that is called so.",
+                stacklevel=2,
+            )
 
     # ---- what others ask -------------------------------------------------------------
 
