@@ -117,7 +117,8 @@ class Recalibrate(Policy):
                 ranks=find_ranks(trainer.strategy, "mean"),
             )
             layers = self._layers.values()
-            running = [b for x in layers for b in (x.running_mean, x.running_var)]
+            both = (b for x in layers for b in (x.running_mean, x.running_var))
+            running = [each for each in both if each is not None]
             found = [each.clone() for each in running]
         for each, value in zip(running, found, strict=True):
             each.copy_(value)
