@@ -44,6 +44,19 @@ def test_other_fields_have_an_entry_for_each_token_or_for_each_document() -> Non
     assert "attention_mask" not in batch
 
 
+@pytest.mark.parametrize("options", [{}, {"length": 6}])
+def test_labels_of_documents_that_are_as_many_as_the_tokens_of_one_are_no_tokens(
+    options: Any,
+) -> None:
+    """The control: a document by itself, of which nobody can say otherwise."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [1, 0, 1]},
+            {"input_ids": [8, 9], "labels": [0, 1, 1]}]  # fmt: skip
+    collate = PackCollate(**options)
+    for order in (rows, rows[::-1]):
+        assert collate(order)["labels"].tolist() == [row["labels"] for row in order]
+    assert collate(rows[:1])["labels"][0, :3].tolist() == [-100, 0, 1]
+
+
 def test_samples_may_be_lists_of_ids() -> None:
     assert PackCollate()(IDS)["input_ids"].tolist() == [list(range(1, 10))]
 
@@ -84,6 +97,11 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({}, [{"ids": [1]}], "must have input_ids, received one with 'ids'"),
     ({}, [{"input_ids": []}], "of one at least.*Leave empty documents out"),
     ({}, [{"input_ids": "text"}], "must be a list of ids"),
+    (
+        {},
+        [ROWS[0], {"input_ids": [7, 8, 9], "labels": [7, 8]}],
+        r"labels must have an entry for each token .* received \(\d,\), \(2,\)",
+    ),
 ]
 
 

@@ -146,7 +146,7 @@ class FirstWindows:
     """
 
     def __init__(self) -> None:
-        self.loader_size: int | None = None
+        self.loader_size: float | None = None
         self.is_complete = False
         self._num_windows = 0
         self._sums: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,8 +77,11 @@ class PackCollate:
                 "PackCollate: needs at least one sample, received none."
             )
         own = [len(each["input_ids"]) for each in documents]
+        tokens = [name for name in documents[0] if _have_tokens(name, documents)]
+        for each in documents if "labels" in tokens else ():
+            each["labels"][0] = self.ignore_index
         if not self.lengths:
-            return self._row(documents, own) | self._offsets(own)
+            return self._row(documents, tokens, own) | self._offsets(own)
         if max(own) > self.lengths[-1]:
             raise TrainkitError(
                 f"PackCollate length: a document must fit in a row of "
@@ -93,8 +96,8 @@ class PackCollate:
             of = [documents[place] for place in places]
             lengths = [own[place] for place in places]
             missing = length - sum(lengths)
-            of += [self._filler(of[0], missing)] * (missing > 0)
-            rows.append(self._row(of, lengths, missing))
+            of += [self._filler(of[0], tokens, missing)] * (missing > 0)
+            rows.append(self._row(of, tokens, lengths, missing))
         return {name: _together([row[name] for row in rows]) for name in rows[0]}
 
     def _document(self, sample: Any) -> dict[str, Any]:
@@ -113,31 +116,33 @@ class PackCollate:
                 f"PackCollate: input_ids must be a list of ids, and of one at least, "
                 f"received {ids!r}. Leave empty documents out of the data set."
             )
-        labels = document.get("labels", ids).clone()
-        if _has_tokens(labels, ids):
-            labels[0] = self.ignore_index
-        return {**document, "labels": labels}
+        return {**document, "labels": document.get("labels", ids).clone()}
 
-    def _filler(self, like: Mapping[str, Any], length: int) -> dict[str, Any]:
+    def _filler(
+        self, like: Mapping[str, Any], tokens: Collection[str], length: int
+    ) -> dict[str, Any]:
         """A document of so many tokens that counts nothing."""
-        filler = {}
-        for name, value in like.items():
-            if _has_tokens(value, like["input_ids"]):
-                filled = {"input_ids": self.fill, "labels": self.ignore_index}
-                shape = (length, *value.shape[1:])
-                filler[name] = value.new_full(shape, filled.get(name, 0))
+        filler, filled = {}, {"input_ids": self.fill, "labels": self.ignore_index}
+        for name in tokens:
+            shape = (length, *like[name].shape[1:])
+            filler[name] = like[name].new_full(shape, filled.get(name, 0))
         return filler
 
-    def _row(self, of: Sequence[Any], lengths: list[int], missing: int = 0) -> Any:
+    def _row(
+        self,
+        of: Sequence[Any],
+        tokens: Collection[str],
+        lengths: list[int],
+        missing: int = 0,
+    ) -> Any:
         """One row of documents, the last of which may fill it."""
         row: dict[str, Any] = {}
         for name in of[0]:
             column = [each[name] for each in of if name in each]
-            if _has_tokens(column[0], of[0]["input_ids"]):
+            if name in tokens:
                 row[name] = torch.cat(column)[None]
             else:
-                are_tensors = all(isinstance(value, Tensor) for value in column)
-                row[name] = torch.stack(column) if are_tensors else column
+                row[name] = _stacked(name, column)
         positions = [torch.arange(length) for length in lengths]
         positions.append(torch.zeros(missing).long())  # a model may know no more
         number = torch.arange(len(lengths) + 1, dtype=torch.int32)
@@ -156,9 +161,27 @@ class PackCollate:
         }
 
 
-def _has_tokens(value: Any, ids: Tensor) -> bool:
-    """Whether a field has an entry for each token."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(ids)
+def _have_tokens(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a field has an entry for each token, in all documents that have it."""
+    pairs = [(each[name], each["input_ids"]) for each in documents if name in each]
+    return all(
+        isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(ids)
+        for value, ids in pairs
+    )
+
+
+def _stacked(name: str, column: list[Any]) -> Any:
+    """A field with an entry for each document: a tensor, or a list of other values."""
+    if not all(isinstance(value, Tensor) for value in column):
+        return column
+    shapes = dict.fromkeys(tuple(value.shape) for value in column)
+    if len(shapes) > 1:
+        raise TrainkitError(
+            f"PackCollate: {name} must have an entry for each token of every document, "
+            f"or one shape in all, received {', '.join(map(str, shapes))}. Look at it "
+            f"in the data set, or leave it out there."
+        )
+    return torch.stack(column)
 
 
 def _together(column: Sequence[Any]) -> Any:

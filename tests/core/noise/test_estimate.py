@@ -55,10 +55,13 @@ def test_of_windows_too_few_or_of_one_micro_batch_there_is_none() -> None:
     assert estimate_of(Setting(1, 4, 1, False).windows(40, 0)) is None
 
 
-def test_a_window_that_was_not_seen_counts_for_nothing() -> None:
+@pytest.mark.parametrize("zeros", [len(COLUMNS), COLUMNS.index("samples")])
+def test_a_window_that_was_not_seen_or_weighs_nothing_counts_for_nothing(
+    zeros: int,
+) -> None:
     windows = Setting(4, 4, 1, False).windows(40, 0)
     some = windows.clone()
-    some[::2] = 0
+    some[::2, :zeros] = 0
     found, of_half = estimate_of(some), estimate_of(windows[1::2])
     assert found is not None
     assert of_half is not None

@@ -34,7 +34,9 @@ from trainkit import (
     EffectiveBatch,
     PerSample,
     PerToken,
+    ResumableLoader,
     Uniform,
+    WindowSampler,
     read_effective_batch,
 )
 from trainkit.core.ledger import NUM_MEASURED
@@ -94,6 +96,21 @@ def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
     asks = asked(known_loaders()[name])
     assert asks.errors == []
     assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
+
+
+def test_a_planned_window_is_known_also_where_the_epoch_has_a_shorter_one() -> None:
+    """A mean of micro-batches, so that a rate does not follow the number of ranks. The
+    control: what the windows measure in tokens, a short one among them."""
+    lengths = [len(labels) for _, labels in SEQUENCES]  # 38 of them
+    plan = WindowSampler(lengths, window=10, tokens=50)
+    data = ResumableLoader(SEQUENCES, batch_sampler=plan, collate_fn=pad)
+    for unit in ("samples", "tokens"):
+        found = asked(data, unit, plan.micro_batches).found[-1]
+        assert found is not None
+        assert found.is_exact == (unit == "samples")
+        if found.is_exact:
+            assert found.size == pytest.approx(10, rel=1e-12)
+            assert found.micro_batch == 10 / plan.micro_batches
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.helpers import raise_rank_errors, run_ranks, trainer
+from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
 from tests.lit.proof.starting import (
     ALARM,
     CLASSES,
@@ -34,7 +34,7 @@ from tests.lit.proof.starting import (
 )
 from tests.zoo import causes, wrongs
 from tests.zoo.causes import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
-from tests.zoo.modules import Stream
+from tests.zoo.modules import Manual, Stream, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -450,6 +450,19 @@ def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
     fit(IMAGES(), loader, PerSample(), proof="require")
     equal: Any = DataLoader(Stream(rows), batch_size=2, drop_last=True)
     fit(IMAGES(), equal, Uniform(), proof="require")
+
+
+@pytest.mark.parametrize("every", [None, 2, 5])
+def test_windows_by_hand_are_proved_whatever_their_size(
+    every: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All batches of a rehearsal are one window. The control: a wrong strategy."""
+    rows: Any = ragged_sequences(24)
+    data, kind = DataLoader(rows, 4, collate_fn=pad), hooked(Manual, every=every)
+    fit(kind(), data)
+    assert said(capsys).startswith("exact on ")
+    with pytest.warns(UserWarning, match=r"not by PerSample\(\)"):
+        fit(kind(strategy=PerSample()), data)
 
 
 def test_a_mask_in_whose_name_labels_stand_is_a_mask() -> None:

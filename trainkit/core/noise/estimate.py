@@ -66,12 +66,14 @@ class NoiseEstimate:
         is always between 0 and about 1, and the ends are then converted.
 
         Args:
-            windows: `COLUMNS` of each; zeros for one of which some was not seen.
+            windows: `COLUMNS` of each; zeros for one of which some was not seen. One
+                that weighs nothing is left out.
 
         Returns:
             None, if too few windows were measured, or each had one micro-batch alone.
         """
-        filled = _in_blocks(_in_units([each for each in windows if each[-1] > 0]))
+        known = [each for each in windows if each[2] > 0 and each[-1] > 0]
+        filled = _in_blocks(_in_units(known))
         if len(filled) < LEAST_BLOCKS:
             return None
         total = [math.fsum(column) for column in zip(*filled, strict=True)]

@@ -13,6 +13,7 @@ from trainkit.core.plan.effective_batch import EffectiveBatch, Unit, check_unit
 from trainkit.core.plan.stages import WindowSize
 from trainkit.core.samples import num_samples
 from trainkit.core.strategies import PerSample, Strategies, Uniform
+from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
 from trainkit.lit.callback.table import Row
@@ -59,7 +60,7 @@ def find_effective_batch(
     """
     loader, measured = train_loader(trainer), 0
     if micro_batch is None and unit == "samples":
-        micro_batch = micro_batch_of(loader)
+        micro_batch = mean_micro_batch(loader)
     first = _measuring(trainer, unit)
     if micro_batch is None and first is not None:
         micro_batch = first.micro_batch("samples" if unit == "samples" else "weight")
@@ -148,9 +149,19 @@ def train_loader(trainer: Any) -> Any:
     return trainer.train_dataloader
 
 
-def loader_size(trainer: Any) -> int | None:
+def loader_size(trainer: Any) -> float | None:
     """The loader's batch size, by which a resumed run knows whether it has changed."""
-    return micro_batch_of(train_loader(trainer))
+    return mean_micro_batch(train_loader(trainer))
+
+
+def mean_micro_batch(loader: Any) -> float | None:
+    """The batch size of a loader, or the mean of a full window's where one is planned;
+    None if nothing says it."""
+    plan = getattr(loader, "batch_sampler", None)
+    if isinstance(plan, WindowSampler):
+        rows = min(plan.window, plan.num_rows)
+        return rows / (plan.micro_batches * plan.num_ranks)
+    return micro_batch_of(loader)
 
 
 def micro_batch_of(loader: Any) -> int | None:

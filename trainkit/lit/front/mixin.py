@@ -27,7 +27,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
-from trainkit.lit.callback.base import find_callback, window_ends
+from trainkit.lit.callback.base import find_callback, is_rehearsal, window_ends
 from trainkit.lit.front.mixin_callback import (
     CALLBACKS,
     BringsCallback,
@@ -216,6 +216,8 @@ class AccumulationMixin(_Base):
                 f"received {every!r}. Leave it out to go by the Trainer."
             )
         windows = self._windows()
+        if is_rehearsal(self.trainer):
+            every = None  # all batches of a rehearsal are one window
         num_expected = every or self.trainer.accumulate_grad_batches
         windows.asked_sizes.add(int(num_expected))
         windows.longest_window = max(windows.longest_window, num_expected)
