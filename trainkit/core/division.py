@@ -18,7 +18,14 @@ from trainkit.core.strategies import (
     Weight,
     checked_weight,
 )
-from trainkit.core.window import DIVISOR, WEIGHT, Window, scalar, vector
+from trainkit.core.window import (
+    DIVISOR,
+    WEIGHT,
+    Window,
+    default_device,
+    scalar,
+    vector,
+)
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256
@@ -108,6 +115,11 @@ class Division:
             if self._ranks.backend_sums:
                 first = self._ranks.sum_(first) / self._ranks.size
         self._refer_to(power_of_two(first, None))
+
+    def begin_apart(self) -> None:
+        """Choose r of the first window now, so that no rank waits there for one that
+        has no micro-batch yet."""
+        self._refer_to(scalar(UNKNOWN, default_device()))
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device

@@ -99,6 +99,9 @@ def silenced(number: int, keep: int) -> Samples:
     ]
 
 
+LATER = [*silenced(2, 0)[: 2 * BATCH], *DATA[2 * BATCH :]]
+"""The second rank's first batch has no labels."""
+
 GRID = [
     ("mixin", "momentum", 0.05),
     ("callback", "adamw", 0.05),
@@ -115,6 +118,14 @@ class Apart(Manual):
     """Its ranks exchange gradients with a window's last batch alone."""
 
     apart = True
+
+
+class Later(Apart):
+    """Leaves out batches without labels that count."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if bool((batch["labels"] != -100).any()) or self.window_ends(batch_idx):
+            super().training_step(batch, batch_idx)
 
 
 class NoSync(Manual):
@@ -236,6 +247,7 @@ TWO: dict[Any, Any] = {
     "two heads": (train, "callback", {"kind": TwoHeads, **UNUSED}),
     "by hand": (train_hooked, "plain", Manual, ADAM),
     "apart": (train_hooked, "plain", Apart, ADAM),
+    "later": (train, "plain", {"kind": Later, "made": ADAM, "data": LATER}),
     "no sync": (train, "plain", {"kind": NoSync}),
     "gan": (train, "plain", {"kind": Gan, "window": 1, **UNUSED}),
     "printed": (train_printing,),

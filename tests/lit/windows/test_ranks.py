@@ -29,6 +29,7 @@ from tests.lit.windows.rank_cases import (
     BATCH,
     DATA,
     GRID,
+    LATER,
     SHARDED,
     THREE,
     TWO,
@@ -147,6 +148,11 @@ def test_windows_of_ones_own_equal_one_process(
     ends, numbers = zip(*raise_rank_errors(two[how]), strict=True)
     assert max(deviations(list(ends), optimizer="adamw")) <= EXACT
     assert numbers == (exchanges, exchanges)
+
+
+def test_a_rank_may_begin_without_a_micro_batch_of_its_own(two: Any) -> None:
+    """The other would wait for it, to agree on what weights are divided by first."""
+    assert max(deviations(two["later"], LATER, "adamw")) <= EXACT
 
 
 def test_table_is_printed_on_the_first_rank_alone(two: Any) -> None:
