@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
 from tests.cli.plan.test_main import report
 from tests.cli.training import SMALL, the_run, train
-from tests.lit.probe.finding import larger_is_faster
 from trainkit.cli.plan.main import main
 from trainkit.errors import TrainkitError
 
@@ -21,11 +19,9 @@ PROBE = ["--probe", "--target", "16", *SMALL]
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """In a folder of its own, where larger sizes are faster."""
+def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    with larger_is_faster():
-        yield
 
 
 def test_what_it_finds_is_a_plan_with_the_sizes_tried(
@@ -35,9 +31,7 @@ def test_what_it_finds_is_a_plan_with_the_sizes_tried(
     sizes = (found["micro_batch"], found["accumulate"], found["effective"])
     assert sizes == (16, 1, 16)
     assert [trial["size"] for trial in found["trials"]] == [2, 4, 8, 16]
-    assert set(found["trials"][0]) == {
-        "size", "fits", "samples_per_second", "peak_bytes",
-    }  # fmt: skip
+    assert set(found["trials"][0]) == {"size", "fits", "peak_bytes"}
     words = [word for word in PROBE if word in SMALL and "batch_size" not in word]
     assert found["overrides"]["train"] == [
         *words,

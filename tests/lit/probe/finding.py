@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +14,6 @@ from torchmetrics import MeanMetric
 from tests.helpers import trainer as quick
 from tests.zoo.modules import Stream
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
-from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 
 ROWS = 96
@@ -154,13 +150,6 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "resumable": resumable_loader,
     "workers": worker_loader,
 }
-
-
-def larger_is_faster() -> Any:
-    """Within a `with` block a measure takes one second, and memory alone decides."""
-    seconds = itertools.count()
-    attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-    return mock.patch("trainkit.lit.probe.find.Attempts", attempts)
 
 
 def exact() -> pl.Callback:

@@ -257,5 +257,5 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert (result.micro_batch, result.accumulate) == sizes
     out = capsys.readouterr().out
     assert "trainkit | micro-batch 16: does not fit" in out
-    assert "samples/s on each rank" in out
+    assert "trainkit | micro-batch 8: fits" in out
     assert "= 32 (exactly the target)" in out

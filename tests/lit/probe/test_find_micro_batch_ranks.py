@@ -21,7 +21,6 @@ from tests.lit.probe.finding import (
     Net,
     exact,
     found,
-    larger_is_faster,
     quick,
 )
 from tests.startup import forked
@@ -53,8 +52,7 @@ def fitted(
     if by_hand is not None:
         data.batch_size, fit.accumulate_grad_batches = by_hand
     else:
-        with larger_is_faster():
-            found(module, data, fit, target=32)
+        found(module, data, fit, target=32)
     fit.fit(module, data)
     sizes = data.batch_size, fit.accumulate_grad_batches
     return *sizes, weights(module), fit.global_step

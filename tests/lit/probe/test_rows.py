@@ -18,12 +18,11 @@ from tests.helpers import pad, ragged_sequences
 from trainkit.lit.probe.rows import LEAST, Rows, num_elements
 
 
-def test_batches_in_order_are_the_loaders() -> None:
+def test_batches_are_made_by_the_loaders_own_function() -> None:
     loader = DataLoader(ragged_sequences(20), 5, collate_fn=pad)  # type: ignore[arg-type]
-    rows = Rows(loader)
-    for index, batch in enumerate(loader):
-        for name, tensor in rows.in_order(5, index).items():
-            assert torch.equal(tensor, batch[name])
+    longest = sorted(ragged_sequences(20), key=num_elements, reverse=True)[:5]
+    for name, tensor in Rows(loader).longest(5).items():
+        assert torch.equal(tensor, pad(longest)[name])
 
 
 def test_the_longest_come_first_and_round_again() -> None:
@@ -58,7 +57,7 @@ def test_a_data_set_that_is_asked_for_several_rows_at_once() -> None:
         def __getitems__(self, indices: list[int]) -> Any:
             return [index * 10 for index in indices]
 
-    assert Rows(DataLoader(Data(), 3, collate_fn=list)).in_order(3, 0) == [0, 10, 20]  # type: ignore[arg-type]
+    assert Rows(DataLoader(Data(), 3, collate_fn=list)).longest(3) == [0, 10, 20]  # type: ignore[arg-type]
 
 
 def test_a_stream_has_no_known_end_and_goes_round() -> None:
@@ -68,14 +67,14 @@ def test_a_stream_has_no_known_end_and_goes_round() -> None:
 
     rows = Rows(DataLoader(Stream(), 2, collate_fn=list))
     assert len(rows) > 10**9
-    assert rows.in_order(2, 1) == [2, 0]
+    assert rows.longest(4) == [0, 1, 2, 0]
 
 
 def test_a_plain_batch_sampler_is_read_through() -> None:
     sampler = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
     rows = Rows(DataLoader(range(7), batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
     assert len(rows) == 7
-    assert rows.in_order(3, 1) == [3, 4, 5]
+    assert rows.longest(3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

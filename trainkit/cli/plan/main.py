@@ -198,8 +198,8 @@ def _refuse_what_lacks(args: argparse.Namespace) -> None:
 def _add_probe(parser: Arguments) -> None:
     add = parser.add_argument_group("measured sizes").add_argument
     probe = (
-        "build what `trainkit train OVERRIDES` trains, and measure memory and speed of "
-        "several sizes with its data, on all of its ranks"
+        "build what `trainkit train OVERRIDES` trains, and find the largest size that "
+        "fits with its data, on all of its ranks"
     )
     add("--probe", action="store_true", help=probe)
     words: Any = add("overrides", nargs="*", help="as for trainkit train")

@@ -1,1 +1,1 @@
-"""The search for the micro-batch that fits and is fastest."""
+"""The search for the largest micro-batch that fits."""

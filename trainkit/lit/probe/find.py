@@ -17,7 +17,7 @@ from trainkit.lit.callback.table import Row, show
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.probe.rows import Rows
-from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
+from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 from trainkit.lit.probe.setting import (
     Setting,
     find_setting,
@@ -70,22 +70,20 @@ def find_micro_batch(
     target: int = 512,
     max_micro_batch: int | None = None,
     margin: float = 0.1,
-    num_batches: int = 3,
     attribute: str = "batch_size",
     verbose: bool = True,
 ) -> FoundMicroBatch:
-    """Choose the micro-batch that fits and is fastest, for a given effective batch.
+    """Find the largest micro-batch that fits, for a given effective batch.
 
         find_micro_batch(trainer, module, datamodule, target=512)
         trainer.fit(module, datamodule)
 
     Sizes that can make up the target are tried on rows of the training loader, on all
     ranks at once: forward, backward, optimizer step, and again beside the optimizer's
-    state. The longest of the rows come first, and a tenth more of them than the size
-    needs. (Twice as many rows are read, and at least 64. How long a row is, is counted
-    before padding.) Then batches in the loader's order are timed, without loading. The
-    fastest size that fits is chosen, and a larger one only if it is faster by 5 %. The
-    search begins at the present size; a smaller one is tried only if that does not fit.
+    state. They are the longest rows, and a tenth more of them than the size needs.
+    (Twice as many rows are read, and at least 64. How long a row is, is counted before
+    padding.) The search begins at the present size. No size is timed: on most devices a
+    larger one is faster until memory ends; `max_micro_batch` ends the search earlier.
 
     Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
     else is put back: weights, buffers, the module's attributes, metrics, random states,
@@ -103,7 +101,6 @@ def find_micro_batch(
         target: the samples that one optimizer step should see, over all ranks.
         max_micro_batch: the largest size to try.
         margin: how many more rows than a size says must fit, as a share of it.
-        num_batches: how many batches of each size are timed.
         attribute: the name under which the data module or the module keeps the batch
             size, as an attribute or in `hparams`.
         verbose: print a table on the first rank.
@@ -114,7 +111,6 @@ def find_micro_batch(
             backward pass communicates.
     """
     check_whole_number("find_micro_batch target", target)
-    check_whole_number("find_micro_batch num_batches", num_batches)
     if max_micro_batch is not None:
         check_whole_number("find_micro_batch max_micro_batch", max_micro_batch)
     if not 0 <= margin < 1:
@@ -126,7 +122,7 @@ def find_micro_batch(
     refuse(trainer, module)
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()
-    probe = _Probe(setting, start, target, max_micro_batch, margin, num_batches)
+    probe = _Probe(setting, start, target, max_micro_batch, margin)
     try:
         setting.write(probe.test_size)
         fit_aside(trainer, module, datamodule, probe)
@@ -155,7 +151,6 @@ class _Probe(Callback):
     target: int
     max_micro_batch: int | None
     margin: float
-    num_batches: int
     found: FoundMicroBatch | None = None
 
     @property
@@ -181,13 +176,13 @@ class _Probe(Callback):
         number = torch.tensor(len(rows), device=trainer.strategy.root_device)
         most = int(trainer.strategy.reduce(number, reduce_op="min"))
         largest = min(self.max_micro_batch or most, most)
-        attempts = Attempts(trainer, rows, self.num_batches, self.margin)
+        attempts = Attempts(trainer, rows, self.margin)
         sizes = sizes_for(target=self.target, largest=largest, **ranks)
         try:
             trials = search(sizes, self.start, attempts.try_size)
         except DoesNotFit:
             raise attempts.does_not_fit() from None
-        chosen = choose(trials).size
+        chosen = max(trial.size for trial in trials if trial.fits)
         plan = BatchPlan.make(target=self.target, max_micro_batch=chosen, **ranks)
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)

@@ -17,8 +17,8 @@ LEAST = 64
 class Rows:
     """The rows that a loader would yield, read in this process and kept on the host.
 
-    Rows come in the loader's own order, and its own collate function makes batches of
-    them. No worker is started. A batch that is larger than the data repeats rows.
+    The loader's own collate function makes batches of them. No worker is started. A
+    batch that is larger than the data repeats rows.
 
     Args:
         loader: a `DataLoader` with a batch size, as the Trainer uses it.
@@ -44,23 +44,10 @@ class Rows:
 
     def longest(self, size: int) -> Any:
         """A batch of the longest rows among at least twice as many."""
-        self._read(2 * size)
-        ordered = sorted(self._rows, key=num_elements, reverse=True)
-        return self._batch(ordered, 0, size)
-
-    def in_order(self, size: int, index: int) -> Any:
-        """The batch at this index in the loader's order."""
-        self._read((index + 1) * size)
-        return self._batch(self._rows, index * size, size)
-
-    def _read(self, number: int) -> None:
-        """Read until there are so many rows, or all."""
-        wanted = max(number, LEAST) - len(self._rows)
+        wanted = max(2 * size, LEAST) - len(self._rows)
         self._rows += itertools.islice(self._source, max(wanted, 0))
-
-    def _batch(self, rows: Sequence[Any], start: int, size: int) -> Any:
-        places = range(start, start + size)
-        return self._collate([rows[place % len(rows)] for place in places])
+        ordered = sorted(self._rows, key=num_elements, reverse=True)
+        return self._collate([ordered[place % len(ordered)] for place in range(size)])
 
 
 def num_elements(row: Any) -> int:
