@@ -75,8 +75,7 @@ class Rehearsal:
         changes: what else is done to the copy before it runs, one after another.
         fixes_draws: whether what rows share is drawn alike for all parts.
         shares: whether large frozen parameters are shared with the copy.
-        by_row: for each place that draws, whether it draws by row, as the first of all
-            rehearsals has found: a part may have as many rows by chance.
+        numbers: what rows have drawn so far.
     """
 
     trainer: Any
@@ -88,7 +87,7 @@ class Rehearsal:
     changes: tuple[Callable[[Any], Any], ...] = ()
     fixes_draws: bool = False
     shares: bool = True
-    by_row: dict[str, set[bool]] = field(default_factory=dict)
+    numbers: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.callbacks is None:
@@ -145,7 +144,7 @@ class Rehearsal:
             loader.rows_now,
             self.dtype,
             copies.shared,
-            self.by_row,
+            self.numbers,
             fixes=self.fixes_draws,
         )
         draws.turn_off(module)
