@@ -47,7 +47,7 @@ from trainkit import (
     Uniform,
 )
 from trainkit.lit.callback.base import is_rehearsal
-from trainkit.lit.proof import start
+from trainkit.lit.proof import parts as proof_parts
 from trainkit.lit.quiet import LIGHTNINGS
 
 IMAGES, BATCH_NORM = (lambda: Images(causes.classified), lambda: Images(
@@ -271,7 +271,7 @@ def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other parts of the same rows may count alike, where these do not."""
-    ids, choose, parts = torch.arange(1, 7), start.chosen_parts, []
+    ids, choose, parts = torch.arange(1, 7), proof_parts.chosen_parts, []
     counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
     rows = [
         {"ids": ids[:n], "labels": torch.where(ids <= count, ids, -100)[:n]}
@@ -291,7 +291,7 @@ def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
                 self.seen.append(sorted((batch["labels"] != -100).sum(1).tolist()))
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(start, "chosen_parts", noted)
+    monkeypatch.setattr(proof_parts, "chosen_parts", noted)
     fit(Noting(), tokens(8, rows=rows), PerToken(), MicroBatching(size=1))
     assert sorted(map(len, parts)) == [1, 3, 3]
     assert sorted(Noting.seen[-3:]) == sorted(parts)
@@ -697,8 +697,8 @@ def test_ranks_rehearse_alone_and_say_one_verdict() -> None:
     for name in ("inexact", "wrong on one", "coupled a little"):
         (alarm,) = first[name][1]
         assert ALARM in alarm
-    assert "It was found on another rank" in first["wrong on one"][1][0]
-    assert "not measured: another rank" in first["fussy on one"][0]
+    assert "on rank 1, a window of this training" in first["wrong on one"][1][0]
+    assert "on rank 1, not measured: ValueError: only here" in first["fussy on one"][0]
     assert "BatchNorm sees all ranks" in first["exact BatchNorm"][0]
     for name in CASES:
         assert second[name] == ("", [])

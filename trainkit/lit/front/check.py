@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from trainkit.core.plan.options import check_whole_number
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import Uniform
-from trainkit.core.terms import leading, named_strategies, telling_lengths
+from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
 from trainkit.lit.batch_norm.exact import cut_inside
@@ -31,18 +30,17 @@ from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
     measured,
     name_of,
+    of_all_ranks,
     refuse_backend,
 )
-from trainkit.lit.proof.parts import chosen_parts, has_equal_batches, unlike_sizes
+from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import Cut, Report
-from trainkit.lit.proof.rows import FewRows, few_rows
-from trainkit.lit.proof.subject import Subject, as_given
+from trainkit.lit.proof.subject import Subject, as_given, off_without_padding
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.proof.words import cause
 from trainkit.lit.quiet import logged_from, without_advice
 
-NUM_PARTS = 6
 PRECISIONS = torch.float64, torch.float32
 WIDE = "the model sees its padding, so micro-batches keep the loader batch's width"
 
@@ -180,12 +178,18 @@ class _Check(Callback):
         refuse_said_terms(self._strategies)
         self._options, self._most = options, most
         self.after_fit = ExitStack()
+        self._notes: tuple[str, ...] = ()
         self.report: Report | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         def first(batch: Any) -> Any:
             measure = lambda: self._measured(trainer, pl_module, batch)  # noqa: E731
-            self.report = _of_all_ranks(trainer, measure)
+            report, rank = of_all_ranks(trainer, measure)
+            if (ranks := trainer.world_size) > 1:
+                note = f"each of {ranks} ranks has measured its own rows; these are"
+                notes = *report.notes, f"{note} rank {rank}'s"
+                report = replace(report, notes=notes)
+            self.report = report
             raise leaves_fit(trainer)
 
         own = replaced(trainer.precision_plugin, convert_input=first)
@@ -199,7 +203,9 @@ class _Check(Callback):
             refuse_backend(trainer)
             subject = self._subject(trainer, module, batch)
             try:
-                return self._report(subject, batch)
+                report = measured(subject, PRECISIONS)
+                report = replace(report, notes=(*self._notes, *report.notes))
+                return _beside_plain(report, subject)
             except (NotMeasured, TrainkitError):
                 raise
             except Exception as error:
@@ -209,50 +215,28 @@ class _Check(Callback):
         except NotMeasured as error:
             raise TrainkitError(f"check: not measured: {error}.") from error
 
-    def _report(self, subject: Subject, batch: Any) -> Report:
-        report, options = measured(subject, PRECISIONS), subject.options
-        keeps = options and (options.inside or options.shapes or options.collate)
-        if options and options.trim and not (keeps or report.exact):
-            own = telling_lengths(subject.strategies)
-            rows: FewRows | None = FewRows(batch, options, own)
-            if rows and (labels := rows.labels_alone) is not None:
-                rows = rows.with_labels_cut(labels)
-            if not rows or replace(subject, rows=rows).off_without_padding():
-                # Then the run trims nothing.
-                options = replace(options, trim=False)
-                alike = not subject.has_batches  # which have widths of their own
-                subject = replace(subject, options=options, are_alike=alike)
-                report = measured(subject, PRECISIONS)
-                report = replace(report, notes=(WIDE,))
-        return _beside_plain(report, subject)
-
     def _subject(self, trainer: Any, module: Any, batch: Any) -> Subject:
         options = cut_inside(trainer, module, self._callbacks, self._options)
-        loader = trainer.train_dataloader
-        is_inside = options is not None and options.inside is not None
-        is_split = options is not None and not is_inside
-        named, most = self._strategies, self._most
-        own = leading(named) if named else None
-        lengths = telling_lengths(named) if named else None
-        rows = few_rows(loader, batch, options if is_split else None, lengths, most)
-        number = min(rows.num_rows, most)
-        if number < 2:
-            raise TrainkitError(
-                f"check: needs at least 2 rows to cut, and found {number}. Give a "
-                f"loader or a batch with more rows, and leave rows= at its default."
-            )
-        is_equal = own is not None and not is_split and has_equal_batches(loader)
-        sizes = unlike_sizes(number, NUM_PARTS, is_equal=is_equal)
         driver = AccumulationCallback(Uniform())
         if isinstance(module, AccumulationMixin):
             driver = object.__new__(MixinCallback)
-        return Subject(
-            Rehearsal(trainer, module, driver, callbacks=self._callbacks),
+        rehearsal = Rehearsal(trainer, module, driver, callbacks=self._callbacks)
+        trims = False
+        if options is not None and not is_inside(options):
+            trims = bool(options.shapes or options.collate)
+            if options.trim and not trims:
+                off, of = None, (rehearsal, self._strategies, options, batch)
+                with suppress(Exception):  # then the run trims nothing
+                    off, _ = off_without_padding(*of)
+                trims, self._notes = off == 0, (WIDE,) if off else ()
+        return subject_of(
+            rehearsal,
             self._strategies,
             options,
-            rows,
-            chosen_parts(rows, sizes, own),
+            batch,
+            trims=trims,
             has_batches=options is None or self._accumulates,
+            most_rows=self._most,
         )
 
 
@@ -278,34 +262,3 @@ def _undecided(subject: Subject, error: Exception) -> Report:
         cuts=(Cut(name_of(subject), sizes, None),),
         causes=(cause("precision", precision=precision, why=in_one_line(error)),),
     )
-
-
-def _of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> Report:
-    """The report of the rank that is furthest from exact, on every rank.
-
-    A rank that fails lets the others wait for nobody: they raise its message.
-    """
-    if trainer.world_size == 1:
-        return measure()
-    own: Exception | None = None
-    found: Any = None
-    try:
-        found = measure()
-    except Exception as error:
-        own, found = error, f"{type(error).__name__}: {error}"
-    each: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(each, found)
-    if own is not None:
-        raise own
-    failed = [rank for rank, its in enumerate(each) if isinstance(its, str)]
-    if failed:
-        raise TrainkitError(f"check: rank {failed[0]} failed: {each[failed[0]]}")
-    worst = max(range(len(each)), key=lambda rank: _badness(each[rank]))
-    note = (
-        f"each of {len(each)} ranks has measured its own rows; these are rank {worst}'s"
-    )
-    return replace(each[worst], notes=(*each[worst].notes, note))
-
-
-def _badness(report: Report) -> tuple[bool, int, float]:
-    return not report.exact, len(report.causes), report.deviation

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
+from trainkit.errors import TrainkitError
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
@@ -233,6 +235,36 @@ def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], .
     off = whole.apart(window).items()
     shares = [(name, each / whole.size) for (_, _, name), each in off]
     return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
+
+
+def of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> tuple[Report, int]:
+    """The report of the rank that is furthest from exact, and which it is, on every
+    rank alike. A rank that fails lets the others wait for nobody.
+
+    Raises:
+        TrainkitError: another rank failed.
+    """
+    own: Report | str
+    failure: Exception | None = None
+    try:
+        own = measure()
+    except Exception as error:
+        own, failure = f"{type(error).__name__}: {error}", error
+    each: list[Any] = [own]
+    if trainer.world_size > 1 and dist.is_initialized():
+        each *= trainer.world_size
+        dist.all_gather_object(each, own)
+    if failure is not None:
+        raise failure
+    for rank, its in enumerate(each):
+        if isinstance(its, str):
+            raise TrainkitError(f"check: rank {rank} failed: {its}")
+    worst = max(range(len(each)), key=lambda rank: _badness(each[rank]))
+    return each[worst], worst
+
+
+def _badness(report: Report) -> tuple[bool, bool, int, float]:
+    return report.is_off, not report.exact, len(report.causes), report.deviation
 
 
 def refuse_backend(trainer: Any) -> None:

@@ -6,23 +6,71 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.nested import tensors
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
+from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.terms import leading, telling_lengths
 from trainkit.lit.proof.denominators import candidates
-from trainkit.lit.proof.rows import POOL, FewRows, Parts
+from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.rows import POOL, FewRows, Parts, few_rows
+from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.verdict import NotMeasured
 
 TRIES = 200
+MOST_PARTS = 6
 
 MEANT = 2
 """How far from simple the denominators are that must be told apart before others."""
 
 CLEAR = 0.02
 """Shares that differ by less are hardly told apart."""
+
+
+def subject_of(
+    rehearsal: Rehearsal,
+    strategies: Strategies,
+    options: MicroBatching | None,
+    batch: Any,
+    *,
+    trims: bool,
+    has_batches: bool,
+    most_rows: int,
+) -> Subject:
+    """Some rows of a training, in parts.
+
+    Args:
+        rehearsal: runs them.
+        strategies: what a micro-batch weighs; none for plain accumulation.
+        options: how loader batches are cut, if they are.
+        batch: the first that the loader has yielded.
+        trims: whether split windows leave columns out that are only padding.
+        has_batches: whether the run's window has several loader batches.
+        most_rows: how many rows, at most.
+    """
+    loader, cuts = rehearsal.trainer.train_dataloader, None
+    if options is not None and not is_inside(options):
+        cuts, options = options, replace(options, trim=trims)
+        # Loader batches have widths of their own, also where none is trimmed.
+        cuts = cuts if has_batches else options
+    is_split, own = cuts is not None, leading(strategies) if strategies else None
+    lengths = telling_lengths(strategies) if strategies else None
+    rows = few_rows(loader, batch, cuts, lengths, max(most_rows, POOL))
+    number = min(rows.num_rows, most_rows)
+    if number < 2:
+        raise NotMeasured(f"there is {number} row, which cannot be cut")
+    is_equal = own is not None and not is_split and has_equal_batches(loader)
+    sizes = unlike_sizes(number, MOST_PARTS, is_equal=is_equal)
+    parts = chosen_parts(rows, sizes, own, is_split=is_split)
+    are_alike = is_split and not (trims or has_batches)
+    return Subject(
+        rehearsal, strategies, options, rows, parts, has_batches, are_alike=are_alike
+    )
 
 
 def chosen_parts(

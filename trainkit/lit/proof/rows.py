@@ -341,7 +341,7 @@ def few_rows(
     batch: Any,
     options: MicroBatching | None,
     strategy: AccumulationStrategy | None,
-    number: int = 13,
+    number: int,
 ) -> FewRows:
     """Rows from all over a loader's data set; where that cannot be, those of a batch.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from trainkit.core.documents import documents_option, find_documents
-from trainkit.core.terms import leading, telling_lengths
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 from trainkit.lit.batch_norm.guard import BatchNormGuard
@@ -29,23 +28,16 @@ from trainkit.lit.callback.base import (
 )
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.documents import of_documents
-from trainkit.lit.proof.measure import measured, refuse_backend
-from trainkit.lit.proof.parts import chosen_parts, has_equal_batches
+from trainkit.lit.proof.measure import measured, of_all_ranks, refuse_backend
+from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import MORE, Cause, Report
-from trainkit.lit.proof.rows import FewRows, few_rows
-from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.report import MORE, Report
+from trainkit.lit.proof.subject import Subject, off_without_padding
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.quiet import logged_from
 
-SIZES = ((3, 2, 2), (3, 2), (2, 2), (2, 1), (1, 1))
-"""Rows in the parts, where batches of the run may be unlike."""
-
-EQUAL_SIZES = ((2, 2, 2), (2, 2), (1, 1, 1), (1, 1))
-
+MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64
-
-ELSEWHERE = Cause("rank", "", "it was found on another rank")
 
 
 @contextlib.contextmanager
@@ -150,52 +142,37 @@ class ProofAtStart:
     def _subject(self, batch: Any) -> Subject:
         trainer, windows = self._trainer, self._windows
         refuse_backend(trainer)
-        options, loader = windows.cut, trainer.train_dataloader
-        is_split, own = windows.is_split, leading(windows.strategies)
+        options, is_split, trims = windows.cut, windows.is_split, False
         has_batches = may_have_batches(trainer) if is_split else self._has_parts
         has_batches &= windows.has_strategy  # each rank's batch is a window without one
         if has_batches and windows.shares_statistics:
             raise NotMeasured("BatchNorm sees all ranks, and a copy runs on one")
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
-        elif is_split and not (
-            windows.split.trims or options.shapes or options.collate
-        ):
-            options = replace(options, trim=False)
-        # Loader batches have widths of their own, also where none is trimmed.
-        cuts = windows.cut if has_batches else options
-        lengths = telling_lengths(windows.strategies)
-        rows = few_rows(loader, batch, cuts if is_split else None, lengths)
-        usual = EQUAL_SIZES if has_equal_batches(loader) and not is_split else SIZES
-        sizes = next((each for each in usual if sum(each) <= rows.num_rows), None)
-        if sizes is None:
-            raise NotMeasured(f"there is {rows.num_rows} row, which cannot be cut")
-        return Subject(
+        elif is_split:
+            trims = bool(windows.split.trims or options.shapes or options.collate)
+        return subject_of(
             Rehearsal(trainer, self._module, windows),
             windows.strategies if windows.has_strategy else {},
             options,
-            rows,
-            chosen_parts(rows, sizes, own, is_split=is_split),
+            batch,
+            trims=trims,
             has_batches=has_batches,
+            most_rows=MOST_ROWS,
         )
 
-    def tell(self, report: Report) -> None:
+    def tell(self, own: Report) -> None:
         """Say what was found, on all ranks alike.
 
         Raises:
             TrainkitError: the run requires it to be exact, and it is not.
         """
         trainer = self._trainer
-        badness = 2 * report.is_off or int(not report.exact)
-        worst = self._largest(float(badness))
-        off = self._largest(report.deviation if badness == 2 else -1.0)
+        report, rank = of_all_ranks(trainer, lambda: own)
         line = report.line
-        if badness < worst:
-            line = Report.of_nothing("another rank cannot measure").line
-            if worst == 2:
-                there = replace(report, exact=False, doubt="", deviation=off)
-                line = replace(there, causes=(ELSEWHERE,)).line
-        if worst and self._windows.proof == "require":
+        if rank and not report.exact:
+            line = f"on rank {rank}, {line}"
+        if not report.exact and self._windows.proof == "require":
             more = "" if MORE in line else "trainkit.check(module, data) says more; "
             raise TrainkitError(
                 f'proof="require": {line.rstrip(".")}. {more}proof="warn" trains all '
@@ -204,24 +181,14 @@ class ProofAtStart:
         if not trainer.is_global_zero:
             return
         say(trainer, ("proof", line))
-        if worst == 2 or (report.doubt and report.parameters):
+        if report.is_off or (report.doubt and report.parameters):
             warnings.warn(f"proof: {line}", stacklevel=2)
-
-    def _largest(self, number: float) -> float:
-        """The largest of a number on all ranks."""
-        strategy = self._trainer.strategy
-        given = torch.tensor([number], dtype=torch.float32, device=strategy.root_device)
-        return float(strategy.reduce(given, reduce_op="max"))
 
     # ---- trimming --------------------------------------------------------------------
 
     def _may_trim(self, batch: Any) -> bool | None:
         """Whether rows compute the same without columns that are only padding; None if
-        another batch must show it.
-
-        Where labels alone tell lengths, a row may continue behind its last one. So they
-        are made to end earlier.
-        """
+        another batch must show it."""
         trainer, windows = self._trainer, self._windows
         shapes = windows.cut.shapes
         guards = [
@@ -229,16 +196,9 @@ class ProofAtStart:
         ]
         try:
             refuse_backend(trainer)
-            own = telling_lengths(windows.strategies)
-            rows: Any = FewRows(batch, windows.cut, own)
-            labels = rows.labels_alone
-            if labels is not None and (rows := rows.with_labels_cut(labels)) is None:
-                return None
             rehearsal = Rehearsal(trainer, self._module, windows, callbacks=guards)
-            subject = Subject(
-                rehearsal, windows.strategies, windows.cut, rows, [], has_batches=False
-            )
-            off = subject.off_without_padding()
+            of = rehearsal, windows.strategies, windows.cut, batch
+            off, by_labels = off_without_padding(*of)
         except Exception as error:
             keep = (
                 "keep the loader batch's width, since" if not shapes else "are filled;"
@@ -251,7 +211,7 @@ class ProofAtStart:
                 say(trainer, ("trimming", text))
             return False
         if not off:
-            return True
+            return None if off is None else True
         if shapes:
             raise TrainkitError(
                 f"MicroBatching shapes: the model sees its padding: without it, the "
@@ -260,7 +220,7 @@ class ProofAtStart:
                 f"or leave shapes out."
             )
         sees, remedy = "its padding", "mask padding in the model"
-        if labels is not None:
+        if by_labels:
             sees = "what stands behind a row's last label"
             remedy = (
                 "name the mask, lengths='path.to.mask', or the labels if each row "

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
-from trainkit.core.terms import ONE
+from trainkit.core.terms import ONE, telling_lengths
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.rows import FewRows, Parts
 from trainkit.lit.proof.taken import Taken, combined
@@ -174,35 +174,54 @@ class Subject:
             trim=options.trim and not self.are_alike,
         )  # fmt: skip
 
-    # ---- padding ---------------------------------------------------------------------
 
-    def off_without_padding(self) -> float:
-        """How far gradients of four rows, or of one if memory runs out, are off without
-        the columns that pad on one side of all of them; 0 if not at all."""
-        try:
-            return self._off_without_padding(4)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return self._off_without_padding(1)
+def off_without_padding(
+    rehearsal: Rehearsal, strategies: Strategies, options: MicroBatching, batch: Any
+) -> tuple[float | None, bool]:
+    """How far gradients of four rows, or of one if memory runs out, are off without
+    the columns that pad on one side of all of them; 0 if not at all, None if another
+    batch must show it. And whether labels alone tell lengths.
 
-    def _off_without_padding(self, number: int) -> float:
-        # Beside a row that begins with the first column, nothing is left out in front.
-        sides = [self.rows.shortest(number, side) for side in self.rows.padded_sides]
-        return max(map(self._off_trimmed, sides), default=0.0)
+    Where labels alone tell lengths, a row may continue behind its last one. So they
+    are made to end earlier.
 
-    def _off_trimmed(self, few: list[int]) -> float:
-        trimmed = replace(self.varied(fixes_draws=True), options=None, parts=[few])
+    Args:
+        rehearsal: runs them.
+        strategies: what a micro-batch weighs.
+        options: how loader batches are cut.
+        batch: of the run.
+    """
+    rows: Any = FewRows(batch, options, telling_lengths(strategies))
+    if (labels := rows.labels_alone) is not None:
+        rows = rows.with_labels_cut(labels)
+    by_labels = labels is not None
+    if rows is None or not rows.padded_sides:
+        return None, by_labels
+    rehearsal = replace(rehearsal, fixes_draws=True)
+    subject = Subject(rehearsal, strategies, None, rows, [], has_batches=False)
+    try:
+        return _off_trimmed(subject, 4), by_labels
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return _off_trimmed(subject, 1), by_labels
+
+
+def _off_trimmed(subject: Subject, number: int) -> float:
+    rows, offs = subject.rows, [0.0]
+    # Beside a row that begins with the first column, nothing is left out in front.
+    for side in rows.padded_sides:
+        trimmed = replace(subject, parts=[rows.shortest(number, side)])
         wide = replace(trimmed, are_alike=True)
         whole = wide.whole()
         off = trimmed.whole().off_from(whole)
         if not 0 < whole.size < float("inf"):
             raise NotMeasured("the gradient of the shortest rows is zero or not finite")
-        if off > self.most_rounding:
-            if wide.whole(seed=1).off_from(whole) > self.most_rounding:
+        if off > subject.most_rounding:
+            if wide.whole(seed=1).off_from(whole) > subject.most_rounding:
                 raise NotMeasured("two steps over the same rows differ")
-            return off
-        return 0.0
+            offs.append(off)
+    return max(offs)
 
 
 def as_given(strategies: Strategies) -> Any:
