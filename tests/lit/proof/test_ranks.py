@@ -1,25 +1,28 @@
-"""Two ranks: one verdict, and an error of one rank on both."""
+"""Two ranks rehearse alone, and say one verdict by both doors."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import trainkit
 from tests.helpers import raise_rank_errors, run_ranks, trainer
-from tests.lit.proof.test_check import SPLIT
+from tests.lit.proof.starting import ALARM, SPLIT, fit, images, tokens
+from tests.lit.proof.test_start import BATCH_NORM, IMAGES, INSIDE
 from tests.zoo import causes
 from tests.zoo.causes import NormalisedTokens, Tokens
 from tests.zoo.wrongs import ClipsEarly
-from trainkit import PerSample, PerToken
+from trainkit import BatchNormGuard, PerSample, PerToken, TrainkitError
 
 
-class FailsOnOne(Tokens):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_rank == 1:
-            raise RuntimeError("only here")
+class FussyOnOne(Tokens):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if self.global_rank == 1 and len(batch["ids"]) < 8:
+            raise ValueError("only here")
         return super().training_step(batch, batch_idx)
 
 
@@ -27,9 +30,7 @@ class UnlikeOnOne(Tokens):
     """One rank trains another loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.loss = (
-            causes.row_mean if self.trainer.global_rank == 1 else causes.token_mean
-        )
+        self.loss = causes.row_mean if self.global_rank == 1 else causes.token_mean
         return super().training_step(batch, batch_idx)
 
 
@@ -48,55 +49,93 @@ class Gathers(Tokens):
         return everywhere
 
 
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "exact": (Tokens, {}),
-    "exact, split": (Tokens, {"micro_batches": SPLIT}),
-    "another strategy": (Tokens, {"strategy": PerSample()}),
-    "BatchNorm, split": (NormalisedTokens, {"micro_batches": SPLIT}),
-    "a hook": (ClipsEarly, {}),
-    "unlike on one rank": (UnlikeOnOne, {}),
-    "exchanges": (Exchanges, {}),
-    "an error on one rank": (FailsOnOne, {}),
-    "gathers": (Gathers, {}),
+class Coupled(Tokens):
+    """So little that float32 cannot tell it from rounding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        across = self.features(batch)[:, 0].mean(0).square().sum()
+        return super().training_step(batch, batch_idx) + 3e-5 * across
+
+
+# The module, its strategy and cut; the kind of the cause, if it is not exact.
+CASES: dict[str, tuple[Any, ...]] = {
+    "exact": (Tokens, PerToken(), None, None),
+    "exact, split": (Tokens, PerToken(), SPLIT, None),
+    "inner cut": (IMAGES, None, INSIDE, None),
+    "another strategy": (Tokens, PerSample(), None, "denominator"),
+    "BatchNorm, split": (NormalisedTokens, PerToken(), SPLIT, "rows"),
+    "a hook": (ClipsEarly, PerToken(), None, "order"),
+    "coupled a little": (Coupled, PerToken(), None, "loss"),
+    "unlike on one rank": (UnlikeOnOne, PerToken(), None, "denominator"),
+    "exchanges": (Exchanges, PerToken(), None, "denominator"),
 }
+RANKS: dict[str, Any] = {"strategy": "ddp", "devices": 2}
 
 
-def _checked(rank: int, world_size: int) -> dict[str, Any]:
+def checked(make: Any, strategy: Any, cut: Any) -> Any:
+    data, ddp = images(15) if cut is INSIDE else tokens(), trainer(**RANKS)
+    how = {"strategy": strategy, "micro_batches": cut}
+    report = trainkit.check(make(), data, trainer=ddp, **how)
+    return report.exact, [c.kind for c in report.causes], str(report)
+
+
+def started(make: Any, strategy: Any, cut: Any, **how: Any) -> tuple[str, list[str]]:
+    """What is printed, and what is warned of."""
+    data, out = images(15) if cut is INSIDE else tokens(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        how = {**RANKS, "limit_train_batches": 2, "accumulate": 1, **how}
+        fit(make(), data, strategy, cut, **how)
+    alarms = [str(w.message) for w in caught if ALARM in str(w.message)]
+    lines = [line for line in out.getvalue().split("\n") if "proof:" in line]
+    return "; ".join(lines), alarms
+
+
+def refused(door: Any, *args: Any, **how: Any) -> str:
+    try:
+        return str(door(*args, **how))
+    except (TrainkitError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     found: dict[str, Any] = {}
-    for name, (module, options) in CASES.items():
-        made = module()
-        data = DataLoader(
-            causes.sequences(),  # type: ignore[arg-type]
-            batch_size=4,
-            collate_fn=causes.padded,
-        )
-        ddp = trainer(strategy="ddp", devices=world_size)
-        try:
-            report = trainkit.check(
-                made, data, trainer=ddp, **{"strategy": PerToken(), **options}
-            )
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        else:
-            found[name] = report.exact, [c.kind for c in report.causes], str(report)
+    for name, (make, strategy, cut, _) in CASES.items():
+        how = make, strategy, cut
+        found[name] = checked(*how), started(*how)
+    fussy, unlike = (FussyOnOne, PerToken(), None), (UnlikeOnOne, PerToken(), None)
+    guards = (BatchNormGuard("exact"),)
+    found["an error on one rank"] = refused(checked, *fussy), refused(started, *fussy)
+    found["required"] = refused(started, *unlike, proof="require")
+    found["gathers"] = checked(Gathers, PerToken(), None)
+    how = BATCH_NORM, PerSample(), INSIDE
+    found["exact BatchNorm"] = started(*how, callbacks=guards)[0]
     return found
 
 
 def test_both_ranks_say_what_one_has_found() -> None:
-    one, other = raise_rank_errors(run_ranks(_checked, 2))
-    assert one["exact"][:2] == (True, [])
-    assert one["exact, split"][:2] == (True, [])
-    assert one["another strategy"][:2] == (False, ["denominator"])
-    assert one["BatchNorm, split"][:2] == (False, ["rows"])
-    assert one["a hook"][:2] == (False, ["order"])
-    assert one["unlike on one rank"][:2] == (False, ["denominator"])
-    assert "these are rank 1's" in one["unlike on one rank"][2]
-    assert one["exchanges"][:2] == (False, ["denominator"])
-    reports = [name for name in one if isinstance(one[name], tuple)]
-    assert [one[name] for name in reports] == [other[name] for name in reports]
-    assert other["an error on one rank"].startswith("RuntimeError: only here")
-    assert "rank 1 failed: " in one["an error on one rank"]
-    assert "only here" in one["an error on one rank"]
+    """With windows of one loader batch, each rank's share is a micro-batch."""
+    one, other = raise_rank_errors(run_ranks(on_a_rank, 2))
+    for name, (*_, kind) in CASES.items():
+        report, (line, alarms) = one[name]
+        assert report[:2] == (kind is None, [kind] * (kind is not None)), name
+        assert other[name] == (report, ("", [])), name
+        assert ("exact on " in line, len(alarms)) == (kind is None, int(bool(kind)))
+    (report, (_, alarms)) = one["unlike on one rank"]
+    assert "these are rank 1's" in report[2]
+    assert "proof: on rank 1, a window of this training is not the" in alarms[0]
+    ours, theirs = one["an error on one rank"], other["an error on one rank"]
+    assert theirs[0].startswith("ValueError: only here")
+    assert ours[0].startswith("TrainkitError: check: rank 1 failed: ")
+    assert "only here" in ours[0]
+    assert "on rank 1, not measured: ValueError: only here" in ours[1]
     # Each rank rehearses alone, so nothing waits.
-    assert one["gathers"][:2] == (True, [])
+    assert one["gathers"][:2] == other["gathers"][:2] == (True, [])
+    assert "BatchNorm sees all ranks" in one["exact BatchNorm"]
+    assert other["exact BatchNorm"] == ""
+    assert ALARM in one["required"]
+    assert ALARM in other["required"]

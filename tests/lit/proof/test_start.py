@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import re
 import threading
@@ -20,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
+from tests.helpers import pad, ragged_sequences, trainer
 from tests.lit.proof.starting import (
     ALARM,
     CLASSES,
@@ -624,83 +623,3 @@ def test_a_guard_does_not_count_rehearsed_rows() -> None:
     guard = (BatchNormGuard("error", min_samples=12),)
     with pytest.warns(UserWarning, match=ALARM):
         fit(BATCH_NORM(), images(), PerSample(), callbacks=guard)
-
-
-# ---- ranks ---------------------------------------------------------------------------
-
-
-class FussyOnOne(Tokens):
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-        if self.global_rank == 1 and len(batch["ids"]) < 8:
-            raise ValueError("only here")
-        return super().training_step(batch, batch_idx)
-
-
-class WrongOnOne(Tokens):
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss * len(batch["ids"]) if self.global_rank == 1 else loss
-
-
-GUARDED = (BatchNormGuard("exact"),)
-RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
-
-
-class Coupled(Tokens):
-    """So little that float32 cannot tell it from rounding."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        across = self.features(batch)[:, 0].mean(0).square().sum()
-        return super().training_step(batch, batch_idx) + 3e-5 * across
-
-
-CASES = {
-    "exact": (Tokens, PerToken(), 16, None),
-    "split": (Tokens, PerToken(), 16, SPLIT),
-    "inexact": (Tokens, PerSample(), 16, None),
-    "wrong on one": (WrongOnOne, PerToken(), 16, None),
-    "fussy on one": (FussyOnOne, PerToken(), 16, None),
-    "coupled a little": (Coupled, PerToken(), 16, None),
-    "inner cut": (IMAGES, None, 16, INSIDE),
-    "exact BatchNorm": (BATCH_NORM, PerSample(), 16, INSIDE),
-}
-
-
-def on_a_rank(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
-    """What is printed and what is warned of, for each case."""
-    found = {}
-    for name, (module, strategy, size, split) in CASES.items():
-        out = io.StringIO()
-        with (
-            contextlib.redirect_stdout(out),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            data = images(15) if split is INSIDE else tokens(size)
-            how = {**RANKS, "callbacks": GUARDED if module is BATCH_NORM else ()}
-            fit(module(), data, strategy, split, accumulate=1, **how)
-        alarms = [str(w.message) for w in caught if ALARM in str(w.message)]
-        lines = [ln for ln in out.getvalue().split("\n") if "proof:" in ln]
-        found[name] = "; ".join(lines), alarms
-    try:
-        fit(WrongOnOne(), tokens(), PerToken(), proof="require", **RANKS)
-    except TrainkitError as error:
-        found["required"] = str(error), []
-    return found
-
-
-def test_ranks_rehearse_alone_and_say_one_verdict() -> None:
-    """With windows of one loader batch, each rank's share is a micro-batch."""
-    first, second = raise_rank_errors(run_ranks(on_a_rank, 2))
-    for name in ("exact", "split", "inner cut"):
-        assert "exact on " in first[name][0]
-    for name in ("inexact", "wrong on one", "coupled a little"):
-        (alarm,) = first[name][1]
-        assert ALARM in alarm
-    assert "on rank 1, a window of this training" in first["wrong on one"][1][0]
-    assert "on rank 1, not measured: ValueError: only here" in first["fussy on one"][0]
-    assert "BatchNorm sees all ranks" in first["exact BatchNorm"][0]
-    for name in CASES:
-        assert second[name] == ("", [])
-    assert ALARM in first["required"][0]
-    assert ALARM in second["required"][0]
