@@ -209,6 +209,15 @@ def test_what_is_not_exact_is_said_and_warned_of_once(
     assert f"proof: {said(capsys)}" == text
 
 
+def test_batch_norm_over_four_rows_is_named() -> None:
+    """A part of one row would have no statistics, and so no cause."""
+    module = IMAGES()
+    module.head = nn.Sequential(nn.BatchNorm1d(8), module.head)
+    data = DataLoader(Stream(images().dataset), batch_size=4)
+    with pytest.warns(UserWarning, match="BatchNorm1d normalises each micro-batch"):
+        fit(module, data, PerSample())
+
+
 def test_what_a_callback_does_to_gradients_is_measured() -> None:
     with pytest.warns(UserWarning, match="on_after_backward of ClipsInCallback"):
         fit(Tokens(), tokens(), PerToken(), callbacks=(wrongs.ClipsInCallback(),))

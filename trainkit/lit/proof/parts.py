@@ -64,7 +64,9 @@ def subject_of(
     number = min(rows.num_rows, most_rows)
     if number < 2:
         raise NotMeasured(f"there is {number} row, which cannot be cut")
-    is_equal = own is not None and not is_split and has_equal_batches(loader)
+    # A single row has no BatchNorm, so four rows are two and two.
+    is_equal = number == 4 or not is_split and has_equal_batches(loader)
+    is_equal = is_equal and own is not None
     sizes = unlike_sizes(number, MOST_PARTS, is_equal=is_equal)
     parts = chosen_parts(rows, sizes, own, is_split=is_split)
     are_alike = is_split and not (trims or has_batches)
