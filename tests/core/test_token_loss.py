@@ -160,6 +160,8 @@ def test_logits_of_one_chunk_exist_at_a_time() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"size": 0}, "size: must be a whole number"),
     ({"label_smoothing": 2.0}, "label_smoothing: must be a share from 0 to 1"),
+    ({"label_smoothing": None}, "label_smoothing: must be a number, received None"),
+    ({"ignore_index": 1.5}, "ignore_index: must be a whole number, received 1.5"),
     ({"reduction": "none"}, "reduction: must be"),
     ({"head": torch.zeros(3, 4)}, "head: must be a module"),
 ]

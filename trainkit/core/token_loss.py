@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 
 Reduction = Literal["mean", "sum"]
@@ -49,6 +49,9 @@ class TokenLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_whole_number("TokenLoss size", size)
+        check_kind("TokenLoss ignore_index", ignore_index, int, "a whole number")
+        numbers = int, float
+        check_kind("TokenLoss label_smoothing", label_smoothing, numbers, "a number")
         if not isinstance(head, nn.Module):
             raise TrainkitError(
                 f"TokenLoss head: must be a module that makes logits of hidden states, "
