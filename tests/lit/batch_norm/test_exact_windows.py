@@ -218,6 +218,8 @@ def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -
     assert "accumulate_grad_batches" not in str(caught.value)
 
 
-def test_modules_without_batch_norm_are_not_refused() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 6 * 6, CLASSES))
-    fit(Images(net), *exact(None), window=2)
+@pytest.mark.parametrize("cut", [None, SPLIT])
+def test_modules_without_batch_norm_are_not_refused(cut: MicroBatching | None) -> None:
+    net, callbacks = nn.Sequential(nn.Flatten(), nn.Linear(108, CLASSES)), exact(cut)
+    fit(Images(net), *callbacks, window=2)
+    assert callbacks[0].cut is cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -264,9 +265,22 @@ def test_averaging_after_the_guard_averages_the_new_layers() -> None:
     assert average is None or count(average) == 3
 
 
-def test_averaging_with_recalibrate_is_told() -> None:
-    with pytest.warns(UserWarning, match="WeightAveraging validates and saves"):
-        fit("recalibrate", EMAWeightAveraging(decay=0.5))
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (EMAWeightAveraging(decay=0.5), "WeightAveraging validates and saves"),
+        (
+            ModelCheckpoint(save_weights_only=True, train_time_interval=timedelta(1)),
+            "its files hold statistics that are not recalibrated",
+        ),
+    ],
+)
+def test_what_saves_other_statistics_than_recalibrated_ones_is_told(
+    callback: Any, words: str, tmp_path: Path
+) -> None:
+    how = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    with pytest.warns(UserWarning, match=words):
+        fit("recalibrate", callback, **how)
 
 
 # ---- the table -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,14 @@ class Shuffles(Sampler[int]):
         return iter(self.draw.sample(range(FEW), FEW))
 
 
+class Locks(RandomSampler):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(range(FEW))
+        self.lock = threading.Lock()
+
+
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
@@ -112,6 +121,7 @@ LOADERS: dict[str, Any] = {
         dataset(FEW), batch_sampler=batch_sampler()
     ),
     "own sampler": lambda: batches(FEW, sampler=Shuffles()),
+    "own sampler, not to be copied": lambda: batches(FEW, sampler=Locks()),
     "stream with a persistent worker": lambda: DataLoader(
         Stream(), batch_size=4, num_workers=1, persistent_workers=True
     ),

@@ -172,13 +172,6 @@ class BatchNormGuard(OrderedCallback):
         """Whether the layers see whole windows."""
         return self.policy == "exact"
 
-    def freeze(self, trainer: Any, module: Any) -> None:
-        """Freeze the layers, if the policy does that, and say nothing; `teardown`
-        undoes it."""
-        if isinstance(self._policy, Freeze):
-            self._layers = every_layer(module)
-            self._policy.start(trainer, module, self._training_layers())
-
     # ---- before training -------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
