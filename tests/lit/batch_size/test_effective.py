@@ -251,6 +251,9 @@ def test_module_falls_back_on_tokens_where_samples_cannot_be_counted() -> None:
     found = []
 
     def ask(trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] == 0:
+            with pytest.raises(TrainkitError, match="not known in samples: .* Ask aga"):
+                _ = pl_module.effective_batch
         if args[-1] == WINDOW:
             found.append(pl_module.effective_batch)
 

@@ -177,6 +177,16 @@ def nameless(self: Any, batch: Any, batch_idx: int) -> None:
     self.accumulate(self.loss(batch, 0), batch)
 
 
+def shortest(self: Any, batch: Any, batch_idx: int) -> None:
+    self.window_ends(batch_idx, every=0)
+
+
+def taken_out(self: Any, batch: Any, batch_idx: int) -> None:
+    """As lr_find does."""
+    self.trainer.callbacks = []
+    accumulates(self, batch)
+
+
 @pytest.mark.parametrize(
     ("training_step", "text"),
     [
@@ -185,6 +195,8 @@ def nameless(self: Any, batch: Any, batch_idx: int) -> None:
         (apart, r"finish_window\(\): the last micro-batch of optimizer 0 was"),
         (automatic, r"accumulate\(\): it is for manual optimization"),
         (empty, r"finish\(\): the window is empty"),
+        (shortest, r"at least one micro-batch, received 0\. Leave it out"),
+        (taken_out, "the callback that its AccumulationMixin brings is not among tra"),
         (nameless, "must be named where there are several, and there are 2"),
     ],
 )

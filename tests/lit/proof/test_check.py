@@ -319,6 +319,12 @@ def test_module_of_the_older_package_is_checked() -> None:
     assert check_quickly(module, data, strategy=PerSample()).is_off
 
 
+class Lazy(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(2)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -330,16 +336,23 @@ def test_module_of_the_older_package_is_checked() -> None:
         (lambda: trainkit.check(Tokens, token_loader()), "received the class Tokens"),
         (lambda: trainkit.check(Tokens(), trainer=3), "check trainer: must be a Train"),
         (
+            lambda: trainkit.check(Tokens(), token_loader(), micro_batches=2),
+            "micro_batches: must be a MicroBatching, received 2.",
+        ),
+        (
+            lambda: check(Tokens(), token_loader(), rows=1),
+            "check: needs at least 2 rows to cut, and found 1. Give a loader",
+        ),
+        (
+            lambda: check(Lazy(), token_loader()),
+            "check: not measured: lazy.weight gets its shape in the first pass",
+        ),
+        (
             lambda: trainkit.find_micro_batch(3, Tokens()),
             "find_micro_batch trainer: mus",
         ),
     ],
 )
-def test_other_kinds_are_refused_by_name(call: Any, text: str) -> None:
+def test_what_it_cannot_take_is_refused_by_name(call: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         call()
-
-
-def test_a_number_is_no_cut() -> None:
-    with pytest.raises(TrainkitError, match="micro_batches: must be a MicroBatching, "):
-        trainkit.check(Tokens(), token_loader(), micro_batches=2)

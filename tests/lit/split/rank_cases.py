@@ -122,11 +122,13 @@ class Trained(Short):
         self.rows.update(rows)
         self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("counted", self.rows, on_step=False, on_epoch=True)
+        count = batch["labels"].ne(-100).sum()
+        mean = count if self.case.loss == "sums" else count / rows
+        self.log_exact("tokens in a row", mean, weight=rows)
         self.cast(torch.ones(rows + 1, 1))
         if self.case.loss != "terms":
             return super().training_step(batch, batch_idx)
         ce, kl = self.sums_of(batch)
-        count = (batch["labels"] != -100).sum()
         return {"loss": {"ce": ce / count, "kl": 0.5 * kl / len(batch["labels"])}}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

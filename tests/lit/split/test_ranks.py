@@ -14,7 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 
-from tests.helpers import NAIVE, deviation, raise_rank_errors, run_ranks
+from tests.helpers import (
+    NAIVE,
+    deviation,
+    ragged_sequences,
+    raise_rank_errors,
+    run_ranks,
+)
 from tests.lit.split.common import EXACT
 from tests.lit.split.rank_cases import (
     SHARES,
@@ -71,6 +77,7 @@ RAN_OUT = {
     "at once, on rank 0": Case(cut=AUTO, memory=ON_0, epochs=2),
     "at once, on rank 1": Case(cut=AUTO, memory=ON_1, window=2, epochs=3),
     "at once, said": Case(cut=AUTO, memory=ON_1, loss="said", epochs=2),
+    "at once, said, before a weight": Case(cut=AUTO, memory=ON_0, loss="said"),
     "on both": Case(cut=AUTO, memory=ON_BOTH, window=2, epochs=3),
     "at once, but late": Case(cut=AUTO, memory=LATE, epochs=4),
     "of single micro-batches": Case(cut=AUTO, memory=PARTS, epochs=2),
@@ -174,11 +181,14 @@ def test_what_only_fills_up_counts_nowhere(name: str, two_ranks: TwoRanks) -> No
     many rows, some that count nothing."""
     shares, epochs = SHARES[2], CASES[name].epochs
     everything = sum(map(sum, shares))
+    drawn = ragged_sequences(100)[:everything]
+    mean = sum(int(labels.ne(-100).sum()) for _, labels in drawn) / everything
     for rank, result in enumerate(each[name] for each in two_ranks):
         assert result.forwards[0] == result.forwards[1]
         assert sum(result.samples) == epochs * everything
         assert result.logged["counted"] == everything
         assert result.logged["rows"] == sum(shares[rank])
+        assert result.logged["tokens in a row"] == pytest.approx(mean, rel=1e-6)
     if name == "sharded, single rows":
         counted = [rank[name].forwards[0] for rank in two_ranks]
         assert counted == [sum(share) for share in shares]

@@ -149,9 +149,8 @@ def _as_loader(data: Any) -> Any:
 
 
 def _loads(data: Any) -> bool:
-    """Whether it is a data module, a loader, or Lightning's loader of several."""
-    kinds = ("train_dataloader", "dataset", "loaders", "flattened")
-    return isinstance(data, DataLoader) or any(hasattr(data, kind) for kind in kinds)
+    """Whether it is a loader, or Lightning's loader of several."""
+    return any(hasattr(data, kind) for kind in ("dataset", "loaders", "flattened"))
 
 
 class _Check(Callback):

@@ -368,8 +368,6 @@ def _replace_after(cls: type[AccumulationMixin], name: str) -> None:
     owners = [base for base in cls.__mro__ if name in base.__dict__]
     if not owners or owners[0].__module__.startswith(_LIGHTNING):
         return  # Lightning's own, which makes nothing
-    if owners[0] is not cls and issubclass(owners[0], AccumulationMixin):
-        return  # wrapped already
     hook = getattr(cls, name)
 
     @functools.wraps(hook)
