@@ -207,9 +207,38 @@ def test_windows_of_several_batches_need_a_strategy(kind: Any) -> None:
         fit(kind(), MicroBatching(size=4, inside="net"), accumulate=2)
 
 
-def test_a_path_that_leads_nowhere_is_refused_with_what_there_is() -> None:
-    with pytest.raises(TrainkitError, match="'encoder'. It has net"):
-        fit(Foreign(), MicroBatching(size=4, inside="encoder"))
+class Twice(Foreign):
+    """Has one module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.net
+
+
+class ByHand(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "words"),
+    [
+        (Foreign, {"inside": "encoder"}, "'encoder'. It has net"),
+        (Twice, {"inside": ("net", "again")}, "and two of net, again lead to one. Na"),
+        (
+            Foreign,
+            {"inside": "net", "tokens": 9, "lengths": ("a", "b")},
+            r"with inside= it names one argument .*, received \('a', 'b'\)",
+        ),
+        (ByHand, {"inside": "auto"}, "would take a step with. Name the submodules"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    kind: Any, cut: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TrainkitError, match=words):
+        fit(kind(), MicroBatching(**{"size": 4, **cut}))
 
 
 @pytest.mark.parametrize("has_mixin", [False, True])

@@ -122,6 +122,15 @@ def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
     assert logged["rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
 
 
+def test_when_the_epoch_has_ended_it_is_too_late() -> None:
+    def ends(self: Any) -> None:
+        self.log_exact("late", 1.0, weight=1)
+
+    module = hooked(Evaluated, on_validation_epoch_end=ends)()
+    with pytest.raises(TrainkitError, match=r"log_exact\('late'\): the means of this"):
+        trainer().validate(module, loader(EVAL, BATCH), verbose=False)
+
+
 def test_without_a_strategy_a_weight_is_asked_for() -> None:
     """As beside an inner cut, which needs none. The control passes one."""
 

@@ -41,6 +41,7 @@ def test_rows_have_a_column_for_each_metric(tmp_path: Path) -> None:
             ["2", "1", repr(1 / 3), ""],
         ]
     assert logger.num_rows == 3
+    assert logger.log_dir == logger.save_dir == str(tmp_path / "new" / "folder")
     assert row_of({"a": 1}, None) == {"a": "1"}
 
 

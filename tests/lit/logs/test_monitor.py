@@ -230,6 +230,19 @@ def test_monitor_does_not_wait_for_a_tensor() -> None:
     assert num_waits(ours, WindowMonitor(1)) == num_waits()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer 0. it stepped with")
+def test_a_step_before_the_first_window_has_no_row() -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step:
+            Manual.training_step(self, batch, batch_idx)
+        else:
+            self.manual_backward(self.loss_of(batch))
+            self.optimizers().step()
+
+    rows = recorded(hooked(Manual, training_step=training_step)(), accumulate=1)
+    assert min(rows) == 1
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(TrainkitError, match=r"WindowMonitor: it shows the windows of"):
         recorded(TokenModule())

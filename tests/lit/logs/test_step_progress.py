@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 from tests.helpers import loader, quiet_lightning, trainer
 from tests.zoo.callbacks import Ending, Terminal
@@ -201,6 +201,14 @@ def test_a_schedule_says_how_many_steps_there_are(
     assert lines(capsys)[0] == "trainkit | step 6 of 6: window/loss 3"
 
 
+def test_a_schedule_without_an_end_says_none(capsys: Any) -> None:
+    schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
+    until = LambdaCallback(on_train_epoch_end=lambda t, m: setattr(t, "should_stop", 1))
+    progress = StepProgress(every_n_steps=1)
+    fit(schedule, progress, until, accumulate=1, max_epochs=-1)
+    assert "trainkit | step 1: window/loss 3" in capsys.readouterr().out
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], str]]:
     """Stands a terminal of some columns in for stdout, and returns what it shows at
@@ -291,6 +299,9 @@ def test_a_module_prints_and_what_is_disabled_says_nothing(
     progress.disable()
     fit(progress)
     assert lines(capsys) == []
+    progress.enable()
+    fit(progress)
+    assert len(lines(capsys)) == 5
     for wrong in (0, -1, 1.5):
         with pytest.raises(TrainkitError, match=f"every_n_steps: .* received {wrong}"):
             StepProgress(every_n_steps=wrong)  # type: ignore[arg-type]

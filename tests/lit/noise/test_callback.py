@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.core.inside.common import batch as rows_of_batch
+from tests.core.noise.test_moments import Shared
 from tests.helpers import (
     TokenModule,
     loader,
@@ -329,6 +330,15 @@ def test_where_it_cannot_be_it_refuses_or_says_so(
     assert what in capsys.readouterr().out
     assert what in (noise.why_not or "")
     assert noise.estimate is None
+
+
+def test_what_training_shows_to_be_impossible_is_said_at_its_end(capsys: Any) -> None:
+    module, noise = TokenModule(), NoiseScale(1)
+    module.net = Shared(reentrant=True)  # type: ignore[assignment]
+    ours = [noise, AccumulationCallback(PerToken())]
+    trainer(4, callbacks=ours).fit(module, loader(DATA, 4))
+    assert "in several parts of one backward pass" in (noise.why_not or "")
+    assert "in several parts of one backward pass" in capsys.readouterr().out
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -134,8 +134,6 @@ class _Watch:
         """Watch the submodules of a copy."""
         self.module = copied
         for module in copied.modules():
-            if module is copied and type(module).forward is nn.Module.forward:
-                continue
             before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
             after = module.register_forward_hook(self._end, always_call=True)
             self._handles += [before, after]

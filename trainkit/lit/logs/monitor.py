@@ -115,7 +115,7 @@ class WindowMonitor(Callback):
         index = self._windows.index_of(trainer, optimizer)
         accumulator = self._windows.accumulators[index]
         stats = self._windows.windows.get(index)
-        if not accumulator.num_windows or stats is None:
+        if stats is None:  # nothing was divided yet
             return
         several = len(self._windows.accumulators) > 1
         prefix = f"window/{index}/" if several else "window/"
