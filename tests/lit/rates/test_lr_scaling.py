@@ -246,3 +246,5 @@ def test_development_run_is_scaled_and_validation_alone_is_not() -> None:
     trainer(callbacks=[scaling]).validate(Validates(None), data())
     assert scaling.effective_batch is None
     assert scaling.state_dict() == {}
+    scaling.load_state_dict({"k": 2.0})
+    assert scaling.state_dict() == {"k": 2.0}  # a finder saves it before training

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.helpers import (
     TokenModule,
@@ -29,6 +30,7 @@ from tests.helpers import (
 )
 from tests.lit.resume.interrupting import KillAt, ask
 from tests.startup import forked
+from tests.zoo.callbacks import Ending
 from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
 from trainkit.lit.resume.graceful_stop import PREEMPTION, SIGNALS, GracefulStop
@@ -185,6 +187,19 @@ def test_runs_that_save_nothing(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(b"")
     stopped(ask(BACKWARD, 2, INT, INT), stop)
     assert (stop.stopped_by, stop.checkpoint_path) == (INT, None)
+    stopped(Ending(2, SIGTERMException()), stop)  # of somebody who heard it before
+    assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
+
+
+def test_a_resumed_run_that_is_stopped_at_once_names_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    earlier, again = GracefulStop(tmp_path), GracefulStop(tmp_path / "other")
+    stopped(ask(BACKWARD, 2), earlier)
+    each = trainer(callbacks=[Always("on_train_start"), again])
+    with pytest.raises(Stopped):
+        each.fit(TokenModule(), loader(SEQUENCES, 4), ckpt_path=earlier.checkpoint_path)
+    assert again.checkpoint_path == earlier.checkpoint_path
 
 
 def test_validation_is_finished_first(tmp_path: Path) -> None:
@@ -196,10 +211,17 @@ def test_validation_is_finished_first(tmp_path: Path) -> None:
     assert count.calls == each.global_step == 3
 
 
-@pytest.mark.parametrize("hook", ["on_sanity_check_end", "on_train_start"])
-def test_signal_before_the_first_batch(tmp_path: Path, hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "val"),
+    [
+        ("on_sanity_check_end", loader(SEQUENCES, 8)),
+        ("on_train_start", loader(SEQUENCES, 8)),
+        ("on_train_start", None),  # Lightning hears it, before we listen
+    ],
+)
+def test_signal_before_the_first_batch(tmp_path: Path, hook: str, val: Any) -> None:
     stop = GracefulStop(tmp_path)
-    _, each = stopped(Always(hook), stop, val=loader(SEQUENCES, 8))
+    _, each = stopped(Always(hook), stop, val=val)
     assert each.global_step == 0
     assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 

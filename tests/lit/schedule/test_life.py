@@ -115,6 +115,13 @@ def test_second_fit_with_the_same_trainer_follows_the_plan(front: str) -> None:
     assert fit.accumulate_grad_batches == 1
 
 
+def test_a_checkpoint_of_no_training_holds_nothing_of_it() -> None:
+    ours = AccumulationSchedule({0: 2})
+    assert ours.state_dict() == {}
+    ours.load_state_dict({"size": 2})
+    assert ours.state_dict() == {"size": 2}  # a finder saves it before training
+
+
 def test_epoch_that_ends_inside_a_window_leaks_nothing() -> None:
     """The next epoch begins with a whole window (transformers#22082)."""
 

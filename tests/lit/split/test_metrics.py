@@ -19,7 +19,14 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
 from tests.helpers import VOCABULARY
-from tests.lit.split.common import CUTS, Split, assert_as_whole, fit
+from tests.lit.split.common import (
+    CUTS,
+    TRANSFER_HOOKS,
+    Split,
+    assert_as_whole,
+    fit,
+    on_the_way,
+)
 from tests.zoo.callbacks import Table, told
 from tests.zoo.modules import hooked
 from trainkit import PerSample
@@ -148,6 +155,32 @@ def test_the_value_of_an_epoch_is_that_of_whole_batches(cut: str, most: int) -> 
         wrong = fit(kind(cut=CUTS[cut], strategy=PerSample()), sizes=(7, 9, 5))
         off = wrong.callback_metrics["mean_called"] - right["mean_called"]
         assert abs(off) > 1e-3
+
+
+def unlabelled(module: Any, batch: Any) -> Any:
+    """Rows that begin with some tokens have no labels."""
+    drops = torch.isin(batch["ids"][:, :1], torch.tensor([2, 3, 5, 7]))
+    return {**batch, "labels": batch["labels"].masked_fill(drops, -100)}
+
+
+class Averaged(Split):
+    """Its loss is NaN for a part in which no row has labels."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        is_empty = (batch["labels"] == -100).all()
+        self.mean(torch.where(is_empty, torch.nan, loss.detach()))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_the_mean_of_a_micro_batch_without_labels_counts_nothing() -> None:
+    kind = hooked(Averaged, **on_the_way(TRANSFER_HOOKS[0], unlabelled))
+    assert_as_whole(kind, CUTS["rows"], sizes=(7, 9, 5), naive=0)
 
 
 class Logged(Split):
