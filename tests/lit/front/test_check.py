@@ -70,6 +70,19 @@ def test_data_are_a_batch_or_what_yields_batches(data: Any, num_rows: int) -> No
     assert report.num_rows == num_rows
 
 
+class DrawsBefore(Tokens):
+    """Draws when no micro-batch is under way."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.noise = torch.rand(len(batch["ids"]))
+
+
+@pytest.mark.parametrize("micro_batches", [None, SPLIT])
+def test_what_a_hook_draws_before_a_micro_batch_is_no_harm(micro_batches: Any) -> None:
+    how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": micro_batches}
+    assert check_quickly(DrawsBefore(), token_loader(), **how).exact
+
+
 class Unread(Tokens):
     """Without the mixin nothing reads these."""
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.helpers import trainer
-from tests.zoo.callbacks import told
+from tests.zoo.callbacks import Saving, told
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, _cut, row_of
 
@@ -136,6 +136,25 @@ def test_the_file_is_whole_whenever_a_row_has_grown(tmp_path: Path) -> None:
     again.log_metrics({"b": 1.0}, step=199)  # another process goes on
     assert again.rows()[-1]["b"] == "1.0"
     assert again.num_rows == 200
+
+
+def test_a_row_that_a_checkpoint_brings_forward_keeps_a_step_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """As Lightning takes a logged "step" for that of the row."""
+
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"step": 10.0 * batch_idx, "x": 1.0})
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for saves in ([Saving(tmp_path / "a.ckpt", 2)], []):
+        logger = MetricsCSVLogger(tmp_path / str(len(saves)))
+        own = {"logger": logger, "callbacks": [MetricRows(), *saves]}
+        trainer(max_steps=4, log_every_n_steps=1, **own).fit(Logs())
+        found.append([row["step"] for row in logger.rows() if "x" in row])
+    assert found[0] == found[1]
 
 
 def test_a_folder_that_cannot_be_and_rows_that_are_not_there(tmp_path: Path) -> None:

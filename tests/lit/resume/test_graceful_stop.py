@@ -39,6 +39,7 @@ from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 SEQUENCES = ragged_sequences(24)
 TERM, INT = signal.SIGTERM, signal.SIGINT
 BACKWARD = "on_after_backward"
+BEFORE = [("on_sanity_check_end", 1), ("on_train_start", 1), ("on_train_start", 0)]
 
 
 def steps_in(path: Any) -> int:
@@ -191,17 +192,6 @@ def test_runs_that_save_nothing(tmp_path: Path) -> None:
     assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
 
-def test_a_resumed_run_that_is_stopped_at_once_names_its_checkpoint(
-    tmp_path: Path,
-) -> None:
-    earlier, again = GracefulStop(tmp_path), GracefulStop(tmp_path / "other")
-    stopped(ask(BACKWARD, 2), earlier)
-    each = trainer(callbacks=[Always("on_train_start"), again])
-    with pytest.raises(Stopped):
-        each.fit(TokenModule(), loader(SEQUENCES, 4), ckpt_path=earlier.checkpoint_path)
-    assert again.checkpoint_path == earlier.checkpoint_path
-
-
 def test_validation_is_finished_first(tmp_path: Path) -> None:
     asks = ask("on_validation_batch_start", 2)
     count = Always("on_validation_batch_end", at=0)
@@ -211,17 +201,11 @@ def test_validation_is_finished_first(tmp_path: Path) -> None:
     assert count.calls == each.global_step == 3
 
 
-@pytest.mark.parametrize(
-    ("hook", "val"),
-    [
-        ("on_sanity_check_end", loader(SEQUENCES, 8)),
-        ("on_train_start", loader(SEQUENCES, 8)),
-        ("on_train_start", None),  # Lightning hears it, before we listen
-    ],
-)
-def test_signal_before_the_first_batch(tmp_path: Path, hook: str, val: Any) -> None:
-    stop = GracefulStop(tmp_path)
-    _, each = stopped(Always(hook), stop, val=val)
+@pytest.mark.parametrize(("hook", "sanity"), BEFORE)
+def test_signal_before_the_first_batch(tmp_path: Path, hook: str, sanity: int) -> None:
+    """Without a sanity check Lightning hears it before we listen."""
+    stop, how = GracefulStop(tmp_path), {"num_sanity_val_steps": sanity}
+    _, each = stopped(Always(hook), stop, val=loader(SEQUENCES, 8), **how)
     assert each.global_step == 0
     assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -23,6 +24,7 @@ from tests.helpers import (
     NAIVE,
     TokenModule,
     deviation,
+    loader,
     pad,
     ragged_sequences,
     trainer,
@@ -47,6 +49,7 @@ from tests.zoo.modules import hooked
 from trainkit import (
     AccumulationCallback,
     ExactResume,
+    GracefulStop,
     PerToken,
     RandomState,
     ResumableLoader,
@@ -328,3 +331,16 @@ def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) 
         train(tmp_path, kill=KillAt("on_validation_start", 3, die))
     assert kept
     assert all(part.training for part in kept)
+
+
+def test_a_resumed_run_that_is_stopped_at_once_names_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path, data = tmp_path / "earlier.ckpt", ragged_sequences(24)
+    stop, how = GracefulStop(tmp_path / "other"), {"collate": pad}
+    trainer(callbacks=[Saving(path, 2)]).fit(TokenModule(), loader(data, 4, **how))
+    dies = LambdaCallback(on_train_start=lambda *of: signal.raise_signal(15))
+    again = trainer(callbacks=[dies, stop])
+    with pytest.raises(SystemExit):
+        again.fit(TokenModule(), loader(data, 4, **how), ckpt_path=path)
+    assert stop.checkpoint_path == str(path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from tests.helpers import (
     NAIVE,
@@ -163,6 +163,13 @@ CASES = [
             (BY_ROWS, 9, IN_ONE),
         )
     ],
+    case(
+        "exact",
+        MASKED,
+        lambda: padded(10, 12, collate_fn=list),
+        cut=MicroBatching(size=3, collate=default_collate),
+        window=1,
+    ),
     case("refused PerSample", TERMS, **IN_ONE),  # each term is looked at
     # Among several loaders, and with a hook, it may be another batch that counts.
     *[

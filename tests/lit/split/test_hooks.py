@@ -114,6 +114,14 @@ def test_loop_runs_as_without_the_cut(options: dict[str, Any], tmp_path: Path) -
     assert "kind" not in options or ours.global_step == 4  # two in an epoch
 
 
+def test_a_hook_may_add_what_tells_the_lengths() -> None:
+    def adds(self: Any, batch: Any, batch_idx: int) -> None:
+        batch["own"] = batch["attention_mask"].clone()
+
+    kind = hooked(Split, on_train_batch_start=adds)
+    assert_as_whole(kind, MicroBatching(size=4, lengths="own"))
+
+
 def test_gradient_hooks_run_for_each_micro_batch() -> None:
     """Both run once for each backward pass."""
     calls: list[str] = []

@@ -79,9 +79,9 @@ class OrderedCallback(Callback):
         # A new list: Lightning is walking through the old one to call `setup`.
         trainer.callbacks = [*sorted(ours, key=lambda c: c.order), *others]
 
+    @abstractmethod
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         """The callback's rows in the table before training."""
-        return []
 
     def on_cut(self, num_micro_batches: int) -> None:
         """The loader batch that is about to run was cut into so many micro-batches;

@@ -285,8 +285,6 @@ class WindowCallback(WindowOwner):
     # ---- where a window ends early ---------------------------------------------------
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if not pl_module.automatic_optimization or self.driver is None:
-            return
         if not self.driver.keeps_gradients():
             self._drop(ZEROED)
             self.gradients_are_fresh = True
