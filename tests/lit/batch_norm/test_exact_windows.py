@@ -201,6 +201,17 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
         fit(make(), *callbacks, **options)
 
 
+def test_on_one_rank_whole_batches_run_the_layers_as_they_are() -> None:
+    replaced = []
+    notes = LambdaCallback(
+        on_train_batch_start=lambda t, m, *of: replaced.append(
+            "forward" in vars(m.net.norm)
+        )
+    )
+    fit(Images(), *exact(None), notes, epochs=1)
+    assert replaced == [False] * 3
+
+
 def test_two_values_of_a_channel_are_enough() -> None:
     fit(one_value(), *exact(MicroBatching(size=1)), batches=loader(2, 4))
 
