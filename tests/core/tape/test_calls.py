@@ -160,15 +160,27 @@ def test_a_forward_that_sets_the_mode_itself() -> None:
     assert off_by(gradients(own), gradients(big)) <= EXACT
 
 
-def test_types_that_differ_between_chunks_are_refused() -> None:
-    def between(net: Any, x: Tensor) -> Tensor:
-        torch.set_default_dtype(torch.float64)
-        x = x + torch.zeros(x.shape[0], 1, 1, 1)
-        torch.set_default_dtype(torch.float32)
-        return x
+def with_other_type(net: Any, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    x = x + torch.zeros(x.shape[0], 1, 1, 1)
+    torch.set_default_dtype(torch.float32)
+    return x
 
+
+def with_other_dimensions(net: Any, x: Tensor) -> Tensor:
+    return x * x.mean((1, 2, 3))[:, None].squeeze()[..., None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (with_other_type, "zeros returns float32"),
+        (with_other_dimensions, r"squeeze .* \[2\] for 2 rows, \[\] for 1"),
+    ],
+)
+def test_types_that_differ_between_chunks_are_refused(between: Any, said: str) -> None:
     own = Case(between).make()
-    with pytest.raises(TrainkitError, match="zeros returns float32"):
+    with pytest.raises(TrainkitError, match=said):
         exact_batch_norm(own, size=2)(X)
 
 
@@ -381,6 +393,8 @@ def test_numbers_of_rows() -> None:
     assert (2 * rows // 2 % 100 - 1).each == (3, 2, 10)
     assert rows > 2
     assert rows - rows == 0
+    assert f"{rows}" == "11"
+    assert {rows: 1}[NumberOfRows(4, 3, 11)] == 1
     for of in (float, int, lambda n: n / 2, lambda n: n > 5, lambda n: 0.5 * n):
         with pytest.raises(TrainkitError, match="number of rows"):
             of(rows)

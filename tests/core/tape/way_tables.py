@@ -19,6 +19,7 @@ from tests.core.tape.ways import (
     Case,
     Drops,
     Layer,
+    Norming,
     Through,
     after,
     by_a_teacher,
@@ -26,8 +27,10 @@ from tests.core.tape.ways import (
     filled,
     hook,
     in_half,
+    more_outputs,
     normed_backward,
     on_shape,
+    other_shape,
     over_a_layer,
     overwriting,
     put,
@@ -204,6 +207,29 @@ REFUSED: dict[str, Case] = {
         lambda net, x: F.instance_norm(x, net.mean, net.var, use_input_stats=True),
         own=lambda: {"mean": torch.zeros(4), "var": torch.ones(4)},
     ),
+    "normed_columns": refused(
+        "batch_norm .* has no rows, or channels",
+        lambda net, x: F.batch_norm(x.transpose(0, 1), None, None, training=True),
+    ),
+    "normed_sum": refused(
+        "batch_norm .* has no rows, or channels",
+        lambda net, x: F.batch_norm(x.sum(0, True), None, None, training=True),
+    ),
+    "normed_weight": refused(
+        "batch_norm .* has no rows, or channels",
+        lambda net, x: F.batch_norm(
+            net.token, None, None, x.mean((0, 2, 3)), training=True
+        ),
+    ),
+    "weights_of_batch": refused(
+        "batch_norm .* its weights depend on the batch",
+        lambda net, x: F.batch_norm(x, None, None, x.mean((0, 2, 3)), training=True),
+    ),
+    "normed_within": refused(
+        "batch_norm .* in an autograd.Function", lambda net, x: Norming.apply(x)
+    ),
+    "other_shape": refused("off by inf", other_shape, is_whole=True),
+    "more_outputs": refused("off by inf", more_outputs, is_whole=True),
     # numbers of rows
     "by_rows": refused("number of rows", lambda net, x: x / rows(x)),
     "by_a_share": refused("number of rows", lambda net, x: x * (1.0 / rows(x))),
@@ -224,6 +250,10 @@ REFUSED: dict[str, Case] = {
     "parts": refused("for 3 rows", lambda net, x: torch.cat([x[:1] * 2, x[1:]])),
     "unbind": refused("more tensors", lambda net, x: torch.stack(x.unbind(0))),
     "bool_index": refused("for 3 rows", lambda net, x: x * x[x > 0].sum()),
+    "offset": refused(
+        "storage_offset .* it is 512 for one chunk and 256 for another",
+        lambda net, x: x * x[-1].storage_offset(),
+    ),
     # values
     "item": refused("item", lambda net, x: x * x.mean().item()),
     "numpy": refused("numpy", lambda net, x: x * x.detach().numpy().mean()),
@@ -272,6 +302,15 @@ REFUSED: dict[str, Case] = {
     ),
     "sum_in_place": refused("tensor of all chunks", summing),
     "view_in_place": refused("tensor of all chunks", filled),
+    "argument_in_place": refused(
+        "writes into an argument",
+        lambda net, x: net.fc(pooled(net.one(x.mul_(2)))),
+        is_whole=True,
+    ),
+    "within_a_transform": refused(
+        "mul_ .* in place that others need",
+        lambda net, x: x * torch.func.grad(lambda s: (s * x).mul_(2).sum())(ONE),
+    ),
     "over_a_layer": refused("view from before", over_a_layer),
     "counted_in_use": refused(
         "see each other",

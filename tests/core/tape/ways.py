@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,18 @@ class Through(torch.autograd.Function):
         return 3 * gradient
 
 
+class Norming(torch.autograd.Function):
+    """Which normalises by the rows that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return gradient
+
+
 class Calling(torch.autograd.Function):
     """Which is given a module."""
 
@@ -271,6 +284,20 @@ def filled(net: Any, x: Tensor) -> Tensor:
     row = table[0]
     row += x.detach()[0, :, :1, :1] * 0 + 1
     return x * table[0]
+
+
+ONE_AND_TWO = itertools.cycle([1, 2])
+
+
+def other_shape(net: Any, x: Tensor) -> Tensor:
+    """Each time it returns another number of columns."""
+    return net.fc(pooled(net.one(x)))[:, : next(ONE_AND_TWO)]
+
+
+def more_outputs(net: Any, x: Tensor) -> list[Tensor]:
+    """Each time it returns another number of tensors."""
+    found = net.fc(pooled(net.one(x)))
+    return [found * number for number in range(next(ONE_AND_TWO))]
 
 
 def spectrum(net: Any, x: Tensor) -> Tensor:

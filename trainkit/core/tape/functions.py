@@ -18,7 +18,7 @@ ASKED = frozenset(
     shape size dim ndim ndimension dtype device layout numel nelement stride itemsize
     element_size nbytes get_device is_floating_point is_complex is_signed is_contiguous
     is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_sparse_csr is_quantized is_nested
-    is_mkldnn is_conj is_neg is_inference is_same_size is_pinned storage_offset names
+    is_mkldnn is_conj is_neg is_inference is_same_size is_pinned storage_offset
     result_type can_cast
     """.split()
 )

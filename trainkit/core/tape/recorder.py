@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
             return first
         last = asked.call(self.values.last)
         found = self._layout.both(first, last)
-        if found is None and first != last:
+        if found is None:
             now = f"it is {first} for one chunk and {last} for another"
             self.refuse(asked.name, now)
         return found
@@ -217,7 +217,8 @@ class Recorder(TorchFunctionMode):
                     slot = self._add(first, last.detach(), dim, trains)
                 operation.outs.append(slot)
         for each in changed:
-            if not any(is_in_memory_of(each, x) for x in written):
+            is_own = self.values.slot_of(each) is not None
+            if not is_own or not any(is_in_memory_of(each, x) for x in written):
                 self.refuse(name, "it changes a tensor in place that others need")
             self._change(each, operation, trains=trains)
         self._tape.segments[-1].operations.append(operation)
@@ -274,8 +275,7 @@ class Recorder(TorchFunctionMode):
     def _change(self, tensor: Tensor, operation: Operation, *, trains: bool) -> None:
         """Note that a value is another one from here on."""
         old, store, tape = self.values.slot_of(tensor), self._tape.store, self._tape
-        if old is None:
-            self.refuse(operation.name, "it changes a tensor that all chunks share")
+        assert old is not None
         for slot, other in self.values.held().items():
             is_view = other is not tensor and is_in_memory_of(other, tensor)
             if is_view and (store.has(0, old) or store.has(0, slot)):
