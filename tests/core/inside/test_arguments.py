@@ -158,6 +158,34 @@ def test_a_pair_of_numbers_beside_two_rows_must_be_named() -> None:
         net(X, (3, 5))
 
 
+def test_the_first_argument_need_not_have_rows() -> None:
+    class Scaled(Net):
+        def forward(self, scale: Any, x: Any = None) -> Tensor:
+            return self.head.weight if x is None else self.plain(x) * scale
+
+    for scale in (None, 2.0, leaf()):
+        given = 1.0 if scale is None else scale
+        assert off(twin(Scaled()), lambda n, g=given: nt_xent(n(g, X), LABELS)) <= EXACT
+    with Chunked(twin(Scaled()), size=4) as net:  # nothing that could be cut
+        assert torch.equal(net(1.0), net.head.weight)
+
+
+def test_an_argument_whose_gradient_is_stopped_gets_none() -> None:
+    net, to = twin(Net(lambda net, x, to: net.plain(x) + to.detach())), leaf(22, 1)
+    assert off(net, lambda net: nt_xent(net(X, to), LABELS)) <= EXACT
+    assert to.grad is None
+
+
+def test_a_forward_without_a_signature_and_an_argument_that_is_given_twice() -> None:
+    bend: Any = nn.Module()
+    bend.forward = torch.tanh
+    with Chunked(bend, size=4):
+        assert torch.equal(bend(X), X.tanh())
+    with Chunked(nn.Linear(6, 5).double(), size=4) as linear:
+        with pytest.raises(TrainkitError, match="multiple values for argument 'input'"):
+            linear(X, input=X)
+
+
 # ---- any structure -------------------------------------------------------------------
 
 LEAVES = st.sampled_from(
@@ -313,6 +341,10 @@ def test_a_module_in_chunks_within_another() -> None:
     _, wanted = gradient(net, step)
     with Chunked(net.body, size=2):
         assert off(net, wanted=wanted, size=6) <= EXACT
+    net.body.append(nn.Softmax(0))
+    with Chunked(net.body, size=2), Chunked(net, size=6):
+        with pytest.raises(TrainkitError, match=r"^Chunked\(Sequential\): it ca"):
+            net(X)
 
 
 def test_tied_partly_frozen_and_shared_parameters() -> None:

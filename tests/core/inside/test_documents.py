@@ -59,12 +59,21 @@ class Reader(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.leak, self.drop, self.widths = leak, nn.Dropout(dropout), list[int]()
+        self.longest: list[Any] = []
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.double()
 
-    def forward(self, ids: Tensor, *, side: Any = 0, **told: Any) -> Any:
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        side: Any = 0,
+        table: Any = None,
+        max_seqlen: int | None = None,
+        **told: Any,
+    ) -> Any:
         x = ids if ids.is_floating_point() else self.embed(ids)
         self.widths.append(x.numel() // WIDTH)
         ((name, value),) = told.items()
@@ -72,10 +81,13 @@ class Reader(nn.Module):
         numbers = (numbers == 0).cumsum(0) if name == "position_ids" else numbers
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
         lengths = numbers.diff().tolist() if name in ("cu_seqlens", "ends") else lengths
+        self.longest.append((max_seqlen, max(lengths)))
         bounds = [sum(lengths)] if self.leak == "all" else lengths
         parts = [each[None] for each in x.view(-1, WIDTH).split(bounds)]
         parts = [self.gru(each)[0] + self.conv(each.mT).mT.tanh() for each in parts]
         states = self.drop(torch.cat(parts, 1))[0]
+        if table is not None:
+            states = states * table.mean(0)
         if self.leak == "mean":
             states = states - states.mean(0)
         if self.leak == "place":
@@ -149,6 +161,23 @@ def test_arguments_that_train_get_their_gradient(shape: Any, number: int) -> Non
     with Chunked(net, size=3):
         found = torch.autograd.grad(step(net, x, **told), (x, side))
     assert max(map(off_by, found, wanted)) <= EXACT
+
+
+@pytest.mark.parametrize("shared", [(), "max_seqlen"])
+@pytest.mark.parametrize("entries", [3, 17])
+def test_a_table_of_all_documents_stays_whole(entries: int, shared: Any) -> None:
+    """Also where it has as many entries as the documents of a chunk, or their tokens.
+
+    The groups that are compared have as many tokens, by chance, and the first document
+    is the longest.
+    """
+    ends = F.pad(torch.tensor([9, 6, 2, 4, 2, 6, 4, 7]).cumsum(0), (1, 0))
+    table = torch.randn(entries, WIDTH).double()
+    net, given = Reader(), {"cu_seqlens": ends, "table": table, "max_seqlen": 9}
+    wanted = gradient(net, lambda net: step(net, **given))[1]
+    with Chunked(net, size=3, shared=shared):
+        assert off_by(gradient(net, lambda net: step(net, **given))[1], wanted) <= EXACT
+    assert all(told == (9 if shared else own) for told, own in net.longest)
 
 
 @pytest.mark.parametrize("how", [HOWS[0], *HOWS[-4:]])

@@ -20,6 +20,7 @@ from tests.core.inside.common import (
     gradient,
     nt_xent,
     off_by,
+    refused,
 )
 from trainkit import Chunked
 from trainkit.core.inside.cut import Shadows
@@ -127,6 +128,17 @@ def test_chunks_that_drew_are_not_cut_in_the_backward_pass() -> None:
         budget.most_backward = 30
         with pytest.raises(torch.OutOfMemoryError, match="no room for 40 rows"):
             loss.backward()
+
+
+def test_memory_that_ends_in_evaluation_mode_makes_chunks_finer() -> None:
+    """In which rows that draw are compared: it would go unseen that these see all."""
+
+    def seeing(net: Any, x: Tensor) -> Tensor:
+        if not net.training and len(x) > 9:
+            raise torch.OutOfMemoryError
+        return net.plain(x) - net.plain(x).mean(0)
+
+    refused(Net(seeing, dropout=0.5).double(), "depends on", X, size=None)
 
 
 @pytest.mark.parametrize(("size", "rows", "later"), [(20, 20, 20), (None, 1, 40)])

@@ -117,6 +117,33 @@ def test_detached_outputs_and_copies_of_arguments_have_no_gradient() -> None:
         for x in (X, X.clone().requires_grad_()):
             flags = [each.requires_grad for each in net(x)]
             assert flags == [True, False, x.requires_grad, False]
+    with Chunked(twin(Net(lambda net, x: net.plain(x).argmax(1))), size=8) as net:
+        assert not net(X).requires_grad
+
+
+@pytest.mark.parametrize("without", [slice(4), slice(-4, None)])
+def test_a_chunk_without_a_gradient(without: slice) -> None:
+    """As of an expert to which none of its rows go. The last tells what has one."""
+
+    def routed(net: Any, x: Tensor) -> Any:
+        chosen = x[:, 0] > 0
+        out = x.new_zeros(len(x), CLASSES)
+        if chosen.any():
+            out[chosen] = net.plain(x[chosen])
+        return x @ net.weight, out
+
+    net, x = twin(Net(routed, weight=nn.Parameter(torch.ones(6, CLASSES)))), X.clone()
+    x[:, 0] = 1
+    x[without, 0] = -1
+
+    def used(net: Any) -> Tensor:
+        return nt_xent(sum(net(x)), LABELS)  # type: ignore[arg-type]
+
+    if without.stop:
+        assert off(net, used) <= EXACT
+        return
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match="in some chunks"):
+        used(net).backward()
 
 
 def test_values_without_rows_get_their_gradient_once() -> None:
@@ -236,6 +263,8 @@ def test_a_mask_does_not_say_what_rounding_is(mask: float) -> None:
     large = 1e8 * torch.randn(8, 5)  # all are, so that they are no mask
     assert are_close(large, large + 10)
     assert not are_close(large, large * 1.001)
+    for of_other_kind in (large[:, :1].expand(-1, 4), large.double()):
+        assert not are_close(large, of_other_kind)
 
 
 # ---- refused -------------------------------------------------------------------------
@@ -258,9 +287,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "packed": (lambda out: pack_sequence(list(out)), "rows"),
     "sparse": (lambda out: out.to_sparse(), "dense"),
     "pairs": (lambda out: out[:, None, 0] * out[None, :, 0], "does not follow"),
+    "list of rows": (list, "of rows: the number of its outputs depends on the rows"),
+    "other dimensions": (
+        lambda out: out if len(out) == 8 else out[None],
+        "the shape of its output depends on the rows",
+    ),
     # Chunks of 8, 7 and 7 rows: the last ones differ.
     "another flag": (lambda out: (out, len(out) == 7), "'1'"),
     "another value": (lambda out: (out, torch.tensor(len(out) == 7)), "'1'"),
+    "other values": (
+        lambda out: (out, torch.full((2,), len(out) == 7)),
+        r"was another tensor of shape \[2\] for one and another",
+    ),
     "fewer rows": (lambda out: out[:3] if len(out) == 7 else out, "rows"),
     "fewer outputs": (
         lambda out: (out, out) if len(out) == 7 else (out, out, out),

@@ -22,6 +22,8 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
+from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.rows import Sizes
 
 
 class Last(nn.Module):
@@ -146,6 +148,8 @@ def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
         with Chunked(nn.Linear(6, 5), size=2) as linear:
             with pytest.raises(TrainkitError, match="input is a .* tensor"):
                 linear(kind)
+    with pytest.raises(TrainkitError, match="none of its arguments has rows"):
+        ChunkedForward(nn.Linear(6, 5), "net", Sizes(1)).probe(torch.randn(1, 6))
     with pytest.raises(TrainkitError, match="it has lazy parameters"):
         Chunked(nn.LazyLinear(5), size=2)
     for shared in ("tables", ["tables"]):

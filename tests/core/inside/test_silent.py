@@ -29,6 +29,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
+from trainkit.core.inside import forward
 from trainkit.core.inside.check import Trial
 
 SEQUENCES = torch.randn(16, 7, WIDTH, dtype=torch.float64)
@@ -196,6 +197,16 @@ def test_a_forward_pass_that_moves_something_is_refused(
     assert torch.equal(x, X)
 
 
+def test_an_argument_that_is_changed_in_a_later_call_is_refused() -> None:
+    net = twin(Net(lambda net, x: net.plain(x.mul_(2) if net.moves else x), moves=[]))
+    with Chunked(net, size=8):
+        for _ in range(5):
+            step(net)
+        net.moves.append(True)  # which makes no other kind of call
+        with pytest.raises(TrainkitError, match="must not change its arguments in pl"):
+            net(X.clone())
+
+
 def test_a_cache_that_grows_is_filled_before() -> None:
     def growing(net: Any, x: Tensor) -> Tensor:
         if len(net.table) < x.shape[1]:
@@ -253,6 +264,18 @@ def test_a_flag_makes_another_kind_of_call_which_is_looked_at_at_once() -> None:
         net.mixes = True
         with pytest.raises(TrainkitError, match="depends on other rows"):
             gradient(net, step)
+
+
+def test_no_more_than_so_many_kinds_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forward, "MOST_KINDS", 2)
+    net = twin(Net(word=""))
+    with Chunked(net, size=4):
+        for word in "abcde":
+            net.word = word
+            step(net)
+        assert len(net.forward._kinds) <= 2
 
 
 # ---- a generator of its own ----------------------------------------------------------
@@ -359,12 +382,13 @@ def test_a_module_that_draws_and_cannot_evaluate() -> None:
         gradient(net, step)
 
 
-def test_a_counter_is_as_before_once_rows_were_looked_at() -> None:
+@pytest.mark.parametrize("held", [{"calls": 0}, {}])
+def test_a_counter_is_as_before_once_rows_were_looked_at(held: dict[str, int]) -> None:
     def counting(net: Any, x: Tensor) -> Tensor:
-        net.calls += 1
+        net.calls = getattr(net, "calls", 0) + 1
         return net.plain(x)
 
-    net = twin(Net(counting, calls=0))
+    net = twin(Net(counting, **held))
     with Chunked(net, size=4):
         gradient(net, step)
     assert net.calls == 6  # once for each chunk

@@ -122,6 +122,11 @@ def test_loss_over_real_positions_cannot_tell(is_left: bool, size: int | None) -
     assert off(Reader(), step, times=4, tokens=TOKENS, size=size) <= EXACT
 
 
+def test_a_batch_without_padding_before_one_with_it() -> None:
+    full = {**DATA, "mask": torch.ones_like(DATA["mask"])}
+    assert off_over(Reader(), [made(full), made(full), made()]) <= EXACT
+
+
 def test_outputs_are_in_the_order_of_the_rows_and_0_at_padding() -> None:
     net, real = Reader(), DATA["mask"] == 1
     wanted, pooled = net(DATA["ids"], DATA["mask"])

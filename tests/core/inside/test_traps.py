@@ -163,6 +163,16 @@ def test_what_is_frozen_in_the_forward_pass_gets_no_gradient() -> None:
     assert off_by(gradient(net, step)[1], wanted) > NAIVE
 
 
+def test_what_trains_may_change_between_steps() -> None:
+    net = twin(Net())
+    with Chunked(net, size=4):
+        for is_on in (True, False, True):
+            net.head.requires_grad_(is_on)
+            _, found = gradient(net, step)
+            _, wanted = gradient(net, in_parts)
+            assert off_by(found, wanted) <= EXACT
+
+
 def test_backward_twice_and_a_second_gradient_is_refused() -> None:
     net = twin(Net())
 

@@ -63,8 +63,6 @@ def refusing(moment: Moment) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error.__cause__, TrainkitError):
-            raise error.__cause__ from None
         is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
         if is_own or is_out_of_memory(error):
             raise
