@@ -146,6 +146,10 @@ def test_terms_with_different_numbers_of_weights_are_refused() -> None:
     ("number", "before", "expected"),
     [
         (20.0, None, 16.0),
+        (1.5, None, 2.0),
+        (0.3, None, 0.25),
+        (-1.0, 16.0, 16.0),
+        (8.0, 16.0, 8.0),
         (0.0, None, UNKNOWN),
         (float("nan"), None, UNKNOWN),
         (3.0, 16.0, 8.0),  # a short last window

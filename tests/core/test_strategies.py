@@ -128,6 +128,7 @@ def test_strategy_is_a_frozen_value(strategy: Any) -> None:
         (lambda: PerToken(labels=1.5), "labels: must be a dotted path.*1.5"),  # type: ignore[arg-type]
         (lambda: PerToken(labels=""), "labels: must be a dotted path"),
         (lambda: PerSample(size=True), "size: must be a dotted path.*True"),
+        (lambda: PerToken(shift=1), "shift: must be True or False, received 1"),  # type: ignore[arg-type]
         (lambda: PerToken(ignore_index=-1.0), "ignore_index: must be an integer"),  # type: ignore[arg-type]
         (lambda: PerToken(ignore_index=False), "ignore_index: must be an integer"),
         (lambda: Accumulator(PerToken), "AccumulationStrategy, received <class"),  # type: ignore[arg-type]

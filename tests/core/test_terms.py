@@ -19,7 +19,7 @@ from tests.core.common import (
 )
 from tests.helpers import NAIVE, gradients, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError, Uniform
-from trainkit.core.terms import named_strategies
+from trainkit.core.terms import leading, named_strategies
 
 SEQUENCES = ragged_sequences(17)
 SIZES = (5, 1, 8, 3)
@@ -197,6 +197,11 @@ def test_other_terms_than_there_are_strategies_are_refused(
 def test_wrong_strategies_are_refused(given: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         Accumulator(given)
+
+
+def test_no_strategy_yet_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="the module has no strategy yet"):
+        leading({})
 
 
 def test_strategies_keep_their_order() -> None:

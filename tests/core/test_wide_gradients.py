@@ -192,20 +192,24 @@ class Summing(nn.Module):
 
 
 def summed_on_ranks(rank: int, world_size: int, backend: str) -> Any:
-    model: Any = Summing() if backend == "none" else DDP(Summing())
+    unused = "unused" in backend
+    model: Any = Summing()
+    if backend != "none":
+        model = DDP(model, find_unused_parameters=unused)
     how: Any = {"module": model, "aggregation": "none" if backend == "none" else "auto"}
     accumulator = Accumulator(GivenWeight("total"), wide_gradients=True, **how)
     parts = [256.0, *[1.0] * (64 - 32 * rank)]
     for index, part in enumerate(parts):
-        apart = backend == "ddp" and index < len(parts) - 1
+        apart = backend != "none" and index < len(parts) - 1
         with model.no_sync() if apart else contextlib.nullcontext():
             accumulator.backward(model(part), 1)
+        assert all((p.grad is None) != unused for p in model.parameters())
     with mock.patch.object(of_gradients, "BUCKET", 8):  # several messages
         accumulator.finish(model.parameters())
     return [p.grad.unique().tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["none", "ddp"])
+@pytest.mark.parametrize("backend", ["none", "ddp", "ddp, unused"])
 def test_ranks_are_summed_in_float32_too(backend: str, on_ranks: OnRanks) -> None:
     for found in on_ranks(summed_on_ranks, 2, backend):
         assert found == [[2 * 256 + 64 + 32]] * 2

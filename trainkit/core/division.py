@@ -246,7 +246,7 @@ def power_of_two(number: Weight, before: Weight | None) -> Weight:
     otherwise = UNKNOWN if before is None else before
     least = 0.0 if before is None else before / 2
     if not isinstance(number, Tensor) and not isinstance(least, Tensor):
-        is_positive = 0 < number < math.inf
+        is_positive = number > 0
         return max(2.0 ** round(math.log2(number)), least) if is_positive else otherwise
     numbers = number, least, otherwise
     device = next(each.device for each in numbers if isinstance(each, Tensor))

@@ -263,6 +263,11 @@ FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
             {**BATCH, "x": torch.zeros(3)},
             "'x' has a row for each of the batch in some only",
         ),
+        (
+            {**BATCH, "x": BATCH["ids"].numpy()},
+            {**BATCH, "x": BATCH["ids"].numpy()},
+            "'x' must be a tensor or a list to be joined",
+        ),
         (BATCH, FLAT, "'documents' are told apart in some of them only"),
         (
             {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)},
@@ -270,10 +275,24 @@ FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
             "mask of blocks",
         ),
     ],
-    ids=["fields", "number", "table", "width", "rows", "documents", "blocks"],
+    ids="fields number table width rows arrays documents blocks".split(),
 )
 def test_batches_that_are_unlike_are_refused(
     first: Any, second: Any, text: str
 ) -> None:
     with pytest.raises(TrainkitError, match=f"pool: .*{text}"):
         join([first, second])
+
+
+def test_documents_that_a_field_of_an_unknown_name_tells_apart_are_not_joined() -> None:
+    batch = {"input_ids": FLAT["input_ids"], "own": FLAT["position_ids"]}
+    with pytest.raises(TrainkitError, match="pool: .*'own' must have a known name"):
+        join([batch, batch], documents="own")
+
+
+@pytest.mark.parametrize(("documents", "expected"), [("auto", False), ("off", True)])
+def test_documents_of_one_row_have_no_padding(documents: str, expected: bool) -> None:
+    labels = FLAT["labels"].clone()
+    labels[:, -1] = -100
+    cutter = Cutter(MicroBatching(documents=documents), PerToken())
+    assert cutter.has_padding({**FLAT, "labels": labels}) is expected
