@@ -8,12 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional, TypeVar, Union
+from typing import Annotated, Any, Literal, Optional, Protocol, TypeVar, Union
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator
 
 from trainkit import TrainkitError
 from trainkit.cli.main import main
@@ -48,6 +49,7 @@ class Loose:
 
 allow_targets("tests")
 WIDGET = "tests.config.test_check.Widget"
+ANYTHING = "tests.config.test_check.Anything"
 
 
 def refused(config: Any, **kwargs: Any) -> str:
@@ -96,8 +98,9 @@ def test_deeper_ones_are_found() -> None:
         {"_target_": WIDGET, "size": 1, "parts": [1, 2.5]},
         {"_target_": WIDGET, "size": 1, "parts": None},
         {"_target_": WIDGET, "_partial_": True},
+        {"_target_": WIDGET, "size": 1, "name": {"_target_": ANYTHING}},
         {"_target_": WIDGET, "_args_": [1]},
-        {"_target_": "tests.config.test_check.Anything", "x": 1},
+        {"_target_": ANYTHING, "x": 1},
         {},
         {"lr": 1},
         None,
@@ -135,6 +138,13 @@ def test_a_variable_of_the_environment_is_a_text_until_decoded(
     assert "${oc.decode:...}" in refused({"_target_": WIDGET, "size": "${oc.env:SIZE}"})
     decoded = {"_target_": WIDGET, "size": "${oc.decode:${oc.env:SIZE}}"}
     check(OmegaConf.create(decoded), key="group")
+
+
+def test_what_is_written_in_c_refuses_arguments_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINKIT_ALLOW", "torch")
+    check(OmegaConf.create({"_target_": "torch.eye", "size": "x"}), key="group")
 
 
 def test_null_fits_where_it_is_the_default() -> None:
@@ -276,6 +286,10 @@ class Sizes:
     width: int = 8
 
 
+class Sized(Protocol):  # which isinstance refuses
+    size: int
+
+
 Free = TypeVar("Free")
 Bound = TypeVar("Bound", bound=int)
 
@@ -340,6 +354,8 @@ def test_a_text_is_no_other_thing(value: Any, hint: Any) -> None:
         ([1, 2, 3], tuple[int, ...]),
         ("x", Free),
         (Color.RED, Color),
+        (3, Sized),
+        (3, Annotated[int, AfterValidator(len)]),
     ],
 )
 def test_what_may_be_a_text_is_left_alone(value: Any, hint: Any) -> None:

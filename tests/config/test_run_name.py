@@ -53,6 +53,13 @@ def test_a_job_without_a_name_is_known_by_its_parent() -> None:
     assert run_name({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).endswith("-again1")
 
 
+def test_without_the_facts_of_a_process_its_number_is_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 2**40)  # of none that runs
+    assert job_name(TORCHRUN) == f"torchrun-{2**40}"
+
+
 @pytest.mark.parametrize("count", ["0", "1"])
 def test_every_attempt_of_a_job_has_its_name(count: str) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": count}

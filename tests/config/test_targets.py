@@ -75,6 +75,7 @@ ATTACKS = [
     "torch.load",
     "trainkit.cli.sweep.process.TrialProcess",
     "trainkit.config.allow_targets",
+    ".run",
 ]
 
 

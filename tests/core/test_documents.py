@@ -85,6 +85,7 @@ FOUND: dict[str, tuple[Any, str, str, list[Any]]] = {
      TWO_ROWS),
     "a mask of blocks": (packed(attention_mask=CAUSAL), "auto", "attention_mask",
      TWO_ROWS),
+    "blocks by name": (packed(sees=CAUSAL), "sees", "sees", TWO_ROWS),
     "a mask to add": (packed(attention_mask=torch.where(CAUSAL, 0.0, -1e9)), "auto",
      "attention_mask", TWO_ROWS),
     "both directions": (packed(attention_mask=BLOCKS), "auto", "attention_mask",

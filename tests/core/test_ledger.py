@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.zoo.callbacks import SENT
-from trainkit.core.ledger import FirstWindows, Ledger
+from trainkit.core.ledger import NUM_WAITING, FirstWindows, Ledger
 from trainkit.core.window import COLUMNS, WindowStats
 
 RANKS = 3
@@ -74,6 +74,13 @@ def test_samples_are_unknown_after_a_window_that_counted_none() -> None:
 
 def test_an_optimizer_without_windows_has_no_account() -> None:
     assert entered(windows(2)).of(1) is None
+
+
+def test_windows_do_not_wait_for_ever() -> None:
+    ledger = entered(windows(NUM_WAITING + 3))
+    assert len(ledger._waiting[0]) == 3
+    both = [*windows(NUM_WAITING + 3)]
+    assert numbers(ledger) == pytest.approx(numbers(entered(both)), rel=1e-15)
 
 
 def test_first_windows_measure_eight_and_resume_with_one_loader() -> None:

@@ -149,6 +149,14 @@ def test_window_of_another_run_is_refused(other: Any, change: Any, text: str) ->
         Accumulator(PerToken(), module=other).load_state_dict(state)
 
 
+def test_module_that_has_no_gradient_in_the_window_is_refused() -> None:
+    net = fresh_net()
+    accumulator = Accumulator(PerToken(), module=fresh_net())
+    run_open(accumulator, net, FIRST)
+    with pytest.raises(TrainkitError, match="no parameter of `module` has a gradient"):
+        accumulator.state_dict()
+
+
 @pytest.mark.parametrize("wrong", [{"gradients": {}}, 3, None])
 def test_what_no_accumulator_has_saved_is_refused(wrong: Any) -> None:
     with pytest.raises(TrainkitError, match=r"load_state_dict\(\): must be what Accum"):

@@ -203,6 +203,16 @@ class Graphs:
             self.num_graphs = num_graphs
 
 
+class Unsure:
+    """As a batch of torch_geometric that was not made of graphs."""
+
+    batch_size = 3
+
+    @property
+    def num_graphs(self) -> int:
+        raise ValueError("cannot infer the number of graphs")
+
+
 IMAGE, BOXES = torch.zeros(3, 8, 8), {"boxes": torch.zeros(2, 4)}
 RECORDS = [{"a": X, "b": Y}] * 2
 
@@ -231,6 +241,7 @@ RECORDS = [{"a": X, "b": Y}] * 2
         ((RECORDS * 2, Y), 6),
         # An object that counts its samples is asked where there is no tensor.
         (Graphs(9, 4), 4),
+        (Unsure(), 3),
         ({"graphs": Graphs(9, 4), "name": "a"}, 4),
         ((Graphs(9, 4), torch.zeros(4)), 4),
     ],

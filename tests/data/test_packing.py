@@ -42,6 +42,9 @@ def test_other_fields_have_an_entry_for_each_token_or_for_each_document() -> Non
     assert batch["weight"].tolist() == [0.5] * 3
     assert batch["source"] == ["0", "1", "2"]
     assert "attention_mask" not in batch
+    rows = [{"input_ids": ids, "source": [str(n)]} for n, ids in enumerate(IDS)]
+    sources = PackCollate(length=5)(rows)["source"]
+    assert sorted(sources) == [["0"], ["1"], ["2"]]
 
 
 @pytest.mark.parametrize("options", [{}, {"length": 6}])

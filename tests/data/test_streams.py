@@ -214,6 +214,8 @@ def test_foreign_state_is_refused() -> None:
         ResumableStream(Live()).load_state_dict({"row": 1})
     with pytest.raises(TrainkitError, match="was 2 when the .* written and is 1 now"):
         ResumableStream(Live()).load_state_dict({"epoch": None, "places": [{}, {}]})
+    with pytest.raises(TrainkitError, match="that of rank 0 is not in the checkpoint"):
+        ResumableStream(Live()).load_state_dict({"epoch": None, "places": [None]})
 
 
 class Plain(IterableDataset[int]):

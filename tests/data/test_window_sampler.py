@@ -325,6 +325,12 @@ def test_state_of_an_ended_epoch_begins_the_next_with_any_plan() -> None:
         state = other.state_dict()
         assert state["position"] >= state["end"]
         assert len(read(other, 1)) == len(other)
+    ended = {
+        name: value for name, value in first.state_dict().items() if name != "plan"
+    }
+    other = loader(2)
+    other.load_state_dict(ended)  # of another sampler
+    assert len(read(other, 1)) == len(other)
 
 
 def test_state_loads_with_weights_only() -> None:

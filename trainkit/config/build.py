@@ -244,8 +244,6 @@ def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a constructor, and report a value that it refuses with its key."""
     try:
         return make(*args, **kwargs)
-    except TrainkitError:
-        raise
     except (TypeError, ValueError) as error:
         raise TrainkitError(f"{key}: {error}") from error
 

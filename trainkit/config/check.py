@@ -257,7 +257,7 @@ def fits(value: Any, hint: Any) -> bool:
         adapter.validate_python(value)
     except ValidationError:
         return _fits_as_json(value, adapter)
-    except TypeError:  # isinstance refuses the type
+    except TypeError:  # of a validator of the type's own
         return True
     return True
 

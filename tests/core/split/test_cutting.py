@@ -287,6 +287,11 @@ class Box:
         self.x = X
 
 
+class Hidden:
+    def __init__(self) -> None:
+        self._x = X
+
+
 class Graphs:
     """As a batch of torch_geometric."""
 
@@ -320,6 +325,7 @@ JAGGED = torch.nested.nested_tensor([X[0], X[:, 0]], layout=torch.jagged)
         ({"g": Graphs()}, r"field 'g' is a Graphs.*collate=Batch.from_data_list"),
         (Opaque(), r"the batch is a Opaque, whose rows cannot.*collate="),
         ((X, Opaque()), r"field '1' is a Opaque, whose rows cannot"),
+        ((X, Hidden()), r"field '1' is a Hidden, whose rows cannot.*_x: float32"),
         ((X, Box()), r"field '1' is a Box, whose rows cannot.*tuple\(float32"),
         ((X, X.to_sparse()), r"field '1' is a torch.sparse_coo tensor.*shared="),
         ((JAGGED, X[:2]), r"field '0' is a nested tensor"),

@@ -16,7 +16,10 @@ from tests.core.tape.common import EXACT, gradients, images, off_by, state, summ
 from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
 from tests.core.tape.ways import FOREIGN, Case
 from trainkit import exact_batch_norm
+from trainkit.core.inside.rows import Sizes
+from trainkit.core.ranks import Ranks
 from trainkit.core.tape import forward
+from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 
 X = images(9)
@@ -127,6 +130,11 @@ def test_rows_that_see_each_other_later_are_found() -> None:
         net(X)
     with pytest.raises(TrainkitError, match="see each other"):
         net(X)
+
+
+def test_one_value_for_each_channel_is_refused_as_torch_does() -> None:
+    with pytest.raises(TrainkitError, match="more than 1 value per channel"):
+        TapedForward(nn.BatchNorm1d(4), Sizes(), Ranks(), "net")(torch.randn(1, 4))
 
 
 class Casting(nn.Module):
