@@ -74,6 +74,7 @@ def is_one_message(text: str, shown: str) -> bool:
         (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
         # or the training, before its first step.
         (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
+        (["scheduler.warmup=2"], "scheduler: warmup_cosine warmup: must lie in 0 to 1"),
         (
             ["logger=none", "+logger._target_=torch.nn.Identity"],
             "logger: must hold entries by name",
