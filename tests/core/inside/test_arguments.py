@@ -166,7 +166,8 @@ def test_the_first_argument_need_not_have_rows() -> None:
     for scale in (None, 2.0, leaf()):
         given = 1.0 if scale is None else scale
         assert off(twin(Scaled()), lambda n, g=given: nt_xent(n(g, X), LABELS)) <= EXACT
-    with Chunked(twin(Scaled()), size=4) as net:  # nothing that could be cut
+    net = twin(Scaled())
+    with Chunked(net, size=4):  # nothing that could be cut
         assert torch.equal(net(1.0), net.head.weight)
 
 
