@@ -231,6 +231,7 @@ def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -
 
 @pytest.mark.parametrize("cut", [None, SPLIT])
 def test_modules_without_batch_norm_are_not_refused(cut: MicroBatching | None) -> None:
-    net, callbacks = nn.Sequential(nn.Flatten(), nn.Linear(108, CLASSES)), exact(cut)
+    callbacks: Any = exact(cut)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(108, CLASSES))
     fit(Images(net), *callbacks, window=2)
     assert callbacks[0].cut is cut

@@ -211,7 +211,7 @@ def test_what_is_not_exact_is_said_and_warned_of_once(
 
 def test_batch_norm_over_four_rows_is_named() -> None:
     """A part of one row would have no statistics, and so no cause."""
-    module = IMAGES()
+    module: Any = IMAGES()
     module.head = nn.Sequential(nn.BatchNorm1d(8), module.head)
     data = DataLoader(Stream(images().dataset), batch_size=4)
     with pytest.warns(UserWarning, match="BatchNorm1d normalises each micro-batch"):
@@ -505,7 +505,8 @@ def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
 
 def masked_language(*names: str) -> Any:
     """Ready batches of full rows, of whose labels a fifth counts."""
-    generator, batches = torch.Generator().manual_seed(0), list[Any]()
+    batches: Any = []
+    generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         ids = torch.randint(1, 12, (8, 12), generator=generator)
         counts = torch.rand(8, 12, generator=generator) < 0.2
