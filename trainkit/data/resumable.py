@@ -114,10 +114,7 @@ class ResumableLoader(DataLoader[Any]):
         self.shuffle, self.seed = order.shuffle, order.seed
         self.last, self.weigh_nothing = last, weigh_nothing
         self.process_group = process_group
-        self._place = (0, 0)  # the epoch and position of the last batch read,
-        self._before = (0, 0)  # and of the one before it
-        self.is_under_way: Callable[[], bool] | None = None
-        """Whether the last batch is still trained on; a callback sets it."""
+        self._place = (0, 0)  # the epoch and position of the last batch read
         self._resumed: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -125,15 +122,14 @@ class ResumableLoader(DataLoader[Any]):
         # Lightning calls iter() before set_epoch().
         order = self._order
         epoch, position = order.epoch, self._take_start()
-        self._place = self._before = epoch, position
-        order.start = position
+        self._place, order.start = (epoch, position), position
         assert self.generator is not None
         # It gives the workers their seeds.
         self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
             # This pass's own count: another pass may have read a batch in between.
             position = order.after(position)
-            self._before, self._place = self._place, (epoch, position)
+            self._place = (epoch, position)
             with order.timed(position, self.num_workers * (self.prefetch_factor or 0)):
                 yield batch
 
@@ -153,8 +149,7 @@ class ResumableLoader(DataLoader[Any]):
         """The epoch, the position of all ranks in it, and the options of the order."""
         if self._resumed is not None:
             return dict(self._resumed)
-        is_whole = self.is_under_way is None or not self.is_under_way()
-        epoch, position = self._place if is_whole else self._before
+        epoch, position = self._place
         if epoch != self._order.epoch:
             position = 0  # set_epoch() has only announced the epoch
         return {

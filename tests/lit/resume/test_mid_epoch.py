@@ -173,28 +173,6 @@ def test_rows_go_on_though_the_number_of_steps_was_asked_for(
     assert whole[3:] != whole[:3]
 
 
-@pytest.mark.parametrize(
-    ("ours", "is_read"),
-    [
-        (None, False),  # Lightning's own count repeats the batch, and reads the next
-        (lambda: AccumulationCallback(PerToken()), True),
-        (ExactResume, True),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-def test_a_batch_that_was_under_way_is_read_again(
-    ours: Any, is_read: bool, tmp_path: Path
-) -> None:
-    """As after an error, where Lightning's `OnExceptionCheckpoint` saves."""
-    how: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 6, "kind": Read}
-    how |= {"default_root_dir": tmp_path, "accumulate": 1}
-    path, made = tmp_path / "inside.ckpt", lambda: [ours()] if ours else []
-    saving = Saving(path, at=3, hook="on_before_backward")
-    whole = rows_of([shuffled()], *made(), saving, **how)
-    found = rows_of([shuffled()], *made(), path=path, **how)
-    assert found[:2] == (whole[3:5] if is_read else whole[4:6])
-
-
 @pytest.mark.parametrize(("kind", "epoch"), [("counted", 1), ("stream", 2)])
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
 def test_loggers_count_on_after_the_last_batch_of_an_epoch(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from trainkit.data.resumable import ResumableLoader
 from trainkit.data.streams import ResumableStream
 
 
@@ -79,8 +77,7 @@ def restore_loaders(trainer: Any) -> None:
 
 
 def tell_streams(trainer: Any) -> None:
-    """Let each `ResumableStream` know which batches wait to be trained on, and each
-    `ResumableLoader` whether one is under way: a run that is saved then repeats it.
+    """Let each `ResumableStream` know which batches wait to be trained on.
 
     Lightning reads one batch ahead if a loader has no length. The loaders may be others
     in each epoch, and this is to be called before the first batch of each.
@@ -93,17 +90,9 @@ def tell_streams(trainer: Any) -> None:
         return any(each is batch for each in leaves)
 
     for loader in loop._combined_loader.flattened:
-        if isinstance(loader, ResumableLoader):
-            loader.is_under_way = partial(_is_under_way, loop.epoch_loop)
         if isinstance(loader, ResumableStream):
             loader.is_waiting = is_waiting
             loader.is_alone = lambda: trainer.interrupted
-
-
-def _is_under_way(loop: Any) -> bool:
-    """Whether a batch has begun, and its training has not ended."""
-    progress = loop.batch_progress.current
-    return progress.ready > progress.processed
 
 
 def is_ending(trainer: Any) -> bool:
