@@ -88,7 +88,14 @@ def check(
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)
         measure = _Check(trainer, strategy, options, rows)
         with measure.after_fit:
-            fit_aside(trainer, _copied(module, trainer), _as_loader(data), measure)
+            fit_aside(
+                trainer,
+                _copied(module, trainer),
+                _as_loader(data),
+                measure,
+                # A module that optimizes by itself is refused otherwise.
+                prepare=lambda: setattr(trainer, "accumulate_grad_batches", 1),
+            )
     if measure.report is None:
         raise TrainkitError(
             "check: the Trainer ran no batch. Look for limit_train_batches=0 or an "

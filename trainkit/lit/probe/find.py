@@ -17,7 +17,7 @@ from trainkit.lit.callback.table import Row, show
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.probe.rows import Rows
-from trainkit.lit.probe.search import Trial, search, sizes_for
+from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 from trainkit.lit.probe.setting import (
     Setting,
     find_setting,
@@ -82,8 +82,8 @@ def find_micro_batch(
     ranks at once: forward, backward, optimizer step, and again beside the optimizer's
     state. They are the longest rows, and a tenth more of them than the size needs.
     (Twice as many rows are read, and at least 64. How long a row is, is counted before
-    padding.) No size is timed: on most devices a larger one is faster until memory
-    ends; `max_micro_batch` ends the search earlier.
+    padding.) The search begins at the present size. No size is timed: on most devices a
+    larger one is faster until memory ends; `max_micro_batch` ends the search earlier.
 
     Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
     else is put back: weights, buffers, the module's attributes, metrics, random states,
@@ -178,11 +178,11 @@ class _Probe(Callback):
         largest = min(self.max_micro_batch or most, most)
         attempts = Attempts(trainer, rows, self.margin)
         sizes = sizes_for(target=self.target, largest=largest, **ranks)
-        trials = search(sizes, attempts.try_size)
-        fitting = [trial.size for trial in trials if trial.fits]
-        if not fitting:
-            raise attempts.does_not_fit()
-        chosen = max(fitting)
+        try:
+            trials = search(sizes, self.start, attempts.try_size)
+        except DoesNotFit:
+            raise attempts.does_not_fit() from None
+        chosen = max(trial.size for trial in trials if trial.fits)
         plan = BatchPlan.make(target=self.target, max_micro_batch=chosen, **ranks)
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)

@@ -42,6 +42,8 @@ def fit_aside(
     module: Any,
     data: Any,
     callback: Callback,
+    *,
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `trainer.fit` with one callback, no loggers and no validation.
 
@@ -53,6 +55,7 @@ def fit_aside(
         module: the module that it will train.
         data: a LightningDataModule, the training loader, several of them, or None.
         callback: ends `fit` itself, with `leaves_fit`.
+        prepare: called once Trainer and module are prepared.
     """
     is_module = hasattr(data, "train_dataloader")
     given = {"datamodule" if is_module else "train_dataloaders": data}
@@ -68,8 +71,7 @@ def fit_aside(
         trainer.profiler = PassThroughProfiler()
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
-        # A module that optimizes by itself is refused otherwise.
-        trainer.accumulate_grad_batches = 1
+        prepare()
         trainer.fit(module, **given)
     finally:
         kept.restore()

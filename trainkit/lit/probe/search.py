@@ -34,6 +34,10 @@ class Trial:
         return f"fits, {self.peak_bytes / 2**30:,.1f} GiB at most"
 
 
+class DoesNotFit(Exception):
+    """Raised if not even the smallest size fits."""
+
+
 def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
     """All micro-batches that a `BatchPlan` for this target could have, smallest first.
 
@@ -50,22 +54,43 @@ def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
     return sizes
 
 
-def search(sizes: Sequence[int], attempt: Callable[[int], Trial]) -> list[Trial]:
-    """Bisect until the largest size that fits is known, and the next one does not.
+def search(
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Trial]
+) -> list[Trial]:
+    """Try sizes until the largest that fits is known.
+
+    The search begins near `start` and halves the size until one fits. Then it doubles
+    the size, and bisects between a size that fits and one that does not.
 
     Args:
         sizes: the sizes that may be chosen, smallest first.
+        start: the search begins with the largest size that is not above this.
         attempt: tries one size.
 
     Returns:
         The sizes that were tried, smallest first.
+
+    Raises:
+        DoesNotFit: the smallest size does not fit.
     """
-    low, high, tried = -1, len(sizes), list[Trial]()
+    low, high = _at_most(sizes, start), len(sizes)
+    known = [attempt(sizes[low])]
+    while not known[-1].fits:
+        if low == 0:
+            raise DoesNotFit
+        high, low = low, _at_most(sizes, sizes[low] // 2)
+        known.append(attempt(sizes[low]))
     while low + 1 < high:
-        middle = (low + high) // 2
-        tried.append(attempt(sizes[middle]))
-        if tried[-1].fits:
+        twice = max(_at_most(sizes, 2 * sizes[low]), low + 1)
+        middle = (low + high) // 2 if high < len(sizes) else twice
+        known.append(attempt(sizes[middle]))
+        if known[-1].fits:
             low = middle
         else:
             high = middle
-    return sorted(tried, key=lambda trial: trial.size)
+    return sorted(known, key=lambda trial: trial.size)
+
+
+def _at_most(sizes: Sequence[int], size: int) -> int:
+    """The index of the largest size that is not above another."""
+    return max((i for i, each in enumerate(sizes) if each <= size), default=0)
