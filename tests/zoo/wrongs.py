@@ -237,7 +237,7 @@ class Dropping(Tokens):
     """Leaves out tokens at random, by a generator of its own.
 
     Args:
-        by_row: whether it draws for each row, or for all of them.
+        by_row: whether it is seeded for each row, or goes on from batch to batch.
     """
 
     def __init__(self, *, by_row: bool) -> None:
@@ -245,9 +245,15 @@ class Dropping(Tokens):
         self.by_row, self.own = by_row, torch.Generator().manual_seed(0)
 
     def features(self, batch: dict[str, Any]) -> Tensor:
-        number, width = batch["ids"].shape
-        shape = (number if self.by_row else 1, width, 1)
-        return super().features(batch) * torch.rand(shape, generator=self.own)
+        kept = []
+        for ids, mask in zip(batch["ids"], batch["attention_mask"], strict=True):
+            length = int(mask.sum())
+            if self.by_row:
+                self.own.manual_seed(int(ids.sum()))
+            # One of these shapes begins with the number of rows in a micro-batch.
+            draws = [torch.rand(n, length, generator=self.own)[0] for n in range(1, 7)]
+            kept.append(F.pad(torch.stack(draws).mean(0), (0, len(ids) - length)))
+        return super().features(batch) * torch.stack(kept)[..., None]
 
 
 class ByHand(AccumulationMixin, Images):

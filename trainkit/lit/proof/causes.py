@@ -115,7 +115,12 @@ class Causes:
     def _draws_unseen(self) -> bool:
         """Find draws that rows cannot share, and fix them for what follows."""
         draws = self._whole.draws
-        self.found += [cause("draws", place) for place in sorted(draws.unlike)]
+        # One that no row seeds anew: no two passes draw alike.
+        own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
+        places = sorted({*draws.unlike, *own})
+        self.found += [cause("draws", place) for place in places]
+        if own:
+            return True
         if draws.unlike:
             self._subject = self._subject.varied(fixes_draws=True)
             whole, window = self._subject.whole(), self._subject.window()

@@ -53,7 +53,8 @@ class Draws(TorchFunctionMode):
 
     Of a tensor of random numbers whose first dimension is that of the rows, each row
     gets those that it got when it was drawn for first. What else is drawn differs
-    between passes, as in training, and is noted with its file and line.
+    between passes, as in training, and is noted with its file and line. A generator of
+    the user's own gives what it gives: it may be seeded anew for each row.
 
     Args:
         rows_now: gives the rows of the micro-batch under way.
@@ -67,6 +68,7 @@ class Draws(TorchFunctionMode):
     Attributes:
         has_dropout: whether some dropout was turned off.
         unlike: the places of draws that are not by row, each with their shapes.
+        seeds: for each place that draws from a generator of the user's own, its seeds.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.has_dropout = False
         self.unlike: dict[str, set[torch.Size]] = {}
+        self.seeds: dict[str, set[int]] = {}
         self._rows_now, self._numbers, self._fixes = rows_now, numbers, fixes
         self._widens, self._shared = dtype is torch.float64, shared
         self._micro_batch, self._times = None, Counter[str]()
@@ -132,6 +135,9 @@ class Draws(TorchFunctionMode):
             func, args, kwargs = _widened(func, args, kwargs)
         if func not in _DRAWS:
             return func(*args, **kwargs)
+        if (own := kwargs.get("generator")) is not None:
+            self.seeds.setdefault(_draw_of(func), set()).add(own.initial_seed())
+            return func(*args, **kwargs)
         found = func(*args, **kwargs)
         return self._drawn(found, func, args, kwargs)
 
@@ -157,7 +163,6 @@ class Draws(TorchFunctionMode):
         self.unlike.setdefault(place, set()).add(found.shape)
         if not self._fixes:
             return found
-        kwargs = {name: each for name, each in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
             seed_torch(SEED + self._times.total())
             return func(*args, **kwargs)
