@@ -216,17 +216,15 @@ class Choosing(Images):
 
     Args:
         dim: along which it chooses.
-        is_soft: whether it chooses a share of each class too.
     """
 
-    def __init__(self, *, dim: int, is_soft: bool = True) -> None:
+    def __init__(self, *, dim: int) -> None:
         super().__init__(classified)
-        self.dim, self.is_soft = dim, is_soft
+        self.dim = dim
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.head(self.net(batch[0]).mean((2, 3)))
-        choose = F.gumbel_softmax if self.is_soft else F.softmax
-        choice = choose(logits, dim=self.dim)
+        choice = F.gumbel_softmax(logits, dim=self.dim)
         shares = logits.detach().softmax(self.dim)
         if self.dim == 0:
             return (choice * torch.multinomial(shares.T, 1).T).mean()

@@ -99,8 +99,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
     "noise by row": (lambda: wrongs.Scaling(None), images, PerSample()),
-    "chosen by row": (lambda: wrongs.Choosing(dim=1, is_soft=False), images,
-     PerSample()),
+    "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
     "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
@@ -399,8 +398,6 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
         "(rand at zoo/wrongs.py:", *how)
         for n, how in ((1, []), (2, [SPLIT]), (3, [SPLIT]))},
     "a distribution": (wrongs.Mixing, images, PerSample(), "(_sample_dirichlet at "),
-    "a soft choice": (lambda: wrongs.Choosing(dim=1), images, PerSample(),
-     "(gumbel_softmax at zoo/wrongs.py:"),
     "mixup": (lambda: Images(causes.mixup), images, PerSample(),
      "randperm at zoo/causes"),
     "one row": (Tokens, lambda: stream(causes.sequences(), 1), PerToken(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,18 +25,19 @@ _DROPOUTS = {
     torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
-_MULTINOMIAL = {torch.multinomial, Tensor.multinomial}
-"""They draw for each row of a matrix; of a vector, for all."""
-
-_DRAWS = _MULTINOMIAL | {
-    torch.randperm, F.gumbel_softmax, torch.rand, torch.randn, torch.randint,
-    torch.normal, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.bernoulli, torch.poisson,
+_BY_ROW = {
+    torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like,
+    torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
     Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
     Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
     Tensor.geometric_, torch.binomial,
     torch._standard_gamma, torch._sample_dirichlet,  # type: ignore[attr-defined]
 }  # fmt: skip
+
+_ALONG_A_ROW = {torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
+"""They draw for each row of a matrix; of a vector, or along the rows, for all."""
+
+_DRAWS = _BY_ROW | _ALONG_A_ROW | {torch.randperm}
 
 _WIDENED = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,8 +51,8 @@ SEED = 748_151_933
 class Draws(TorchFunctionMode):
     """What a rehearsal makes of dropout, of random numbers and of narrow types.
 
-    Of a tensor of random numbers whose first dimension is that of the rows, each row
-    gets those that it got when it was drawn for first. What else is drawn differs
+    A tensor of random numbers whose first dimension is that of the rows is drawn for
+    all rows, and a micro-batch gets those of its rows. What else is drawn differs
     between passes, as in training, and is noted with its file and line. A generator of
     the user's own gives what it gives: it may be seeded anew for each row.
 
@@ -60,9 +60,8 @@ class Draws(TorchFunctionMode):
         rows_now: gives the rows of the micro-batch under way.
         dtype: in float64, narrower types that the module asks for become float64.
         shared: parameters that must not be written, by the address of their memory.
-        numbers: for each draw, the numbers of each row; None if it is not by row, as
-            the first of all rehearsals has found: a part may have as many rows by
-            chance. Later rehearsals get the same dict.
+        by_row: for each place that draws, whether it draws by row. What is not there
+            yet is noted by the number of rows.
         fixes: whether what is not by row is drawn alike in all passes.
 
     Attributes:
@@ -73,21 +72,22 @@ class Draws(TorchFunctionMode):
 
     def __init__(
         self,
-        rows_now: Callable[[], tuple[Any, Sequence[int]]],
+        rows_now: Callable[[], tuple[Any, Sequence[int]] | None],
         dtype: torch.dtype,
         shared: dict[int, str],
-        numbers: dict[tuple[str, int], dict[int, Tensor] | None],
+        by_row: dict[str, set[bool]],
         *,
         fixes: bool = False,
     ) -> None:
         super().__init__()
+        self._by_row, self._known = by_row, frozenset(by_row)
         self.has_dropout = False
         self.unlike: dict[str, set[torch.Size]] = {}
         self.seeds: dict[str, set[int]] = {}
-        self._rows_now, self._numbers, self._fixes = rows_now, numbers, fixes
+        self._rows_now = rows_now
         self._widens, self._shared = dtype is torch.float64, shared
-        self._micro_batch, self._times = None, Counter[str]()
-        self._chunk, self._begun = slice(None), dict[Any, Counter[str]]()
+        self._micro_batch, self._num_calls, self._fixes = None, 0, fixes
+        self._chunk, self._begun = slice(None), dict[Any, int]()
 
     def turn_off(self, module: nn.Module) -> None:
         """Turn off the dropout of layers, whose calls no mode can see."""
@@ -107,13 +107,13 @@ class Draws(TorchFunctionMode):
             call: of a submodule that runs in chunks.
             chunk: the places of its rows; None where the call is only looked at.
         """
-        before, chunk_before = self._times.copy(), self._chunk
-        self._times = self._begun.setdefault(call, before).copy()
+        before, chunk_before = self._num_calls, self._chunk
+        self._num_calls = self._begun.setdefault(call, before)
         self._chunk = slice(chunk.start, chunk.stop) if chunk else slice(0, 0)
         try:
             yield
         finally:
-            self._times = before | self._times if chunk else before
+            self._num_calls = max(before, self._num_calls) if chunk else before
             self._chunk = chunk_before
 
     def __torch_function__(
@@ -138,34 +138,25 @@ class Draws(TorchFunctionMode):
         if (own := kwargs.get("generator")) is not None:
             self.seeds.setdefault(_draw_of(func), set()).add(own.initial_seed())
             return func(*args, **kwargs)
-        found = func(*args, **kwargs)
-        return self._drawn(found, func, args, kwargs)
+        if _is_by_row(func, args, kwargs):
+            return self._drawn(func, args, kwargs)
+        return self._of_all(func, args, kwargs)
 
-    def _drawn(self, found: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        number, rows = self._rows_now()
-        if number != self._micro_batch:
-            self._micro_batch, self._times = number, Counter()
-        rows = rows[self._chunk]
-        if not rows or not isinstance(found, Tensor):
-            return found
-        place = _draw_of(func)
-        self._times[place] += 1
-        draw, is_by_row = (place, self._times[place]), _is_by_row(func, found, rows)
-        known = self._numbers.setdefault(draw, {} if is_by_row else None)
-        if is_by_row and known is not None:
-            for row, own in zip(rows, found.data, strict=True):
-                _give(known, row, own)
-            return found
-        if func is torch.randperm:
-            # Any number of rows that stay where they are is fixed.
-            self.unlike.setdefault(place, set()).add(torch.Size())
-            return torch.arange(*args[:1]) if self._fixes else found
-        self.unlike.setdefault(place, set()).add(found.shape)
+    def _of_all(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A draw that rows share."""
         if not self._fixes:
-            return found
-        with torch.random.fork_rng(devices=[]):
-            seed_torch(SEED + self._times.total())
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+        elif func is torch.randperm:
+            found = torch.arange(*args[:1])
+        else:
+            with torch.random.fork_rng(devices=[]):
+                seed_torch(SEED + self._num_calls)
+                found = func(*args, **kwargs)
+        if self._rows_now() is not None:
+            # Any number of rows that stay where they are is fixed.
+            shape = torch.Size() if func is torch.randperm else found.shape
+            self.unlike.setdefault(_draw_of(func), set()).add(shape)
+        return found
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         names = "input", "p", "training" if func.__module__ != "torch" else "train"
@@ -173,6 +164,36 @@ class Draws(TorchFunctionMode):
         drops = given.get("training", given.get("train", True))
         self.has_dropout |= bool(drops) and given.get("p", 0.5) > 0
         return given["input"]
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found, now = func(*args, **kwargs), self._rows_now()
+        if now is None or not isinstance(found, Tensor):
+            return found
+        place = _draw_of(func)
+        number, rows = now
+        if number != self._micro_batch:
+            self._micro_batch, self._num_calls = number, 0
+        rows = rows[self._chunk]
+        self._num_calls += 1
+        if not rows:
+            return found
+        is_by_row = found.ndim > 0 and found.shape[0] == len(rows)
+        if place not in self._known:
+            self._by_row.setdefault(place, set()).add(is_by_row)
+        if not is_by_row or True not in self._by_row[place]:
+            return self._of_all(func, args, kwargs)
+        has_gradient = func is F.gumbel_softmax
+        values = []
+        with (
+            torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()),
+            torch.random.fork_rng(devices=_devices(found)),
+        ):
+            for at, row in enumerate(rows):
+                seed_torch(SEED + 8191 * self._num_calls + row)
+                own = _of_row(func, args, kwargs, at, len(rows))
+                values.append(_drawn_once(func, *own).clone())
+            drawn = torch.cat(values)
+            return drawn if has_gradient else found.copy_(drawn)
 
     def _refuse_writing(self, func: Any, args: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -189,6 +210,15 @@ class WritesShared(NotMeasured):
     """A step writes a frozen parameter, which its copy must not share."""
 
 
+def _is_by_row(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether each row may have draws of its own."""
+    if func not in _ALONG_A_ROW:
+        return func is not torch.randperm
+    of = args[0] if args else kwargs.get("input", kwargs.get("logits"))
+    last = kwargs.get("dim", -1) in (-1, of.ndim - 1) and len(args) < 5
+    return of.ndim > 1 and last
+
+
 def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     if func in _WIDENED:
         return Tensor.double, args[:1], {}
@@ -200,23 +230,36 @@ def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return func, args, kwargs
 
 
-def _is_by_row(func: Any, found: Tensor, rows: Sequence[int]) -> bool:
-    """Whether each row may have drawn numbers of its own."""
-    if func in (torch.randperm, F.gumbel_softmax):  # it may choose among rows
-        return False
-    least = 2 if func in _MULTINOMIAL else 1
-    return found.ndim >= least and len(found) == len(rows)
+def _drawn_once(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A draw, of which fewer columns would begin with the same numbers."""
+    if func not in (torch.randn, torch.randn_like):
+        return func(*args, **kwargs)
+    even = torch.rand if func is torch.randn else torch.rand_like
+    drawn = even(*args, **kwargs).clamp(1e-6, 1 - 1e-6)
+    return torch.erfinv(2 * drawn - 1) * 2**0.5
 
 
-def _give(known: dict[int, Tensor], row: int, own: Tensor) -> None:
-    """Give a row the numbers that it got first, of which a shorter one gets fewer."""
-    kept = known.get(row)
-    if kept is not None and kept.ndim == own.ndim:
-        sizes = zip(kept.shape, own.shape, strict=True)
-        both = tuple(slice(min(each)) for each in sizes)
-        own[both] = kept[both]
-    if kept is None or own.numel() > kept.numel():
-        known[row] = own.clone()
+def _of_row(
+    func: Any, args: Any, kwargs: Any, place: int, number: int
+) -> tuple[Any, Any]:
+    """The arguments of a draw for one of several rows."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            has_rows = value.ndim and len(value) == number
+            return value[place : place + 1].clone() if has_rows else value
+        if isinstance(value, tuple | list) and value and value[0] == number:
+            return (1, *value[1:])
+        return value
+
+    args = tuple(map(one, args))
+    if func in (torch.rand, torch.randn) and args and args[0] == number:
+        args = (1, *args[1:])
+    return args, {name: one(value) for name, value in kwargs.items()}
+
+
+def _devices(tensor: Tensor) -> list[torch.device]:
+    return [tensor.device] if tensor.is_cuda else []
 
 
 def _draw_of(func: Any) -> str:

@@ -75,7 +75,8 @@ class Rehearsal:
         changes: what else is done to the copy before it runs, one after another.
         fixes_draws: whether what rows share is drawn alike for all parts.
         shares: whether large frozen parameters are shared with the copy.
-        numbers: what rows have drawn so far.
+        by_row: for each place that draws, whether it draws by row, as the first of all
+            rehearsals has found: a part may have as many rows by chance.
     """
 
     trainer: Any
@@ -87,7 +88,7 @@ class Rehearsal:
     changes: tuple[Callable[[Any], Any], ...] = ()
     fixes_draws: bool = False
     shares: bool = True
-    numbers: dict[Any, Any] = field(default_factory=dict)
+    by_row: dict[str, set[bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.callbacks is None:
@@ -144,7 +145,7 @@ class Rehearsal:
             loader.rows_now,
             self.dtype,
             copies.shared,
-            self.numbers,
+            self.by_row,
             fixes=self.fixes_draws,
         )
         draws.turn_off(module)
