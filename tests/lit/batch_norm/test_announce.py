@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from tests.helpers import (
     NAIVE,
@@ -89,13 +89,6 @@ def partly() -> ConvModule:
     return module
 
 
-class Lists(ConvModule):
-    """Gets lists of samples, which do not tell how many they are."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(default_collate(batch), batch_idx)
-
-
 SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
 ONE = {"accumulate": 1}
 TOLD: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,7 +100,6 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
         "of 2 samples.*has 2 micro",
         {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "more": [SPLIT]},
     ),
-    "lists": (FEW, {"data": batches(collate_fn=list), "module": Lists}),
     "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
     "own windows": (
         "a window has 2 micro-batches",

@@ -12,9 +12,10 @@ from trainkit.core.batch_norm.layers import (
     num_sharing_ranks,
 )
 from trainkit.core.plan.options import brief
+from trainkit.core.samples import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.batch_size.effective import longest_window, may_be_several, samples_of
+from trainkit.lit.batch_size.effective import longest_window, may_be_several
 from trainkit.lit.callback.base import WindowOwner, has_callback
 from trainkit.lit.callback.table import say
 
@@ -54,7 +55,7 @@ class Announce(Policy):
         if self._is_over or num_micro_batches <= 1:
             return
         self._is_over = True
-        samples = samples_of(trainer, batch) / num_parts
+        samples = float(num_samples(batch)) / num_parts
         seen = {n: samples * num_sharing_ranks(x) for n, x in layers.items()}
         few = {name: n for name, n in seen.items() if n < self._min_samples}
         if not few:

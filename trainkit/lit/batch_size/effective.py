@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch.utils.data import BatchSampler
 from trainkit.core.ledger import FirstWindows
 from trainkit.core.plan.effective_batch import EffectiveBatch, Unit, check_unit
 from trainkit.core.plan.stages import WindowSize
-from trainkit.core.samples import num_samples
 from trainkit.core.strategies import PerSample, Strategies, Uniform
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
@@ -178,14 +176,6 @@ def micro_batch_of(loader: Any) -> int | None:
         return min(size, len(loader.sampler)) or None
     except (AttributeError, TypeError):
         return size  # an iterable data set has no length
-
-
-def samples_of(trainer: Any, batch: Any, documents: str = "auto") -> float:
-    """How many samples a loader batch holds; NaN if neither it nor the loader tells."""
-    found = float(num_samples(batch, documents))
-    if math.isnan(found):  # such as a list of samples
-        found = float(micro_batch_of(trainer.train_dataloader) or math.nan)
-    return found
 
 
 def loader_batch_size(loader: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.ranks import Ranks
+from trainkit.core.samples import num_samples
 from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import samples_of
+from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
 from trainkit.lit.inside.refusals import refuse_pruned, refusing_logs
@@ -125,7 +127,9 @@ class InsideCuts:
             return
         self._is_checked = True
         how = self._options.documents
-        rows = max(1.0, samples_of(self._module.trainer, batch, how))
+        rows = float(num_samples(batch, how))
+        if math.isnan(rows):  # lists of samples do not tell: the loader does
+            rows = float(micro_batch_of(self._module.trainer.train_dataloader) or 1)
         is_flat = find_flattened(batch, how) is not None
         for cut in self.cuts:
             if cut.was_cut or cut.most_rows >= rows:
