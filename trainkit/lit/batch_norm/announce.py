@@ -15,7 +15,11 @@ from trainkit.core.plan.options import brief
 from trainkit.core.samples import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.batch_size.effective import longest_window, may_be_several
+from trainkit.lit.batch_size.effective import (
+    find_effective_batch,
+    longest_window,
+    may_be_several,
+)
 from trainkit.lit.callback.base import WindowOwner, has_callback
 from trainkit.lit.callback.table import say
 
@@ -33,8 +37,8 @@ REMEDIES = (
 class Announce(Policy):
     """Warns, or refuses, if statistics come from few samples of a large window.
 
-    The first batch is judged before it runs, or the first that belongs to a window of
-    several: a module may say in its first step how large its windows are.
+    What the loader says is judged before the first step, and the first batch after it:
+    the loader may say nothing, and a module the size of its windows later.
     """
 
     def __init__(
@@ -42,20 +46,41 @@ class Announce(Policy):
     ) -> None:
         self._how = how
         self._min_samples = min_samples
-        self._outcome, self._is_over = "", False
+        self._outcome = ""
+        self._is_over = False  # the first batch
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._outcome, self._is_over = "", False
+        self._outcome = ""
+        batch = find_effective_batch(trainer, unit="samples")
+        self._is_over = False
+        if batch is not None and batch.is_exact:
+            self._judge(trainer, layers, batch.micro_batch, batch.accumulate)
 
-    def begin_batch(
+    def end_batch(
         self, trainer: Any, layers: dict[str, BatchNorm], batch: Any, num_parts: int
     ) -> None:
-        """Warn or refuse, once, if micro-batches are too small for the layers."""
-        num_micro_batches = longest_window(trainer) * num_parts
-        if self._is_over or num_micro_batches <= 1:
+        if not self._is_over:
+            self._is_over = True
+            number = longest_window(trainer) * num_parts
+            self._judge(trainer, layers, float(num_samples(batch)) / num_parts, number)
+
+    def _judge(
+        self,
+        trainer: Any,
+        layers: dict[str, BatchNorm],
+        samples: float,
+        num_micro_batches: int,
+    ) -> None:
+        """Warn or refuse, once, if micro-batches are too small for the layers.
+
+        Args:
+            trainer: in `fit`.
+            layers: the layers that train.
+            samples: the samples of a micro-batch, on one rank.
+            num_micro_batches: the micro-batches of a window, on one rank.
+        """
+        if self._outcome or num_micro_batches <= 1:
             return
-        self._is_over = True
-        samples = float(num_samples(batch)) / num_parts
         seen = {n: samples * num_sharing_ranks(x) for n, x in layers.items()}
         few = {name: n for name, n in seen.items() if n < self._min_samples}
         if not few:

@@ -190,6 +190,16 @@ class BatchNormGuard(OrderedCallback):
         self._window, self._num_parts = None, 1
         self._policy.begin(trainer, pl_module)
 
+    def _start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the policy at the first batch.
+
+        By then the module's own hooks have decided which of its parts train.
+        """
+        layers = self._training_layers()
+        self._num_layers = len(layers)
+        self._policy.start(trainer, pl_module, layers)
+        self.show_table(trainer, pl_module, is_late=True)
+
     def _training_layers(self) -> dict[str, BatchNorm]:
         return {name: x for name, x in self._layers.items() if is_training(x)}
 
@@ -211,13 +221,8 @@ class BatchNormGuard(OrderedCallback):
         if is_first or batch_idx == 0:
             self._layers = every_layer(pl_module)
             self._policy.note_modes(pl_module)
-        layers = self._training_layers()
-        if is_first:  # the module's own hooks have decided which of its parts train
-            self._num_layers = len(layers)
-            self._policy.start(trainer, pl_module, layers)
-        self._policy.begin_batch(trainer, layers, batch, self._num_parts)
         if is_first:
-            self.show_table(trainer, pl_module, is_late=True)
+            self._start(trainer, pl_module)
         size = window_size(trainer)
         inside = batch_idx % size
         if inside == 0 or size != self._window:
@@ -240,6 +245,8 @@ class BatchNormGuard(OrderedCallback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        layers = self._training_layers()
+        self._policy.end_batch(trainer, layers, batch, self._num_parts)
         # Callbacks are not called when a checkpoint of weights alone is written.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
             if window_ends(trainer, batch_idx, window_size(trainer)):

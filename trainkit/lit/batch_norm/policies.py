@@ -41,10 +41,10 @@ class Policy:
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         """Prepare for a window, in which these layers train."""
 
-    def begin_batch(
+    def end_batch(
         self, trainer: Any, layers: dict[str, BatchNorm], batch: Any, num_parts: int
     ) -> None:
-        """A loader batch, which was cut into so many micro-batches, begins."""
+        """A loader batch, which was cut into so many micro-batches, has ended."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
         """Complete the running statistics, which are about to be used or saved."""
