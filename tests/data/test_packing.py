@@ -105,6 +105,11 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
         [ROWS[0], {"input_ids": [7, 8, 9], "labels": [7, 8]}],
         r"labels must have an entry for each token .* received \(\d,\), \(2,\)",
     ),
+    (
+        {},
+        [{**ROWS[0], "token_type_ids": [0, 0, 1]}, ROWS[1]],
+        "fields of the first, received one without token_type_ids",
+    ),
 ]
 
 

@@ -77,6 +77,13 @@ class PackCollate:
                 "PackCollate: needs at least one sample, received none."
             )
         own = [len(each["input_ids"]) for each in documents]
+        for each in documents:
+            if lacks := sorted(documents[0].keys() - each.keys()):
+                raise TrainkitError(
+                    f"PackCollate: every sample must have the fields of the first, "
+                    f"received one without {', '.join(lacks)}. Give it to all of them, "
+                    f"or to none."
+                )
         tokens = [name for name in documents[0] if _have_tokens(name, documents)]
         for each in documents if "labels" in tokens else ():
             each["labels"][0] = self.ignore_index
@@ -162,8 +169,8 @@ class PackCollate:
 
 
 def _have_tokens(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a field has an entry for each token, in all documents that have it."""
-    pairs = [(each[name], each["input_ids"]) for each in documents if name in each]
+    """Whether a field has an entry for each token, in all documents."""
+    pairs = [(each[name], each["input_ids"]) for each in documents]
     return all(
         isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(ids)
         for value, ids in pairs

@@ -341,7 +341,7 @@ class Lazy(Tokens):
         ),
         (
             lambda: check(Tokens(), token_loader(), rows=1),
-            "check: needs at least 2 rows to cut, and found 1. Give a loader",
+            "check: not measured: there is 1 row, which cannot be cut",
         ),
         (
             lambda: check(Lazy(), token_loader()),
