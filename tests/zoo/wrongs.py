@@ -231,6 +231,17 @@ class Choosing(Images):
         return (choice * (1 + torch.multinomial(shares, 1))).square().sum(1).mean()
 
 
+class Rated(Images):
+    """Draws a number for each row, by a rate that trains."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rates = self.head(self.net(batch[0]).mean((2, 3))).exp()
+        return torch.distributions.Gamma(rates, 1.0).rsample().sum(1).mean()
+
+
 class Dropping(Tokens):
     """Leaves out tokens at random, by a generator of its own.
 

@@ -182,7 +182,8 @@ class Draws(TorchFunctionMode):
             self._by_row.setdefault(place, set()).add(is_by_row)
         if not is_by_row or True not in self._by_row[place]:
             return self._of_all(func, args, kwargs)
-        has_gradient = func is F.gumbel_softmax
+        is_in_place = func.__name__.endswith("_")
+        has_gradient = found.requires_grad and not is_in_place
         values = []
         with (
             torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()),
