@@ -54,7 +54,7 @@ def test_a_fit_says_exact_where_it_was_measured(
     net: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(with_net(net, calls=2), OPTIONS)
-    assert "proof: exact on 6 of your rows" in capsys.readouterr().out
+    assert "proof: exact on 7 of your rows" in capsys.readouterr().out
 
 
 class ByHand(Foreign):
@@ -84,7 +84,7 @@ def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
             fit(module, OPTIONS)
     else:
         fit(module, OPTIONS)
-    assert ("proof: exact on 6 of your rows" in capsys.readouterr().out) is not is_off
+    assert ("proof: exact on 7 of your rows" in capsys.readouterr().out) is not is_off
 
 
 def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:
