@@ -41,6 +41,7 @@ from trainkit import (
 )
 from trainkit.core.ledger import NUM_MEASURED
 from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import mean_micro_batch
 
 WINDOW = 4
 
@@ -111,6 +112,9 @@ def test_a_planned_window_is_known_also_where_the_epoch_has_a_shorter_one() -> N
         if found.is_exact:
             assert found.size == pytest.approx(min(window, 38), rel=1e-12)
             assert found.micro_batch == min(window, 38) / plan.micro_batches
+    plan = WindowSampler(lengths, window=10, tokens=50, num_replicas=2, rank=1)
+    of_two = mean_micro_batch(DataLoader(SEQUENCES, batch_sampler=plan))  # type: ignore[arg-type]
+    assert of_two == 10 / (2 * plan.micro_batches)
 
 
 @pytest.mark.parametrize(

@@ -129,3 +129,16 @@ def test_what_tells_documents_apart_can_be_named(
 def test_a_leak_or_what_is_not_told_is_refused(module: Any, words: str) -> None:
     with pytest.raises(TrainkitError, match=words):
         fit(module, MicroBatching(tokens=20, inside="net"))
+
+
+def test_a_submodule_that_is_not_called_is_not_said_to_lack_documents() -> None:
+    class Around(Contrastive):
+        """Calls the function of the class, past the module."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            ids, ends = batch["input_ids"], batch["cu_seq_lens_q"]
+            states, pooled = Reader.forward(self.net, ids, cu_seqlens=ends)
+            return loss(self.net.head, states, pooled, ids)
+
+    with pytest.warns(UserWarning, match="net ran whole. .* calls it with 0. Only"):
+        fit(Around(), MicroBatching(tokens=20, inside="net"))

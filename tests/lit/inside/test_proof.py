@@ -154,11 +154,17 @@ def test_a_submodule_that_is_not_called_is_named() -> None:
     class Around(Foreign):
         """Calls another method of the net."""
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Any) -> Tensor:
+            x = torch.stack(x) if isinstance(x, list) else x
             return self.net.head(self.net.body(x))
 
-    with pytest.warns(UserWarning, match="net ran whole. .* calls it with 0. Only"):
-        fit(Around(), OPTIONS)
+    def listed(rows: list[Any]) -> Any:
+        return [x for x, _ in rows], torch.stack([label for _, label in rows])
+
+    untold = DataLoader(data().dataset, batch_sampler=[[*range(22)]], collate_fn=listed)
+    for loader in (data(), untold):
+        with pytest.warns(UserWarning, match="net ran whole. .* calls it with 0. Only"):
+            fit(Around(), OPTIONS, loader=loader)
 
 
 def unlike(rows: list[Any]) -> Any:
