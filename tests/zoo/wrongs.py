@@ -242,6 +242,19 @@ class Rated(Images):
         return torch.distributions.Gamma(rates, 1.0).rsample().sum(1).mean()
 
 
+class Overwriting(Images):
+    """Draws into a tensor in place, which has a gradient, and goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self.head(self.net(batch[0]).mean((2, 3)))
+        noise = scores.clone()
+        noise.normal_()
+        return (scores + noise).square().mean()
+
+
 class Dropping(Tokens):
     """Leaves out tokens at random, by a generator of its own.
 

@@ -85,6 +85,7 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (lambda: Images(causes.sample_weighted), image_loader, PerSample(mask=2), None),
     (lambda: wrongs.Choosing(dim=1), image_loader, PerSample(), None),
     (wrongs.Rated, image_loader, PerSample(), None),
+    (wrongs.Overwriting, image_loader, PerSample(), None),
     (ByHand, image_loader, PerSample(), None),
     (TwoTerms, token_loader, TERMS, SPLIT),
 ]
