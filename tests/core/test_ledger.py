@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.zoo.callbacks import SENT
-from trainkit.core.ledger import NUM_WAITING, FirstWindows, Ledger
+from trainkit.core.ledger import Closed, FirstWindows, Ledger
 from trainkit.core.window import COLUMNS, WindowStats
 
 RANKS = 3
@@ -30,8 +30,7 @@ def windows(number: int, *, reduction: Any = "mean") -> list[WindowStats]:
 
 def entered(made: list[WindowStats], ledger: Ledger | None = None) -> Ledger:
     ledger = Ledger() if ledger is None else ledger
-    for stats in made:
-        ledger.add(0, stats, counts_samples=True)
+    ledger.enter([Closed(0, stats, counts_samples=True) for stats in made])
     return ledger
 
 
@@ -64,7 +63,7 @@ def test_a_copy_continues_alone(again: Callable[[Ledger], Ledger]) -> None:
 
 def test_samples_are_unknown_after_a_window_that_counted_none() -> None:
     ledger = entered(windows(2))
-    ledger.add(0, windows(1)[0], counts_samples=False)
+    ledger.enter([Closed(0, windows(1)[0], counts_samples=False)])
     entered(windows(2), ledger)
     account = ledger.of()
     assert account is not None
@@ -76,11 +75,12 @@ def test_an_optimizer_without_windows_has_no_account() -> None:
     assert entered(windows(2)).of(1) is None
 
 
-def test_windows_do_not_wait_for_ever() -> None:
-    ledger = entered(windows(NUM_WAITING + 3))
-    assert len(ledger._waiting[0]) == 3
-    both = [*windows(NUM_WAITING + 3)]
-    assert numbers(ledger) == pytest.approx(numbers(entered(both)), rel=1e-15)
+def test_windows_entered_at_once_or_one_by_one_give_one_account() -> None:
+    made, one_by_one = windows(7), Ledger()
+    for stats in made:
+        entered([stats], one_by_one)
+    both = numbers(entered(made)), numbers(one_by_one)
+    assert both[0] == pytest.approx(both[1], rel=1e-15)
 
 
 def test_first_windows_measure_eight_and_resume_with_one_loader() -> None:
@@ -88,16 +88,14 @@ def test_first_windows_measure_eight_and_resume_with_one_loader() -> None:
     weight = sum(float(each.weight) for each in made[:8])
     straight = FirstWindows()
     assert straight.is_empty
-    for stats in made:
-        straight.add(stats, num_batches=2)
+    closed = [Closed(0, stats, True, num_batches=2) for stats in made]
+    straight.enter(closed)
     assert len(straight) == 8
     assert straight.micro_batch("weight") == pytest.approx(weight / 16)
     begun, resumed, other = FirstWindows(), FirstWindows(), FirstWindows()
-    for stats in made[:3]:
-        begun.add(stats, num_batches=2)
+    begun.enter(closed[:3])
     resumed.load_state_dict(begun.state_dict())
-    for stats in made[3:]:
-        resumed.add(stats, num_batches=2)
+    resumed.enter(closed[3:])
     assert resumed.micro_batch("weight") == straight.micro_batch("weight")
     other.loader_size = 4
     other.load_state_dict(begun.state_dict())

@@ -23,7 +23,7 @@ from tests.core.common import (
 from tests.core.conftest import OnRanks
 from tests.helpers import TOLERANCE, gradients, ragged_sequences, token_loss, weights
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
-from trainkit.core import gradients as of_gradients
+from trainkit.core import ranks as of_ranks
 from trainkit.core.ranks import Ranks
 from trainkit.core.wide_gradients import WideGradients
 
@@ -204,7 +204,7 @@ def summed_on_ranks(rank: int, world_size: int, backend: str) -> Any:
         with model.no_sync() if apart else contextlib.nullcontext():
             accumulator.backward(model(part), 1)
         assert all((p.grad is None) != unused for p in model.parameters())
-    with mock.patch.object(of_gradients, "BUCKET", 8):  # several messages
+    with mock.patch.object(of_ranks, "BUCKET", 8):  # several messages
         accumulator.finish(model.parameters())
     return [p.grad.unique().tolist() for p in model.parameters()]
 

@@ -7,30 +7,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.division import Division, Told, on_host, weights_by_term
-from trainkit.core.gradient_sum import GradientSum, trained
-from trainkit.core.gradients import HALF, gradients_of, parameters_of
-from trainkit.core.ranks import (
-    Aggregation,
-    Ranks,
-    averaged_by_ddp,
-    find_ranks,
-    num_running,
-)
+from trainkit.core.gradients import HALF, GradientSum, trained
+from trainkit.core.ranks import Aggregation, Ranks, averaged_by_ddp, find_ranks
 from trainkit.core.state import load_state, save_state
 from trainkit.core.strategies import (
     AccumulationStrategy,
-    LossReduction,
     Strategies,
     Weight,
     checked_weight,
 )
 from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
+from trainkit.core.wide_gradients import WideGradients
 from trainkit.core.window import Window, WindowStats, default_device
 
 
@@ -108,12 +102,17 @@ class Accumulator:
         measured, are_finite = self.strategies, self.gradients.are_finite
         self.watch = Watch(checks, nonfinite, measured, are_finite)
         self._close()
-        self._num_running = num_running()
+        self._had_started = dist.is_initialized()
         self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
-            self.gradients.keep_wide(partial(trained, module))
+            self.keep_wide(partial(trained, module))
+
+    def keep_wide(self, training: Callable[[], list[Tensor]]) -> None:
+        """Keep the gradients of what `training` returns in float32 from now on."""
+        wide = WideGradients(training(), ranks=self.ranks)
+        self.gradients.keep_wide(wide, training)
 
     def backward(
         self,
@@ -152,7 +151,7 @@ class Accumulator:
         try:
             backward(loss)
             window.is_torn = False
-            self.passed()
+            self.gradients.add()
         finally:
             handle.remove()
 
@@ -168,7 +167,8 @@ class Accumulator:
     ) -> RemovableHandle:
         """Weight the backward pass that is about to run on `loss`, and count it.
 
-        For a loop that runs backward passes by itself; `backward` does both.
+        For a loop that runs backward passes by itself, and then `gradients.add()`;
+        `backward` does all of it.
 
         Args:
             loss: where the pass starts.
@@ -244,10 +244,6 @@ class Accumulator:
             return factor.to(loss.device, loss.dtype)
         return factor
 
-    def passed(self) -> None:
-        """Finish a backward pass that `weigh` has prepared."""
-        self.gradients.add()
-
     @property
     def is_open(self) -> bool:
         """Whether gradients are waiting to be divided."""
@@ -281,7 +277,8 @@ class Accumulator:
 
     def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
         """Announce the next window, as `expect` does, by weights that were checked."""
-        refusals.refuse_expect(self.window, self.told)
+        if self.window.is_open or self.told is not None:
+            raise refusals.announced_late(self.window)
         told = Told(weights, self.ranks, self.device)
         if self.ranks.ddp is not None:
             refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
@@ -324,26 +321,40 @@ class Accumulator:
                 window must stop the run.
         """
         window, gradients, step = self.window, self.gradients, self.num_windows
-        gradients.parameters = parameters_of(optimizer_or_parameters)
-        # A scaler unscales them, so writes into them.
-        gradients.refuse_changes(window, may_be_written=self.division.has_scaler)
-        if self._num_running != num_running():
-            raise refusals.late_start(self._num_running, num_running())
-        refusals.refuse_division(self, self._averaged, is_apart=is_apart)
-        if self._reads_hooks:
-            self._reads_hooks = False
-            refusals.check_hooks(self.ranks)
-        table = self.ranks.gather_rows(window.row(self.device, slots=slots)).wait()
-        totals = table[0] if self.ranks.size == 1 else table.sum(0)
+        owners, is_written = optimizer_or_parameters, self.division.has_scaler
+        found = gradients.end(window, owners, may_be_written=is_written)
+        self._refuse_ranks(is_apart=is_apart)
+        window.refuse_division(is_apart=is_apart)
+        if self.told is not None:
+            self.told.refuse_unfinished()
+        row = window.row(self.device, slots=slots)
+        table, totals = row.unsqueeze(0), row
+        if self.ranks.size > 1:
+            table = self.ranks.gather_rows(row).wait()
+            totals = table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))
         scale = self.division.scale(window, totals, step)
         self._close()
         self.num_windows = step + 1
-        found = gradients_of(gradients.parameters)
         self.watch.submit(step, table, gradients=found)
         gradients.divide(found, scale, is_apart=is_apart)
         return WindowStats(table, totals, window.reduction)
+
+    def _refuse_ranks(self, *, is_apart: bool) -> None:
+        """Refuse ranks whose gradients would not be the window's."""
+        ranks = self.ranks
+        if not self._had_started and dist.is_initialized():
+            refusals.refuse_late_start()
+        if not self.window.is_open and (ranks.size == 1 or ranks.backend_sums):
+            raise refusals.empty()
+        if ranks.ddp is not None and ranks.backend_sums:
+            if not is_apart:
+                refusals.refuse_unfinished_reduction(ranks.ddp)
+            refusals.refuse_unreduced(self._averaged, self.gradients.parameters)
+        if self._reads_hooks:
+            self._reads_hooks = False
+            refusals.check_hooks(ranks)
 
     def check(self) -> None:
         """Check all closed windows, the last one too; waits for the device."""
@@ -371,8 +382,8 @@ class Accumulator:
         load_state(self, state, self.ranks if state["rank"] is None else Ranks())
 
     def _close(self) -> None:
-        reduction: LossReduction = self.strategy.loss_reduction
-        self.window = Window(reduction if len(self.strategies) == 1 else "sum")
+        has_one = len(self.strategies) == 1
+        self.window = Window(self.strategy.loss_reduction if has_one else "sum")
         self.told: Told | None = None
         self._joined: Joined | None = None
         self.division.close()

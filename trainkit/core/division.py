@@ -160,7 +160,8 @@ class Division:
             part = weight * divided_by if by_mean else divided_by
             return part / self._told, weight
         assert self.reference is not None
-        unit = self._unit(loss, divided_by)
+        key = divided_by, loss.device, loss.dtype
+        unit = self._units[key] if key in self._units else self._new_unit(*key)
         factor, applied = weight * unit if by_mean else unit, weight
         if by_mean and loss.dtype in HALF:
             factor = _rounded(factor, loss.dtype)
@@ -169,17 +170,16 @@ class Division:
             factor = factor * self._to_opening(loss.device)
         return factor, applied
 
-    def _unit(self, loss: Tensor, divided_by: int) -> Weight:
-        """divided_by / r as this loss needs it; exact, since r is a power of two."""
-        key = divided_by, loss.device, loss.dtype
-        if key not in self._units:
-            assert self.reference is not None
-            unit = divided_by / self.reference
-            if isinstance(unit, Tensor):
-                wide = torch.float32 if loss.dtype in HALF else loss.dtype
-                unit = unit.to(loss.device, wide)
-            self._units[key] = unit
-        return self._units[key]
+    def _new_unit(
+        self, divided_by: int, device: torch.device, dtype: torch.dtype
+    ) -> Weight:
+        """divided_by / r as a loss needs it; exact, since r is a power of two."""
+        assert self.reference is not None
+        unit = divided_by / self.reference
+        if isinstance(unit, Tensor):
+            unit = unit.to(device, torch.float32 if dtype in HALF else dtype)
+        self._units[divided_by, device, dtype] = unit
+        return unit
 
     def scale(self, window: Window, totals: Tensor, num_windows: int) -> Weight | None:
         """What multiplies the window's gradients, now that it closes; None is 1.

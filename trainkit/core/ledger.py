@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from trainkit.core.window import (
 )
 
 NUM_WAITING = 64
-"""How many windows wait until they are added up, which costs as much as for one."""
+"""How many windows wait until they are entered, which costs as much as for one."""
 
 NUM_MEASURED = 8
 """Windows used to measure the batch size when the loader does not announce it."""
@@ -88,12 +88,28 @@ class Account:
         return cls(**{**state, **vectors})
 
 
+class Closed(NamedTuple):
+    """A window that has closed, as it waits to be entered in a ledger.
+
+    Attributes:
+        optimizer: its index, which steps with it.
+        stats: its numbers.
+        counts_samples: whether the samples of its batches were counted.
+        num_batches: how many loader batches it had, on all ranks; None means as many as
+            micro-batches.
+    """
+
+    optimizer: int
+    stats: WindowStats
+    counts_samples: bool
+    num_batches: int | None = None
+
+
 class Ledger:
     """The accounts of a training's closed windows, one for each optimizer."""
 
     def __init__(self) -> None:
         self._accounts: dict[int, Account] = {}
-        self._waiting: dict[int, list[tuple[WindowStats, bool]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """The ledger as plain numbers; waits for the device."""
@@ -102,38 +118,27 @@ class Ledger:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.load_state_dict(state["accounts"])
 
-    def add(self, index: int, stats: WindowStats, *, counts_samples: bool) -> None:
-        """Enter the window that an optimizer has closed.
-
-        Args:
-            index: of the optimizer.
-            stats: the window.
-            counts_samples: whether the samples of its batches were counted.
-        """
-        waiting = self._waiting.setdefault(index, [])
-        waiting.append((stats, counts_samples))
-        if len(waiting) >= NUM_WAITING:
-            self.of(index)
-
-    def of(self, index: int = 0) -> Account | None:
-        """The account of an optimizer; None before its first window has closed."""
-        if waiting := self._waiting.pop(index, None):
-            windows = [stats for stats, _ in waiting]
-            counts_samples = all(counts for _, counts in waiting)
+    def enter(self, closed: Sequence[Closed]) -> None:
+        """Enter windows in the order in which they closed."""
+        for index in {each.optimizer for each in closed}:
+            own = [each for each in closed if each.optimizer == index]
+            counts_samples = all(each.counts_samples for each in own)
+            windows = [each.stats for each in own]
             added = Account.over(windows, counts_samples=counts_samples)
             account = self._accounts.get(index)
             self._accounts[index] = added if account is None else account.with_(added)
+
+    def of(self, index: int = 0) -> Account | None:
+        """The account of an optimizer; None before its first window has closed."""
         return self._accounts.get(index)
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        found = {i: self.of(i) for i in (*self._accounts, *self._waiting)}
-        return {i: each.state_dict() for i, each in found.items() if each is not None}
+        return {i: each.state_dict() for i, each in self._accounts.items()}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Continue; accounts of other versions begin anew."""
         mine = {i: each for i, each in state.items() if "extremes" in each}
         self._accounts = {i: Account.restored(each) for i, each in mine.items()}
-        self._waiting = {}
 
 
 class FirstWindows:
@@ -161,16 +166,13 @@ class FirstWindows:
     def __len__(self) -> int:
         return self._num_windows + int(self._resumed.get("windows", 0))
 
-    def add(self, stats: WindowStats, *, num_batches: int | None = None) -> None:
-        """Measure a window that has closed, if it is one of the first.
+    def enter(self, closed: Iterable[Closed]) -> None:
+        """Measure those of these windows that are among the first."""
+        for each in closed:
+            if not self.is_complete:
+                self._add(each.stats, each.num_batches)
 
-        Args:
-            stats: the window.
-            num_batches: how many loader batches it had, on all ranks. Default: as many
-                as micro-batches.
-        """
-        if self.is_complete:
-            return
+    def _add(self, stats: WindowStats, num_batches: int | None) -> None:
         self._num_windows += 1
         self.is_complete = len(self) >= NUM_MEASURED
         totals = stats.totals

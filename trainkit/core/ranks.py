@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -32,6 +35,8 @@ class Ranks:
         size: the number of ranks.
         index: this process's place among them.
         ddp: the DDP wrapper, if there is one.
+        multiplier: the factor that turns the backend's gradient into a sum over ranks.
+        backend_sums: whether backward passes already communicate between these ranks.
     """
 
     aggregation: Literal["mean", "sum", "none"] = "none"
@@ -39,16 +44,14 @@ class Ranks:
     size: int = 1
     index: int = 0
     ddp: DistributedDataParallel | None = None
+    multiplier: int = field(init=False)
+    backend_sums: bool = field(init=False)
 
-    @property
-    def multiplier(self) -> int:
-        """The factor that turns the backend's gradient into a sum over ranks."""
-        return self.size if self.aggregation == "mean" else 1
-
-    @property
-    def backend_sums(self) -> bool:
-        """Whether backward passes already communicate between these ranks."""
-        return self.size > 1 and self.aggregation != "none"
+    def __post_init__(self) -> None:
+        is_mean = self.aggregation == "mean"
+        backend_sums = self.size > 1 and self.aggregation != "none"
+        object.__setattr__(self, "multiplier", self.size if is_mean else 1)
+        object.__setattr__(self, "backend_sums", backend_sums)
 
     @property
     def holds_back_gradients(self) -> bool:
@@ -88,6 +91,76 @@ class Shared:
         return self.table
 
 
+BUCKET = 2**24
+"""How many elements are added up in one message, which needs a copy of them."""
+
+
+@torch.no_grad()
+def sum_over_ranks_(
+    parameters: Iterable[Tensor], ranks: Ranks, *, times: float = 1.0
+) -> None:
+    """Add up gradients over ranks, where no backend does.
+
+    A parameter that has a gradient on some ranks gets the sum on all of them. Without
+    a gradient on any rank it keeps None, so that its optimizer state does not move.
+
+    Args:
+        parameters: whose gradients.
+        ranks: the ranks to add up over.
+        times: what to multiply the sums by.
+    """
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            alike[parameter.device, parameter.dtype].append(parameter)
+    for members in alike.values():
+        for bucket in _buckets(members):
+            _sum_bucket_(bucket, ranks, times)
+
+
+def _sum_bucket_(members: list[Tensor], ranks: Ranks, times: float) -> None:
+    present = [p.grad is not None for p in members]
+    flat = [
+        torch.zeros_like(p).flatten() if p.grad is None else _dense(p.grad)
+        for p in members
+    ]
+    marks = flat[0].new_tensor(present)
+    total = ranks.sum_(torch.cat([*flat, marks]))
+    values, counts = total[: -len(members)], total[-len(members) :]
+    # Only a rank that lacks a gradient has to know whether another has it.
+    used = [True] * len(members) if all(present) else (counts > 0).tolist()
+    if times != 1:
+        values.mul_(times)
+    sums = values.split([p.numel() for p in members])
+    for parameter, total_of_it, is_used in zip(members, sums, used, strict=True):
+        if is_used:
+            _assign(parameter, total_of_it.view_as(parameter))
+
+
+def _buckets(members: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in members:
+        bucket.append(parameter)
+        size += parameter.numel()
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+
+
+def _assign(parameter: Tensor, whole: Tensor) -> None:
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = whole.clone()
+    else:
+        parameter.grad.copy_(whole)
+
+
 def check_aggregation(aggregation: Any) -> None:
     if aggregation not in get_args(Aggregation):
         raise TrainkitError(
@@ -110,7 +183,7 @@ def find_ranks(
         TrainkitError: there are several ranks, and `module` does not show what is done.
     """
     check_aggregation(aggregation)
-    if not (dist.is_available() and dist.is_initialized()) or _is_alone(module):
+    if not dist.is_initialized() or _is_alone(module):
         return Ranks()
     ddp = _submodule(module, DistributedDataParallel)
     if aggregation == "none" and ddp is not None and ddp.process_group.size() > 1:
@@ -143,12 +216,6 @@ def find_ranks(
 def _is_alone(module: Any) -> bool:
     """Whether it is Lightning's strategy object for one device, beside other ranks."""
     return any(cls.__name__ == "SingleDeviceStrategy" for cls in type(module).__mro__)
-
-
-def num_running() -> int:
-    """How many ranks are running, data-parallel or not."""
-    is_running = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_running else 1
 
 
 def _ranks(aggregation: Any, group: Any, ddp: DistributedDataParallel | None) -> Ranks:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
-from trainkit.core.division import Told
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
@@ -32,7 +32,7 @@ def refuse_loss(loss: Any, reduction: str) -> None:
 
 def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
     """Refuse a backward pass that would break the window."""
-    refuse_torn(window)
+    window.refuse_torn()
     refuse_loss(loss, window.reduction)
     if ranks.ddp is not None:
         held = len(window.entries) + (window.carried is not None)
@@ -40,48 +40,21 @@ def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
         refuse_join(ranks.ddp)
 
 
-def refuse_division(
-    accumulator: Any, averaged: AbstractSet[int], *, is_apart: bool
-) -> None:
-    """Refuse to close a window that cannot be divided exactly."""
-    window, told, ranks = accumulator.window, accumulator.told, accumulator.ranks
-    refuse_torn(window)
-    if window.is_apart and not is_apart:
-        raise TrainkitError(
-            "finish(): the window's last backward pass ran under no_sync(), so the "
-            "ranks' gradients are still apart. Leave no_sync() for the last "
-            "micro-batch, its forward pass included."
-        )
-    if len(window.entries) != window.num_passes:
-        raise TrainkitError(
-            f"window: {len(window.entries)} losses were weighted, and "
-            f"{window.num_passes} backward passes came from them, so a gradient in it "
-            f"was weighted twice or not at all. Start each pass once, from the loss "
-            f"that was passed on (an override of LightningModule.backward must use its "
-            f"argument)."
-        )
-    if told is not None:
-        told.refuse_unfinished()
-    if not window.is_open and (ranks.size == 1 or ranks.backend_sums):
-        raise TrainkitError(
-            "finish(): the window is empty, so it has no gradient. Call backward() at "
-            "least once before it. If ranks communicate in their backward passes, each "
-            "of them needs a micro-batch, which may have weight 0."
-        )
-    if ranks.ddp is not None and ranks.backend_sums:
-        if not is_apart:
-            refuse_unfinished_reduction(ranks.ddp)
-        refuse_unreduced(averaged, accumulator.gradients.parameters)
+def empty() -> TrainkitError:
+    return TrainkitError(
+        "finish(): the window is empty, so it has no gradient. Call backward() at "
+        "least once before it. If ranks communicate in their backward passes, each "
+        "of them needs a micro-batch, which may have weight 0."
+    )
 
 
-def refuse_expect(window: Window, told: Told | None) -> None:
-    if window.is_open or told is not None:
-        raise TrainkitError(
-            f"expect(): must announce a window before it begins, and the open one has "
-            f"already been announced or has micro-batches ({len(window.entries)}). "
-            f"Call it once, before the window's first backward(); drop() forgets a "
-            f"window."
-        )
+def announced_late(window: Window) -> TrainkitError:
+    return TrainkitError(
+        f"expect(): must announce a window before it begins, and the open one has "
+        f"already been announced or has micro-batches ({len(window.entries)}). "
+        f"Call it once, before the window's first backward(); drop() forgets a "
+        f"window."
+    )
 
 
 def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
@@ -121,21 +94,14 @@ def refuse_other_state(
         )
 
 
-def refuse_torn(window: Window) -> None:
-    if window.is_torn:
+def refuse_late_start() -> None:
+    """Refuse ranks that have started after the accumulator was made."""
+    if (number := dist.get_world_size()) > 1:
         raise TrainkitError(
-            "window: a backward pass in it has failed, and it is not known how much of "
-            "its gradient was added. Call drop() and optimizer.zero_grad(), and begin "
-            "the window again."
+            f"Accumulator: the number of running ranks was 1 when it was made, and is "
+            f"{number} now. Make it after the ranks have started (init_process_group, "
+            f"fabric.launch)."
         )
-
-
-def late_start(num_at_first: int, num_now: int) -> TrainkitError:
-    return TrainkitError(
-        f"Accumulator: the number of running ranks was {num_at_first} when it was "
-        f"made, and is {num_now} now. Make it after the ranks have started "
-        f"(init_process_group, fabric.launch)."
-    )
 
 
 def refuse_static_graph(

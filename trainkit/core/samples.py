@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.documents import count_documents
 from trainkit.core.nested import describe, is_array, leaves, tensors
 from trainkit.errors import TrainkitError
 
 CHANNELS = (1, 3, 4)
 """How many channels an image may have."""
-
-
-def num_samples(batch: Any, documents: str = "auto") -> int | float | Tensor:
-    """How many samples a batch holds, which are documents where these share rows; NaN
-    if that cannot be counted.
-
-    Args:
-        batch: any nesting of tensors.
-        documents: what tells documents apart, as `find_documents` takes it.
-    """
-    found = count_documents(batch, documents)
-    try:
-        return leading_dimension(batch) if found is None else found
-    except TrainkitError:
-        return math.nan
 
 
 def leading_dimension(batch: Any) -> int:
@@ -41,9 +24,6 @@ def leading_dimension(batch: Any) -> int:
     Raises:
         TrainkitError: there is no such length, or more than one.
     """
-    found = length_of_tensors(batch)
-    if found is not None:
-        return found
     fields = list(leaves(batch, lambda e: isinstance(e, list) and are_samples(e)))
     lists = [each for each in fields if isinstance(each, list)]
     lengths = {e.shape[0] for e in fields if isinstance(e, Tensor) and e.ndim}
@@ -71,19 +51,6 @@ def leading_dimension(batch: Any) -> int:
             f"size='' counts its entries."
         )
     return lengths.pop()
-
-
-def length_of_tensors(batch: Any) -> int | None:
-    """The one length of a dict, a tuple or a pair of tensors, as nearly every batch is;
-    None where there is more to look at, such as longer lists, which may be samples."""
-    kind, lengths = type(batch), set[int]()
-    is_plain = kind is tuple or (kind is list and len(batch) <= 2)
-    for each in batch.values() if kind is dict else batch if is_plain else ():
-        if not isinstance(each, Tensor):
-            return None
-        if each.ndim:
-            lengths.add(each.shape[0])
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _is_transposed(batch: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from trainkit.core.document_fields import KNOWN
 from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
@@ -102,7 +103,7 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            found = count_documents(batch, self.documents)
+            found = _counted(batch, self.documents)
             return leading_dimension(batch) if found is None else found
         role = "PerSample size"
         found = batch if self.size == "" else lookup_for(batch, self.size, role=role)
@@ -207,6 +208,43 @@ class Uniform(AccumulationStrategy):
 
     def weight(self, batch: Any) -> Weight:
         return 1
+
+
+def num_samples(batch: Any, documents: str = "auto") -> Weight:
+    """How many samples a batch holds, which are documents where these share rows; NaN
+    if that cannot be counted.
+
+    Args:
+        batch: any nesting of tensors.
+        documents: what tells documents apart, as `find_documents` takes it.
+    """
+    found = _counted(batch, documents)
+    try:
+        return leading_dimension(batch) if found is None else found
+    except TrainkitError:
+        return math.nan
+
+
+def _counted(batch: Any, documents: str) -> Weight | None:
+    """The documents of a batch, or the rows of one that plainly has nothing else."""
+    names = batch if type(batch) is dict else ()
+    length = None
+    if documents == "off" or documents == "auto" and KNOWN.isdisjoint(names):
+        length = length_of_tensors(batch)
+    return count_documents(batch, documents) if length is None else length
+
+
+def length_of_tensors(batch: Any) -> int | None:
+    """The one length of a dict, a tuple or a pair of tensors, as nearly every batch is;
+    None where there is more to look at, such as longer lists, which may be samples."""
+    kind, lengths = type(batch), set[int]()
+    is_plain = kind is tuple or (kind is list and len(batch) <= 2)
+    for each in batch.values() if kind is dict else batch if is_plain else ():
+        if not isinstance(each, Tensor):
+            return None
+        if each.ndim:
+            lengths.add(each.shape[0])
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def check_strategy(strategy: Any) -> None:

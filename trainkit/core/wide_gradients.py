@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainkit.core.gradients import gradients_of, scale_, sum_over_ranks_
-from trainkit.core.ranks import Ranks
+from trainkit.core.gradients import gradients_of, scale_
+from trainkit.core.ranks import Ranks, sum_over_ranks_
 from trainkit.errors import TrainkitError
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.strategies import LossReduction, Weight
+from trainkit.errors import TrainkitError
 
 # The columns of a rank's row. The single weights follow them, if they were asked for.
 COLUMNS = (
@@ -146,6 +147,32 @@ class Window:
         self.padding += padding
         self.tokens += tokens
         self.samples += samples
+
+    def refuse_torn(self) -> None:
+        if self.is_torn:
+            raise TrainkitError(
+                "window: a backward pass in it has failed, and it is not known how "
+                "much of its gradient was added. Call drop() and "
+                "optimizer.zero_grad(), and begin the window again."
+            )
+
+    def refuse_division(self, *, is_apart: bool) -> None:
+        """Refuse to close it where it is not the sum of its micro-batches."""
+        self.refuse_torn()
+        if self.is_apart and not is_apart:
+            raise TrainkitError(
+                "finish(): the window's last backward pass ran under no_sync(), so the "
+                "ranks' gradients are still apart. Leave no_sync() for the last "
+                "micro-batch, its forward pass included."
+            )
+        if len(self.entries) != self.num_passes:
+            raise TrainkitError(
+                f"window: {len(self.entries)} losses were weighted, and "
+                f"{self.num_passes} backward passes came from them, so a gradient in "
+                f"it was weighted twice or not at all. Start each pass once, from the "
+                f"loss that was passed on (an override of LightningModule.backward "
+                f"must use its argument)."
+            )
 
     def copy(self) -> Window:
         """A copy that stays as it is while this window continues."""

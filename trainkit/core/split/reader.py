@@ -26,7 +26,7 @@ from trainkit.core.nested import (
     lookup,
     take_apart,
 )
-from trainkit.core.samples import are_samples, length_of_tensors, own_count
+from trainkit.core.samples import are_samples, own_count
 from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.layout import Layout, Trims
 from trainkit.core.split.micro_batching import MicroBatching
@@ -36,7 +36,11 @@ from trainkit.core.split.rows import (
     marks_of,
     rows_of_samples,
 )
-from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerSample,
+    length_of_tensors,
+)
 from trainkit.errors import TrainkitError
 
 

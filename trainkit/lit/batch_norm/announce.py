@@ -12,7 +12,7 @@ from trainkit.core.batch_norm.layers import (
     num_sharing_ranks,
 )
 from trainkit.core.plan.options import brief
-from trainkit.core.samples import num_samples
+from trainkit.core.strategies import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
 from trainkit.lit.batch_size.effective import (

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.inside.rows import Sizes
-from trainkit.core.ledger import FirstWindows, Ledger
+from trainkit.core.ledger import NUM_MEASURED, Closed, FirstWindows, Ledger
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.tape.forward import TapedForward
@@ -144,14 +144,13 @@ class WindowOwner(OrderedCallback):
     Attributes:
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
-        ledger: what all closed windows of the training add up to.
-        first_windows: the windows from which a batch size can be measured.
         strategies: say what a micro-batch weighs in each term of the loss.
         driver: runs micro-batches, streamed or split; None outside of `fit`.
         scaler: the Trainer's gradient scaler, if there is one.
         weight: what the micro-batch under way weighs, in a streamed window.
         said: what the module says that its loss weighs.
         counts_samples: whether somebody wants the samples of all windows.
+        num_unmeasured: how many windows must still be measured, their samples too.
         inside: the submodules that run in chunks of rows, if some do.
         has_strategy: whether somebody has said what a micro-batch weighs. Without, a
             window is one loader batch of each rank, and these count alike.
@@ -175,15 +174,17 @@ class WindowOwner(OrderedCallback):
 
     def __init__(self, strategies: Strategies) -> None:
         super().__init__()
-        self.ledger = Ledger()
+        self._ledger, self._closed = Ledger(), list[Closed]()
         self.strategies = strategies
+        self._first_windows = FirstWindows()
         self._forget()
 
     def _forget(self) -> None:
         """Clear what belongs to one `fit`, so that nothing of it reaches the next."""
+        self._enter_closed()
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
-        self.first_windows = FirstWindows()
+        self._first_windows = FirstWindows()
         self.driver: Any = None
         self.inside: Any = None
         self.weight: Weight | None = None
@@ -191,36 +192,56 @@ class WindowOwner(OrderedCallback):
         self.scaler: Any = None
         self._shared: list[TapedForward] = []
         self.counts_samples = self.shares_statistics = False
+        self.num_unmeasured = NUM_MEASURED
         self.batch_is_unfinished = self.gradients_are_fresh = False
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
         self.longest_window = 0
         self.moved_inside: MicroBatching | None = None
-        self._step_watches: list[Any] = []
-        self._wants_weights: list[Callable[[int], bool]] = []
+        self._skipped: list[Any] = []
+        self._step_hooks: list[Any] = []
+        self.wants_weights: list[Callable[[int], bool]] = []
         self._skipped_before, self._shown = 0, None
 
     def __getstate__(self) -> dict[str, Any]:
         """What was said to it, and the numbers that it shows after a `fit`: a Trainer
         can be pickled with it, in a `fit` too, and a copy begins anew."""
+        self._enter_closed()
         copied = object.__new__(type(self))
         vars(copied).update(without_module(self))
         copied._forget()
         copied.windows = {i: stats.on_host() for i, stats in self.windows.items()}
-        copied.first_windows = self.first_windows
-        copied.ledger = copy.copy(self.ledger)
+        copied._first_windows = self._first_windows
+        copied._ledger = copy.copy(self._ledger)
         copied._skipped_before = self.num_skipped_steps
         copied._shown = self.micro_batch_size
         return vars(copied)
 
+    @property
+    def ledger(self) -> Ledger:
+        """What all closed windows of the training add up to."""
+        self._enter_closed()
+        return self._ledger
+
+    @property
+    def first_windows(self) -> FirstWindows:
+        """The windows from which a batch size can be measured."""
+        self._enter_closed()
+        return self._first_windows
+
+    def _enter_closed(self) -> None:
+        closed, self._closed = self._closed, []
+        self._ledger.enter(closed)
+        self._first_windows.enter(each for each in closed if each.optimizer == 0)
+
     def keep_weights(self, wanted: Callable[[int], bool]) -> None:
         """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
         `wanted` must answer alike on every rank."""
-        self._wants_weights.append(wanted)
+        self.wants_weights.append(wanted)
 
     def slots_of(self, number: int, accumulator: Accumulator | None = None) -> int:
         """How many single weights of each rank a closing window has room for."""
         accumulator = accumulator or self.accumulators[0]
-        for wants in self._wants_weights:
+        for wants in self.wants_weights:
             if wants(accumulator.num_windows):
                 return number
         return 0
@@ -256,12 +277,12 @@ class WindowOwner(OrderedCallback):
     @property
     def num_skipped_steps(self) -> int:
         """Optimizer steps that a gradient scaler has skipped since `fit` began."""
-        skipped = sum(watch.num_skipped for watch in self._step_watches)
+        skipped = sum(each.num_skipped for each in self._skipped)
         return self._skipped_before + skipped
 
     def skipped_last_step(self, index: int = 0) -> bool:
         """Whether the last step of an optimizer was skipped by the gradient scaler."""
-        return self._step_watches[index].skipped_last
+        return self._skipped[index].skipped_last
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -327,11 +348,6 @@ class WindowOwner(OrderedCallback):
     @abstractmethod
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
         """Divide the window of an optimizer, and of others that share its loss."""
-
-    @property
-    def must_count_samples(self) -> bool:
-        """Whether the samples of the next micro-batch must be counted."""
-        return self.counts_samples or not self.first_windows.is_complete
 
 
 def no_callbacks() -> list[Any]:

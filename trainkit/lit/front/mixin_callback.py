@@ -74,7 +74,9 @@ class MixinCallback(WindowCallback):
         )
         for each in module.trainer.callbacks:
             if isinstance(each, MixinCallback):
-                self.ledger = each.ledger  # of an earlier `fit`, which may be continued
+                self._ledger = (
+                    each.ledger
+                )  # of an earlier `fit`, which may be continued
         self._asked: int | None = None
         asked = module.trainer.accumulate_grad_batches
         if asked != 1 and not module.automatic_optimization:

@@ -15,8 +15,8 @@ from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.ranks import Ranks
-from trainkit.core.samples import num_samples
 from trainkit.core.split.micro_batching import SELF, MicroBatching
+from trainkit.core.strategies import num_samples
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import micro_batch_of

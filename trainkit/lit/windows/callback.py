@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,13 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
 from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients, parameters_of
-from trainkit.core.ledger import Ledger
+from trainkit.core.ledger import NUM_WAITING, Closed, Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import has_own, scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
@@ -36,18 +36,13 @@ from trainkit.lit.split.pools import Pools, num_cuts
 from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
-from trainkit.lit.windows.step_watch import (
-    StepWatch,
+from trainkit.lit.windows.skipped_steps import (
+    SkippedSteps,
     hold_schedulers,
     release_schedulers,
 )
 from trainkit.lit.windows.streamed import Streamed
 from trainkit.lit.windows.taken_calls import taken_calls
-
-OWN_ZEROING = (
-    "{}.optimizer_zero_grad must zero all gradients at each step: what it keeps would "
-    "be divided once more, or dropped"
-)
 
 
 class WindowCallback(WindowOwner):
@@ -102,7 +97,7 @@ class WindowCallback(WindowOwner):
             return
         self._forget()
         if trainer.global_step == 0:
-            self.ledger = Ledger()  # else this `fit` continues the training
+            self._ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_unknown_backend(trainer)
         refusals.announce_finders(trainer)
         self.move_to_front(trainer)
@@ -142,6 +137,7 @@ class WindowCallback(WindowOwner):
         if self._restored is not None:
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
+        self.num_unmeasured -= len(self.first_windows)
         if split is None:
             refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
@@ -171,15 +167,19 @@ class WindowCallback(WindowOwner):
             accumulator.division.begin_apart()
         if self.wide_gradients:
             refusals.refuse_wide_under_scaler(self.scaler)
-            accumulator.gradients.keep_wide(partial(parameters_of, optimizer))
-        self._step_watches.append(StepWatch(optimizer, accumulator, self.scaler))
+            accumulator.keep_wide(partial(parameters_of, optimizer))
+        self._skipped.append(SkippedSteps(optimizer, self.scaler))
+        before = partial(self._before_step, accumulator)
+        after = partial(self._after_step, index)
+        with suppress(AttributeError):  # one of another kind may have no such hooks
+            self._step_hooks.append(optimizer.register_step_pre_hook(before))
+            self._step_hooks.append(optimizer.register_step_post_hook(after))
         if self.scaler is not None and unscales_itself(optimizer):
             refusals.announce_scaled_gradients(optimizer)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
-        if has_own(pl_module, "optimizer_zero_grad"):
-            rows.append(("zeroing", OWN_ZEROING.format(type(pl_module).__name__)))
+        rows += refusals.rows_of_zeroing(pl_module)
         if self.is_split:
             is_step = num_cuts(trainer, self.cut) == 1
             how = documents_option(self.cut, *self.strategies.values())
@@ -212,7 +212,7 @@ class WindowCallback(WindowOwner):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.automatic_optimization:  # else accumulate() does it
-            self.accumulators[0].passed()
+            self.accumulators[0].gradients.add()
 
     # ---- the end of a window ---------------------------------------------------------
 
@@ -253,7 +253,7 @@ class WindowCallback(WindowOwner):
         for each in (index, *others):
             self._divided.add(each)
             if self.scaler is not None:
-                self._step_watches[each].expect_step()
+                self._skipped[each].expect_step()
         self.gradients_are_fresh = False
         # A closure that runs a batch again runs all of its micro-batches again.
         if split := self.driver.is_split:
@@ -265,13 +265,30 @@ class WindowCallback(WindowOwner):
             listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
             owners = [parameter for each in listed for parameter in each]
         stats, num_loader_batches = self.driver.finish(accumulator, owners)
-        counts_samples = split or self.must_count_samples
+        counts_samples = split or self.counts_samples or self.num_unmeasured > 0
         for each in (index, *others):
             self.windows[each] = stats
-            self.ledger.add(each, stats, counts_samples=counts_samples)
-        if index == 0 and not self.first_windows.is_complete:
-            self.first_windows.add(stats, num_batches=num_loader_batches)
+            closed = Closed(each, stats, counts_samples, num_loader_batches)
+            self._closed.append(closed)
+        if len(self._closed) >= NUM_WAITING:
+            self._enter_closed()
+        if index == 0:
+            self.num_unmeasured -= 1
         return stats
+
+    def _before_step(
+        self, accumulator: Accumulator, optimizer: Any, args: Any, kwargs: Any
+    ) -> None:
+        _, closure, *_ = *args, kwargs.get("closure")  # the optimizer comes first
+        if closure is None and accumulator.window.is_open:
+            raise refusals.undivided_step(optimizer, accumulator)
+
+    def _after_step(self, index: int, optimizer: Any, args: Any, kwargs: Any) -> None:
+        accumulator = self.accumulators[index]
+        if accumulator.window.is_open:  # its closure ran a backward pass
+            raise refusals.undivided_step(optimizer, accumulator)
+        if self.scaler is not None:
+            self._skipped[index].see_step()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -279,8 +296,9 @@ class WindowCallback(WindowOwner):
         self.batch_is_unfinished = False
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
-        for watch in self._step_watches if self.scaler is not None else ():
-            watch.count_step()
+        if self.scaler is not None:
+            for each in self._skipped:
+                each.count_step()
 
     # ---- where a window ends early ---------------------------------------------------
 
@@ -316,7 +334,7 @@ class WindowCallback(WindowOwner):
         """Release what the `fit` has held; only its numbers stay."""
         # A finder that leaves `fit` early calls this hook alone.
         self._stop(trainer, pl_module)
-        self._wants_weights.clear()
+        self.wants_weights.clear()
         self.scaler = self.weight = self._meeting_point = None
         closed, self.accumulators = self.accumulators, {}
         for index, each in closed.items():  # as many windows, and no module
@@ -332,8 +350,11 @@ class WindowCallback(WindowOwner):
             shared.remove()
         for each in filter(None, (self.driver, self.inside)):
             each.stop()
-        for watch in self._step_watches:
-            watch.close()
+        for each in self._skipped:
+            each.close()
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
         self._pools.end(trainer)
 
     def _drop(self, why: str) -> None:

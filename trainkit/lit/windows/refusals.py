@@ -18,10 +18,12 @@ from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     averages_models,
+    has_own,
     num_batches_seen,
     unwrapped,
 )
 from trainkit.lit.callback.base import fetches_batches, has_callback, has_schedule
+from trainkit.lit.callback.table import Row
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has run out of batches waits for the others to run out too."""
@@ -45,6 +47,29 @@ def refuse_other_windows(trainer: Any, num_expected: int) -> None:
                 f"on each rank; a schedule of the window would cut them otherwise. "
                 f"Leave the schedule out."
             )
+
+
+def rows_of_zeroing(pl_module: Any) -> list[Row]:
+    """A row of the table for a module that zeroes gradients in its own way."""
+    if not has_own(pl_module, "optimizer_zero_grad"):
+        return []
+    return [
+        (
+            "zeroing",
+            f"{type(pl_module).__name__}.optimizer_zero_grad must zero all gradients "
+            f"at each step: what it keeps would be divided once more, or dropped",
+        )
+    ]
+
+
+def undivided_step(optimizer: Any, accumulator: Accumulator) -> TrainkitError:
+    return TrainkitError(
+        f"{type(optimizer).__name__}.step(): its window of "
+        f"{accumulator.num_micro_batches} micro-batches has not been divided, since "
+        f"on_before_optimizer_step did not run. In optimizer_step, call "
+        f"optimizer.step(closure=optimizer_closure) on the optimizer that Lightning "
+        f"passes, and leave trainkit's callback in trainer.callbacks."
+    )
 
 
 def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:

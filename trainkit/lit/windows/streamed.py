@@ -11,7 +11,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
-from trainkit.core.samples import num_samples
+from trainkit.core.strategies import num_samples
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import counts_rows
@@ -57,7 +57,7 @@ class Streamed:
         is_weighed_later = isinstance(strategy, Weighed)
         if self._is_automatic:
             windows.weight = None if is_weighed_later else strategy.weight(batch)
-        if windows.must_count_samples:
+        if windows.counts_samples or windows.num_unmeasured > 0:
             self._count_samples(batch)
         if not is_weighed_later:
             output = self._training_step(batch, *args, **kwargs)
@@ -106,8 +106,10 @@ class Streamed:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window of an optimizer or of parameters; returns its numbers, and
         how many loader batches it had on all ranks where these were cut."""
-        most = max(self._trainer.accumulate_grad_batches, self._windows.longest_window)
-        slots = self._windows.slots_of(most, accumulator)
+        windows, slots = self._windows, 0
+        if windows.wants_weights:
+            most = max(self._trainer.accumulate_grad_batches, windows.longest_window)
+            slots = windows.slots_of(most, accumulator)
         return accumulator.finish(owners, slots=slots), None
 
     def num_torn(self, num_closed: int) -> int:

@@ -1,5 +1,5 @@
-"""The optimizer's own step: a step that no window has divided is refused; one that a
-gradient scaler skips is counted, and holds schedulers where they are.
+"""Steps that a gradient scaler skips: they are counted, and hold schedulers where they
+are.
 
 While `fit` runs under a gradient scaler, a module whose schedulers are to be held has
 an `lr_scheduler_step` that asks the window callback. That is put there once Lightning
@@ -16,24 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.accumulator import Accumulator
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unscales_itself
 from trainkit.lit.callback.base import windows_of
 
 STEP = "lr_scheduler_step"
 
 
-class StepWatch:
-    """Knows whether a window's step was skipped, and refuses undivided steps.
+class SkippedSteps:
+    """Knows whether a gradient scaler has skipped a window's step.
 
-    A gradient scaler that finds an infinity skips the step, and its factor falls: that
-    is counted on the device, unless torch's public hooks have seen the step. They also
-    show undivided steps.
+    A scaler that finds an infinity skips the step, and its factor falls: that is
+    counted on the device, unless torch's public hooks have seen the step.
     """
 
-    def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
-        self._accumulator: Accumulator | None = accumulator
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
         self._scaler: Any = scaler
         self._device = next(
             (p.device for group in optimizer.param_groups for p in group["params"]),
@@ -43,13 +39,6 @@ class StepWatch:
         self._factor_before: Tensor | None = None
         self._fell: Tensor | None = None
         self._times_fallen: Tensor | int = 0
-        try:
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
-        except AttributeError:  # no torch.optim.Optimizer, or its __init__ did not run
-            self._hooks = []
 
     @property
     def num_skipped(self) -> int:
@@ -64,8 +53,13 @@ class StepWatch:
         return self._fell is not None and bool(self._fell)
 
     def expect_step(self) -> None:
-        """Note that a window closes under a scaler, so that its step should follow."""
+        """Note that a window closes, so that its step should follow."""
         self._factor_before = self._factor()
+
+    def see_step(self) -> None:
+        """Note that the step was taken."""
+        if not self._unscales_itself:
+            self._fell = self._factor_before = None
 
     def count_step(self) -> None:
         """Count the step that was expected, if it was skipped, once it is over."""
@@ -77,35 +71,10 @@ class StepWatch:
     def close(self) -> None:
         """Release all but the numbers, when training is over."""
         self.count_step()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._accumulator = [], None
         self._scaler = None
 
     def _factor(self) -> Tensor:
         return self._scaler.scale(torch.ones((), device=self._device))
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        _, closure, *_ = *args, kwargs.get("closure")  # the optimizer comes first
-        if closure is None:
-            self._refuse_undivided(optimizer)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._refuse_undivided(optimizer)  # its closure ran a backward pass
-        if not self._unscales_itself:
-            self._fell = self._factor_before = None  # it was taken
-
-    def _refuse_undivided(self, optimizer: Any) -> None:
-        assert self._accumulator is not None
-        if self._accumulator.window.is_open:
-            raise TrainkitError(
-                f"{type(optimizer).__name__}.step(): its window of "
-                f"{self._accumulator.num_micro_batches} micro-batches has not been "
-                f"divided, since on_before_optimizer_step did not run. In "
-                f"optimizer_step, call optimizer.step(closure=optimizer_closure) on "
-                f"the optimizer that Lightning passes, and leave trainkit's callback "
-                f"in trainer.callbacks."
-            )
 
 
 def hold_schedulers(module: Any) -> None:
