@@ -201,14 +201,14 @@ class Division:
             return None  # this rank has had no micro-batch yet
         if isinstance(before, Tensor):
             before = before.to(totals.device)
-        scale = before * self._ranks.multiplier
-        if window.reduction != "total":
-            scale = scale / divisor
+        scale = before if window.reduction == "total" else before / divisor
+        if self._ranks.multiplier > 1:
+            scale = scale * self._ranks.multiplier
         if self.has_scaler or self.opening is not None:
             # Back to the scaler's present factor.
             scale = scale / self._to_opening(totals.device)
         # 0 if the window weighs nothing: 0 / 0 must not reach a gradient.
-        return scale.nan_to_num_(0.0, 0.0, 0.0) if isinstance(scale, Tensor) else scale
+        return scale.nan_to_num(0.0, 0.0, 0.0) if isinstance(scale, Tensor) else scale
 
     def unit(self, device: torch.device) -> Tensor:
         """What turns the gradient of a pass, as a hook on a parameter sees it, into

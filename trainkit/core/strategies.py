@@ -291,7 +291,8 @@ def checked_weight(
                 f"{name}: must be one number for a micro-batch, received a tensor of "
                 f"{weight.dtype} and shape {list(weight.shape)}. {hint}"
             )
-        flat = weight.detach().reshape(()) if weight.ndim else weight.detach()
+        flat = weight.detach() if weight.requires_grad else weight
+        flat = flat.reshape(()) if flat.ndim else flat
         # A copy, in the dtype of the totals: a buffer that the loop fills again would
         # change what the window holds.
         return flat.to(torch.float32 if flat.is_mps else torch.float64, copy=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,10 +16,10 @@ from trainkit.errors import TrainkitError
 
 # The columns of a rank's row. The single weights follow them, if they were asked for.
 COLUMNS = (
-    "weight",
-    "divisor",
     "loss",
     "bare_loss",
+    "weight",
+    "divisor",
     "smallest",
     "largest",
     "count",
@@ -27,7 +28,7 @@ COLUMNS = (
     "samples",
 )
 NUM_COLUMNS = len(COLUMNS)
-WEIGHT, DIVISOR, LOSS, BARE_LOSS, SMALLEST, LARGEST, COUNT = range(7)
+LOSS, BARE_LOSS, WEIGHT, DIVISOR, SMALLEST, LARGEST, COUNT = range(7)
 PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 
@@ -200,19 +201,25 @@ class Window:
     def _own_columns(self, device: torch.device) -> Tensor:
         losses, divided_by, weights, applied = zip(*self.entries, strict=True)
         values, by = vector(losses, device), vector(weights, device)
-        if set(divided_by) != {1}:
+        if len(set(divided_by)) > 1:
             values = values * vector(divided_by, device)
-        weight = divisor = by.sum()
-        if self.is_rounded:
-            divisor = vector(applied, device).sum()
+        elif divided_by[0] != 1:
+            values = values * divided_by[0]
         bare = loss = values.sum()
         if self.reduction == "mean":
             # Without the values of weight 0: a mean over nothing is NaN, and NaN * 0
             # is NaN.
             loss = values.where(by != 0, by).dot(by)
-        counts = [len(weights), self.padding, self.tokens, self.samples]
-        sums = torch.stack([weight, divisor, loss, bare, *by.aminmax()])
-        return torch.cat([sums, vector(counts, device)])
+        sums, counts = [loss, bare], (self.padding, self.tokens, self.samples)
+        if (known := self.known_sums) is not None:
+            rest = (*known, min(weights), max(weights), len(weights), *counts)
+        else:
+            weight = divisor = by.sum()
+            if self.is_rounded:
+                divisor = vector(applied, device).sum()
+            sums += [weight, divisor, *by.aminmax()]
+            rest = (len(weights), *counts)
+        return torch.cat([torch.stack(sums), vector(rest, device)])
 
 
 def merged(rows: Tensor) -> Tensor:
@@ -241,10 +248,18 @@ def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
         return torch.stack([scalar(number, device) for number in numbers])
     if numbers and None not in devices:
         return torch.stack(cast(list[Tensor], numbers)).to(device, dtype)
+    if device.type == "cpu":
+        return _on_host(tuple(cast(Sequence[float], numbers)))
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
     return host.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def _on_host(numbers: tuple[float, ...]) -> Tensor:
+    """Numbers that are often the same, such as a window's counts; not to be written."""
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:
