@@ -8,7 +8,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Callback
@@ -26,7 +25,7 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.said_weight import SaidWeight
-from trainkit.lit.callback.table import Row, say, show
+from trainkit.lit.callback.table import Row, clipping, resumed, say, show
 
 Found = TypeVar("Found")
 
@@ -107,35 +106,10 @@ class OrderedCallback(Callback):
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self:
             rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
-            show([*rows, *_clipping(trainer), *_resumed(trainer)], trainer)
+            show([*rows, *clipping(trainer), *resumed(trainer)], trainer)
         elif is_late:
             for row in self.table_rows(trainer, pl_module):
                 say(trainer, row)
-
-
-def _clipping(trainer: Any) -> list[Row]:
-    """What the Trainer clips, as a row of the table."""
-    limit = trainer.gradient_clip_val
-    if not limit:
-        return []
-    how = "entries" if trainer.gradient_clip_algorithm == "value" else "a norm"
-    return [
-        ("clipping", f"gradients above {how} of {limit:g} (trainer.gradient_clip_val)")
-    ]
-
-
-def _resumed(trainer: Any) -> list[Row]:
-    """The checkpoint from which a run resumes, as the last row of the table."""
-    if trainer.ckpt_path is None:
-        return []
-    of, path = "from", Path(trainer.ckpt_path)
-    if path.parent.name == "checkpoints":  # Lightning's place, and ours
-        of, path = "of", path.parents[1]
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    is_url = "://" in str(trainer.ckpt_path)
-    where = f"from {trainer.ckpt_path}" if is_url else f"{of} {path}"
-    return [("training", f"resumed at step {trainer.global_step:,} {where}")]
 
 
 class WindowOwner(OrderedCallback):

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 Row = tuple[str, str]
@@ -96,3 +97,28 @@ def _is_before_tqdm(bar: Any) -> bool:
         return bar.train_progress_bar.disable
     except TypeError:  # Lightning's: there is none yet
         return True
+
+
+def clipping(trainer: Any) -> list[Row]:
+    """What the Trainer clips, as a row of the table."""
+    limit = trainer.gradient_clip_val
+    if not limit:
+        return []
+    how = "entries" if trainer.gradient_clip_algorithm == "value" else "a norm"
+    return [
+        ("clipping", f"gradients above {how} of {limit:g} (trainer.gradient_clip_val)")
+    ]
+
+
+def resumed(trainer: Any) -> list[Row]:
+    """The checkpoint from which a run resumes, as the last row of the table."""
+    if trainer.ckpt_path is None:
+        return []
+    of, path = "from", Path(trainer.ckpt_path)
+    if path.parent.name == "checkpoints":  # Lightning's place, and ours
+        of, path = "of", path.parents[1]
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    is_url = "://" in str(trainer.ckpt_path)
+    where = f"from {trainer.ckpt_path}" if is_url else f"{of} {path}"
+    return [("training", f"resumed at step {trainer.global_step:,} {where}")]
