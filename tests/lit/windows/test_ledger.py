@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from tests.helpers import loader, pad, trainer
 from tests.lit.fronts import SEQUENCES, WINDOW
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import Gan, Plain, on_front
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
+from trainkit.core.ledger import NUM_WAITING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. "),  # the loader starts again
@@ -146,3 +148,37 @@ def test_each_optimizer_has_its_own_totals() -> None:
         )
         assert len(found)
         assert torch.equal(found, weights.cumsum(0))
+
+
+def test_windows_that_nobody_asks_for_do_not_wait_for_ever() -> None:
+    """Nor are they lost where a second `fit` continues."""
+    callback, module = BY_TOKENS(), Plain()
+    epochs = NUM_WAITING // len(totals(1)) + 1
+    _, fitted = train(callback, module=module, epochs=epochs)
+    assert len(callback._closed) == len(totals(epochs)) - NUM_WAITING
+    fitted.fit_loop.max_epochs = epochs + 1
+    fitted.fit(module, loader(SEQUENCES, BATCH))
+    account = callback.ledger.of()
+    assert account is not None
+    assert account.num_windows == len(totals(epochs + 1))
+    assert float(account.weight) == totals(epochs + 1)[-1][0]
+
+
+def test_totals_of_copies_hold_every_window() -> None:
+    """Also where nobody has asked for them before."""
+    callback, copies = BY_TOKENS(), []
+
+    def copied(*_: Any) -> None:
+        copies.append(copy.deepcopy(callback))
+
+    module, each_batch = Plain(), LambdaCallback(on_train_batch_end=copied)
+    _, fitted = train(callback, each_batch, module=module, epochs=1)
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(module, loader(SEQUENCES, BATCH))
+    for number, (tokens, _) in enumerate(totals(2), 1):
+        held = [each.ledger.of() for each in copies]
+        found = [a.weight for a in held if a is not None and a.num_windows == number]
+        assert set(map(float, found)) == {tokens}
+    account = callback.ledger.of()
+    assert account is not None
+    assert (account.num_windows, float(account.weight)) == (6, totals(2)[-1][0])

@@ -136,6 +136,15 @@ def test_what_cannot_be_exact_is_refused(name: str, front: str) -> None:
         fit("plain", **{**how, "made": made})
 
 
+def test_an_undivided_step_is_refused_before_it_moves_a_weight() -> None:
+    module = hooked(Plain, optimizer_step=bypasses)()
+    before = weights(module)
+    fitted = trainer(2, callbacks=[AccumulationCallback(PerToken())])
+    with pytest.raises(TrainkitError, match="has not been divided"):
+        fitted.fit(module, loader(SEQUENCES, 4))
+    assert torch.equal(weights(module), before)
+
+
 def test_manual_optimization_without_the_mixin_is_refused() -> None:
     module = Plain()
     module.automatic_optimization = False

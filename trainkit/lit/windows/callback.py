@@ -137,7 +137,6 @@ class WindowCallback(WindowOwner):
         if self._restored is not None:
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
-        self.num_unmeasured -= len(self.first_windows)
         if split is None:
             refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
