@@ -162,6 +162,7 @@ def test_windows_that_nobody_asks_for_do_not_wait_for_ever() -> None:
     assert account is not None
     assert account.num_windows == len(totals(epochs + 1))
     assert float(account.weight) == totals(epochs + 1)[-1][0]
+    assert len(callback.first_windows) == len(totals(1))  # of the second alone
 
 
 def test_totals_of_copies_hold_every_window() -> None:
