@@ -37,7 +37,7 @@ LIGHT = [
             "config",
             "cli",
             "cli.main",
-            "cli.plan.main",
+            "cli.plan",
             "cli.sweep.main",
         )
     ),

@@ -56,7 +56,7 @@ CANDIDATES = {
     "trainkit completion f": ["fish"],
     "trainkit new mine --h": ["--help"],
     "trainkit plan --ma": ["--max-micro-batch"],
-    "trainkit plan --json --dr": ["--drop-last"],
+    "trainkit plan --json --wo": ["--world-size"],
     "trainkit plan --rule ": [*RULES, "gain"],
     "trainkit plan --rule=s": ["--rule=sqrt"],
     "trainkit plan --json=": [],

@@ -22,7 +22,7 @@ COMMANDS = {
     "predict": (EVALUATE, "predict with a run, or with the Lightning CLI"),
     "check": ("trainkit.cli.check", "measure whether windows are the big batch"),
     "lengths": ("trainkit.cli.lengths", "write the lengths of a data set's rows"),
-    "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
+    "plan": ("trainkit.cli.plan", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
     "report": ("trainkit.cli.report.main", "draw the charts of a run again"),
     "completion": ("trainkit.cli.completion", "print shell completion"),

@@ -1,1 +1,0 @@
-"""`trainkit plan`: sizes for the effective batch you mean."""
