@@ -18,7 +18,7 @@ from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
 from trainkit.core.noise.advice import advice, short
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
-from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.core.plan.effective_batch import BatchPlan, EpochPlan
 from trainkit.core.plan.options import brief, check_size, is_positive_number
 from trainkit.core.plan.scaling import RULES, gain
 from trainkit.errors import TrainkitError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 example:
   trainkit plan --target 512 --world-size 4 --max-micro-batch 24 \\
-      --lr 0.1 --reference 256 --rule linear
+      --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
   trainkit plan --target 512 --max-micro-batch 24 --noise-scale outputs/MyModule/...
   trainkit plan --probe --target 512 model=mine trainer=gpu
 """
@@ -56,6 +56,8 @@ def main(argv: list[str]) -> int:
             world_size=args.world_size or 1,
             max_micro_batch=args.max_micro_batch,
         )
+    size = args.dataset_size
+    epoch = None if size is None else plan.epoch(size)
     rates = _rates(plan, args)
     overrides = overrides_of(plan, args.overrides, _rate_words(args))
     if args.json:
@@ -63,6 +65,7 @@ def main(argv: list[str]) -> int:
             **asdict(plan),
             "effective": plan.effective,
             "exact": plan.exact,
+            "epoch": epoch and asdict(epoch),
             "rates": rates,
             "noise_scale": args.noise_scale and args.noise_scale.samples,
             "overrides": overrides,
@@ -70,8 +73,11 @@ def main(argv: list[str]) -> int:
         }
         print(json.dumps(report, indent=2))
         return 0
-    rows = [*tried, *_about_plan(plan)]
-    rows += [(f"lr, {rule}", f"{rate:.6g}") for rule, rate in rates.items()]
+    rows = [*tried, *_about_plan(plan), *([] if epoch is None else _about(epoch))]
+    for rule, rate in rates.items():
+        changes_adam = rule in RULES and RULES[rule].beta1 is not None
+        also = ", and LRScaling changes Adam's betas and eps" * changes_adam
+        rows.append((f"lr, {rule}", f"{rate:.6g}{also}"))
     if args.noise_scale is not None:
         rows += _about_noise(args.noise_scale, plan)
     note = " (the rate for the reference batch is an argument of your module)"
@@ -188,6 +194,17 @@ def _about_plan(plan: BatchPlan) -> list[Row]:
     ]
 
 
+def _about(epoch: EpochPlan) -> list[Row]:
+    """How many steps an epoch has, and how full its last one is."""
+    micro_batches = _counted(epoch.num_micro_batches, "micro-batch")
+    steps = _counted(epoch.num_steps, "optimizer step")
+    last = f"{brief(epoch.last_window_samples)} samples" if epoch.is_short else "full"
+    return [
+        ("epoch", f"{steps}, {micro_batches} on each rank"),
+        ("last window", last),
+    ]
+
+
 def _about_noise(scale: NoiseEstimate, plan: BatchPlan) -> list[Row]:
     """The noise scale, and what the planned window is worth by it."""
     _, window = advice(replace(scale, window=float(plan.effective)))
@@ -213,6 +230,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     most = "the most samples that fit into a rank's forward pass, or that --probe tries"
     add("--max-micro-batch", type=int, help=most)
     add("--world-size", type=int, help="data-parallel ranks (default 1)")
+    add("--dataset-size", type=int, help="samples in the data set, to count an epoch")
     add = parser.add_argument_group("the learning rate").add_argument
     add("--lr", type=_positive, help="the rate for the reference batch")
     add("--reference", type=int, help="the effective batch to which --lr belongs")

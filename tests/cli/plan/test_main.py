@@ -23,6 +23,7 @@ from trainkit.errors import TrainkitError
 
 PLAN = ["--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
 RATE = ["--lr", "0.1", "--reference", "256"]
+EPOCH = ["--dataset-size", "50001"]
 
 
 def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -31,13 +32,15 @@ def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, *RATE, "--rule", "adam-sde"]) == 0
+    assert main([*PLAN, *EPOCH, *RATE, "--rule", "adam-sde"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "trainkit | micro-batch: 16 samples on each rank",
         "trainkit | accumulation: 8 micro-batches",
         "trainkit | ranks: 4",
         "trainkit | effective batch: 512 samples a step, exactly the target",
-        "trainkit | lr, adam-sde: 0.141421",
+        "trainkit | epoch: 98 optimizer steps, 782 micro-batches on each rank",
+        "trainkit | last window: 340 samples",
+        "trainkit | lr, adam-sde: 0.141421, and LRScaling changes Adam's betas and eps",
         "trainkit | Hydra: trainkit train trainer=ddp trainer.devices=4 "
         "data.batch_size=16 trainer.accumulate_grad_batches=8 optimizer.lr=0.1 "
         "lr_scaling=adam_sde lr_scaling.reference_batch=256",
@@ -47,6 +50,8 @@ def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> Non
         "--lr_scaling.reference_batch=256 (the rate for the reference batch is an "
         "argument of your module)",
     ]
+    main([*PLAN, "--dataset-size", "51200"])
+    assert "last window: full\n" in capsys.readouterr().out
 
 
 def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,11 +64,12 @@ def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *PLAN, *RATE)
+    found = report(capsys, *PLAN, *EPOCH, *RATE)
     plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
     names = ("target", "world_size", "max_micro_batch", "micro_batch", "accumulate")
     for name in (*names, "effective", "exact"):
         assert found[name] == getattr(plan, name)
+    assert found["epoch"] == vars(plan.epoch(50_001))
     assert found["rates"] == {
         rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
     }
@@ -87,10 +93,14 @@ def test_fit_gets_the_ranks_that_were_probed() -> None:
 
 
 def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    everything = report(capsys, *PLAN, *RATE, "--noise-scale", "210")
+    everything = report(capsys, *PLAN, *EPOCH, *RATE, "--noise-scale", "210")
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)
-    assert [key for key in bare if bare[key] is None] == ["noise_scale", "trials"]
+    assert [key for key in bare if bare[key] is None] == [
+        "epoch",
+        "noise_scale",
+        "trials",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,7 @@ def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) 
         ([*PLAN, "--rule", "sqrt"], "--rule: needs --lr, which is missing"),
         ([*PLAN, "--lr", "0.1"], "--lr: needs --reference, which is missing"),
         ([*PLAN, "--reference", "8"], "--reference: needs --lr, which is missing"),
+        ([*PLAN, "--dataset-size", "0"], "num_samples: must be a whole number"),
         ([*PLAN, *RATE, "--lr", "-1"], "--lr: must be above 0, received -1"),
         ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be above 0, received nan"),
         ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a positive number"),
