@@ -12,7 +12,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from trainkit.core.inside.moment import (
 )
 from trainkit.core.inside.outputs import (
     Joined,
-    Joint,
     Plan,
     Unfit,
     are_close,
@@ -42,7 +40,8 @@ from trainkit.core.inside.outputs import (
     with_columns,
 )
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
-from trainkit.core.inside.rows import Arguments, ByLength, Chunk
+from trainkit.core.inside.rows import COLUMNS, Arguments, Chunk
+from trainkit.core.inside.tokens import Sorted
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
@@ -82,7 +81,7 @@ def look(moment: Moment) -> Plan:
         trial = Trial(moment)
         with refusing(moment):
             plan = trial.plan()
-        moment.check_state(sums)
+        moment.check_state(sums=sums)
         return plan
 
     try:
@@ -148,10 +147,10 @@ class Trial:
     def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
         arguments, sizes = self.arguments, self.sizes
-        rows, by_length = arguments.rows, arguments.by_length
+        rows, width = arguments.rows, arguments.width
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
-        chunks, size = arguments.chunks(sizes), sizes.cut(rows)[0].stop
+        chunks, size = arguments.chunks(sizes), sizes.runs(rows)[0][1]
         if self.has_graph:
             # First, or a cache is made without a graph.
             self.refuse_what_is_left(range(min(size, 2)))
@@ -161,19 +160,17 @@ class Trial:
         groups = _groups(rows, number)
         picked, beside = groups[0], [*range(size)]
         counts = arguments.counts(picked)
-        if arguments.counts(beside)[0] == counts[0]:
+        unit = next(iter(counts))
+        if arguments.counts(beside)[unit] == counts[unit]:
             beside = [*picked, next(row for row in range(rows) if row not in picked)]
         some, others = self.run(picked), self.run(beside)
         plan = plan_of(self.paths, some, others, counts, arguments.counts(beside))
-        trimmed = [
-            chunk
-            for chunk in chunks
-            if by_length and chunk.columns != (0, by_length.width)
-        ]
+        trimmed = [each for each in chunks if each.spans[COLUMNS] != (0, width)]
         if trimmed:
-            first, stop = trimmed[-1].start, trimmed[-1].stop
-            few = replace(trimmed[-1], stop=min(first + 2, stop))
-            plan = with_columns(plan, self.run(range(first, few.stop)), self.run(few))
+            last = trimmed[-1]
+            ends = last.start, min(last.start + 2, last.stop)
+            few = Chunk(ends, columns=last.spans[COLUMNS])
+            plan = with_columns(plan, self.run(range(*ends)), self.run(few))
         if self.has_drawn and not self._can_evaluate(picked, plan):
             if trimmed or arguments.by:
                 what = "the columns that are padding" if trimmed else "another"
@@ -212,8 +209,8 @@ class Trial:
         at = len(picked) // 2
         found, alone = self.run(picked), self.run([picked[at]] * len(picked))
         for joint, one, other in zip(plan, found, alone, strict=True):
-            if joint.dim is not None:
-                pair = [rows_of(each, joint, [at]) for each in (one, other)]
+            if joint.axes:
+                pair = [rows_of(each, joint.axes[0], [at]) for each in (one, other)]
                 if not are_close(*pair, eps=self.eps):
                     raise Unfit(f"{joint.name} of a row depends on other rows")
         return False
@@ -222,19 +219,20 @@ class Trial:
         self, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
     ) -> None:
         """Refuse outputs of chunks that are not those of their rows beside others."""
-        by_length = self.arguments.by_length
-        joined = Joined(plan, self.arguments, self.cut.name)
+        arguments = self.arguments
+        joined = Joined(plan, arguments, self.cut.name)
         for chunk in chunks:
             joined.add(chunk, self.run(chunk))
         for rows in groups:
             found = self.run(rows)
             for index, joint in enumerate(plan):
-                if joint.dim is None:
+                if not joint.axes:
                     continue
-                places = self.arguments.places(rows, joint.unit)
-                own, value = rows_of(joined.values[index], joint, places), found[index]
-                if by_length and joint.padded:
-                    marks = _marks(own, by_length, joint, rows)
+                places = arguments.places(rows, joint.axes[0].unit)
+                own = rows_of(joined.values[index], joint.axes[0], places)
+                value = found[index]
+                if isinstance(arguments, Sorted) and len(joint.axes) > 1:
+                    marks = arguments.marks(own, joint.axes, rows)
                     own, value = own * marks, value * marks
                 if are_close(own, value, eps=self.eps):
                     continue
@@ -245,7 +243,8 @@ class Trial:
                         f"a generator of its own, or counts its runs: draw from "
                         f"torch's generator"
                     )
-                columns = ", or on the columns that are padding" if by_length else ""
+                columns = ", or on the columns that are padding"
+                columns = columns if arguments.width else ""
                 raise Unfit(
                     f"{joint.name} of a row depends on other rows, on its place among "
                     f"them, or on how many there are{columns}"
@@ -338,13 +337,16 @@ class Trial:
                 first = few.counts(range(start))
                 with without_hooks():
                     found = self.cut.run(few, part)[1]
-                pulled = [
-                    (each, sign * direction_of(each, joint, first[joint.unit]))
-                    for each, joint in zip(found, plan, strict=True)
-                    if isinstance(each, Tensor) and each.requires_grad
-                    # What has no rows has one gradient, of any of them.
-                    if joint.dim is not None or not start
-                ]
+                pulled = []
+                for each, joint in zip(found, plan, strict=True):
+                    if not (isinstance(each, Tensor) and each.requires_grad):
+                        continue
+                    for axis in joint.axes[:1]:
+                        way = direction_of(each, axis, first[axis.unit])
+                        pulled.append((each, sign * way))
+                    if not joint.axes and not start:
+                        # It has one gradient, of any of them.
+                        pulled.append((each, sign * torch.ones_like(each)))
                 if not pulled:
                     return False
                 before = States(few.devices)
@@ -360,20 +362,6 @@ class Trial:
                 on_device = 0.0 if each.device.type == "cpu" else ON_DEVICE
                 self.eps = max(self.eps, rounding, on_device)
         return sizes[0] * 3 * self.eps**0.5 < sizes[-1] < torch.inf
-
-
-def _marks(
-    value: Tensor, by_length: ByLength, joint: Joint, rows: Sequence[int]
-) -> Tensor:
-    """1 where an output of some rows is no padding."""
-    spans = torch.tensor([by_length.spans[row] for row in rows], device=value.device)
-    columns = torch.arange(by_length.width, device=value.device)
-    marks = (columns >= spans[:, :1]) & (columns < spans[:, 1:])
-    marks = marks.repeat_interleave(joint.multiple, 0)
-    shape = [1] * value.ndim
-    assert joint.dim is not None
-    shape[joint.dim], shape[joint.padded[0]] = marks.shape
-    return (marks if joint.dim < joint.padded[0] else marks.T).reshape(shape)
 
 
 def _groups(rows: int, most: int) -> list[list[int]]:

@@ -24,10 +24,8 @@ from trainkit.errors import TrainkitError
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
 
-
-def nothing_around(call: Any, chunk: Any) -> AbstractContextManager[None]:
-    """The context of a chunk that nobody looks at."""
-    return contextlib.nullcontext()
+ABSENT = object()
+"""What an instance has in place of an attribute that it lacks."""
 
 
 class Replaced:
@@ -43,16 +41,22 @@ class Replaced:
 
     Attributes:
         around: makes a context for each run of a chunk of a call; the chunk is None
-            where rows are only looked at.
+            where rows are only looked at. None makes none.
+        refused: methods of modules, by name, and what stands for them while a chunk
+            runs.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had which trains.
     """
 
     def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
-        self.around: Around = nothing_around
+        self.around: Around | None = None
+        self.refused: list[tuple[nn.Module, str, Any]] = []
         self.was_cut, self.most_rows = False, 0
         self._before: Any = vars(module).get("forward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "around": None, "refused": []}
 
     @property
     def original(self) -> Any:
@@ -65,6 +69,24 @@ class Replaced:
     def trains(self) -> bool:
         """Whether a call would be one of training."""
         return self.module.training or torch.is_grad_enabled()
+
+    def chunk(self, args: Any, kwargs: Any, call: Any = None, chunk: Any = None) -> Any:
+        """What the module's own forward returns for a chunk of a call."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for module, name, refusal in self.refused:
+                own = vars(module)
+                before.append((own, name, own.get(name, ABSENT)))
+                own[name] = refusal
+            if self.around is None:
+                return self.original(*args, **kwargs)
+            with self.around(call, chunk):
+                return self.original(*args, **kwargs)
+        finally:
+            for own, name, method in before:
+                own.pop(name, None)
+                if method is not ABSENT:
+                    own[name] = method
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -79,17 +101,9 @@ class Replaced:
 
 
 class Cut(Replaced):
-    """What all calls of a module that is cut have in common.
+    """What all calls of a module that is cut have in common."""
 
-    Args:
-        module: whose forward runs in chunks.
-        name: of the module, for messages.
-        sizes: how large a chunk may be.
-    """
-
-    def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
-        super().__init__(module, name, sizes)
-        self._shadows: Shadows | None = None
+    _shadows: Shadows | None = None
 
     def run(
         self,
@@ -116,15 +130,14 @@ class Cut(Replaced):
         try:
             if caches:
                 config.use_cache = False
-            with self.around(call, chunk):
-                output = arguments.call(self.original, values)
-            if isinstance(output, Tensor):
-                return [""], [output], next
-            fields, build = take_apart(output)
-            return [f.path for f in fields], [f.value for f in fields], build
+            output = self.chunk(*arguments.given(values), call, chunk)
         finally:
             if caches:
                 config.use_cache = True
+        if isinstance(output, Tensor):
+            return [""], [output], next
+        fields, build = take_apart(output)
+        return [f.path for f in fields], [f.value for f in fields], build
 
     def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
         """What stands for the parameters that train."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core._compat import is_transformed, uncompiled
+from trainkit.core._compat import transform, uncompiled
+from trainkit.core.document_fields import KNOWN
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
-from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut, nothing_around
-from trainkit.core.inside.documents import ByDocuments
+from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
+from trainkit.core.inside.documents import by_documents
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
@@ -56,7 +57,7 @@ class ChunkedForward(Cut):
         super().__init__(module, name, sizes)
         self.is_copy = False
         self.by_tokens = by_tokens
-        self._by_documents = ByDocuments(documents, name, by_tokens)
+        self._documents = documents
         several = shared if isinstance(shared, tuple | list) else [shared]
         paths = [str(path) for path in several]
         self._signature = Signature(self.original, paths, name)
@@ -76,12 +77,13 @@ class ChunkedForward(Cut):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains:
             return self.original(*args, **kwargs)
-        if is_transformed():
+        if transform() is not None:
             raise TrainkitError(
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
-        arguments, sizes = self._read(args, kwargs), self.sizes
+        arguments: Any = self._read(args, kwargs)
+        sizes = self.sizes
         self.most_rows = max(self.most_rows, arguments.rows)
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
@@ -95,7 +97,7 @@ class ChunkedForward(Cut):
         call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
         if by_tokens is not None:
-            leaves = by_tokens.restored(leaves, arguments, plan)
+            leaves = arguments.restored(leaves, plan)
         assert call.build is not None
         return call.build(iter(leaves))
 
@@ -104,8 +106,12 @@ class ChunkedForward(Cut):
         look(Moment(self, self._read(args, kwargs)))
 
     def _read(self, args: Any, kwargs: Any) -> Arguments:
-        arguments = self._signature.read(args, kwargs)
-        return self._by_documents.read(arguments, self._signature)
+        arguments, how = self._signature.read(args, kwargs), self._documents
+        is_plain = arguments.build is None and KNOWN.isdisjoint(arguments.paths)
+        if how == "off" or is_plain and how == "auto":
+            return arguments  # no name tells documents apart
+        of = self._signature, how, self.by_tokens, self.name
+        return by_documents(arguments, *of)
 
     def _find(self, moment: Moment) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.
@@ -114,16 +120,15 @@ class ChunkedForward(Cut):
         arguments have rows.
         """
         arguments = moment.arguments
-        values = zip(arguments.paths, arguments.values, arguments.cut, strict=True)
+        values = zip(arguments.paths, arguments.values, arguments.axes, strict=True)
         key = (
             torch.is_grad_enabled(),
             *[x for x in moment.settings.values() if isinstance(x, bool | str)],
             *map(id, moment.parameters),
             *[
-                (path, is_cut, value.ndim if isinstance(value, Tensor) else type(value))
-                for path, value, is_cut in values
+                (path, axes, value.ndim if isinstance(value, Tensor) else type(value))
+                for path, value, axes in values
             ],
-            *arguments.padded,
             arguments.by,
         )
         plan, before = self._kinds.get(key, (None, 0))
@@ -137,8 +142,8 @@ class ChunkedForward(Cut):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        anew = {"around": nothing_around, "_shadows": None, "_kinds": {}}
-        return {**vars(self), **anew, "is_copy": True}
+        anew = {"_shadows": None, "_kinds": {}, "is_copy": True}
+        return {**super().__getstate__(), **anew}
 
 
 class Chunked(InPlaceOf):

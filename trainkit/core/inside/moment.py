@@ -4,7 +4,7 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,12 +93,15 @@ class Surroundings:
             torch.set_autocast_dtype(kind, dtype)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is set within it is put back. Autocast keeps no copies of weights, since
-        one that was made without a graph would be used with it later."""
+    def kept(self, modes: Modes | None = None) -> Iterator[None]:
+        """Within it, modes are set that `now` has read; at its end they are as before.
+        Autocast keeps no copies of weights, since one that was made without a graph
+        would be used with it later."""
         before, caches = self.now(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
+            if modes is not None:
+                self.enter(modes)
             yield
         finally:
             self.enter(before)
@@ -138,30 +141,35 @@ class Moment:
         self._frozen: list[Tensor] = []
         for each in cut.module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
-        self._versions = versions_of(self._tensors())
+        self._weights = self._now()
+        self._values = versions_of(arguments.values)
         self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self._module.parameters(), *self._module.buffers()]
+    def _now(self) -> list[tuple[int, int]]:
+        return versions_of([*self._module.parameters(), *self._module.buffers()])
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since the forward pass."""
-        if moved := self._moved():
+        if self._now() != self._weights:
             raise TrainkitError(
                 f"{self.name}: its weights and buffers must stay as they are between "
-                f"the forward and the backward pass, and {listed(moved)} changed. Call "
-                f"backward before the optimizer steps, and within functional_call."
+                f"the forward and the backward pass, and {listed(self._moved())} "
+                f"changed. Call backward before the optimizer steps, and within "
+                f"functional_call."
             )
 
-    def check_state(self, sums: dict[str, float] | None = None) -> None:
-        """Refuse weights and buffers that the forward pass has moved: once for each
-        chunk.
+    def check_state(
+        self, values: Sequence[Any] = (), sums: dict[str, float] | None = None
+    ) -> None:
+        """Refuse weights, buffers and arguments that the forward pass has moved: once
+        for each chunk.
 
         Args:
-            sums: of them before, if these are looked at too.
+            values: the arguments, if they are looked at too.
+            sums: of weights and buffers before, if these are.
         """
-        moved = self._moved()
+        moved = self._moved() if self._now() != self._weights else []
         if sums is not None and not moved:
             now = self.sums()
             moved = [each for each in sums if repr(sums[each]) != repr(now[each])]
@@ -173,12 +181,16 @@ class Moment:
                 f"put the layer into evaluation mode. If that is a cache, fill it "
                 f"before, by a call with the longest rows."
             )
+        if values and versions_of(values) != self._values:
+            raise TrainkitError(
+                f"{self.name}: its forward pass must not change its arguments in "
+                f"place, since it runs once more in the backward pass. Give it a "
+                f"clone(), or name a module within it."
+            )
 
     def _moved(self) -> list[str]:
         """The names of the weights and buffers that were changed since."""
-        if versions_of(self._tensors()) == self._versions:
-            return []
-        before, named = set(self._versions), self._named().items()
+        before, named = set(self._weights), self._named().items()
         moved = [name for name, x in named if not before.issuperset(versions_of([x]))]
         return moved or ["the list of them"]
 
@@ -207,8 +219,7 @@ class Moment:
         try:
             for each in thawed:
                 each.requires_grad_(False)
-            with self._surroundings.kept():
-                self._surroundings.enter(self._modes)
+            with self._surroundings.kept(self._modes):
                 yield
         finally:
             put_back(self._module, now)

@@ -75,9 +75,9 @@ def refusing(moment: Moment) -> Iterator[None]:
 
 def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
     cut, whole = [], []
-    for path, is_cut in zip(arguments.paths, arguments.cut, strict=True):
+    for index, path in enumerate(arguments.paths):
         path = re.sub(r"(\.\d+)+$", "", path)  # a list is one argument
-        (cut if is_cut else whole).append(path)
+        (cut if arguments.has_rows(index) else whole).append(path)
     cut, whole = (list(dict.fromkeys(each)) for each in (cut, whole))
     rest = f", and each chunk gets all of {listed(whole, at_most=9)}" if whole else ""
     by = arguments.by
@@ -86,8 +86,8 @@ def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
         f"{of.name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows "
         f"are the {arguments.rows} of {listed(cut, at_most=9)}, {how}{rest}. "
     )
-    if arguments.by_length is not None:
-        said += OF_TOKENS.format(arguments.by_length.width)
+    if arguments.width:
+        said += OF_TOKENS.format(arguments.width)
     hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
     within = [repr(each) for each in paths_within(of.module, of.name)]
     names = f", such as {' and '.join(within)}" if within else ""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from trainkit.core._compat import is_transformed, uncompiled
+from trainkit.core._compat import transform, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
 from trainkit.core.inside.cut import InPlaceOf, Replaced, check_cut
@@ -35,8 +35,6 @@ from trainkit.errors import TrainkitError
 class TapedForward(Replaced):
     """A module's forward, in chunks of rows that meet at its BatchNorm layers.
 
-    The context that `around` makes is that of the first chunk, of nothing here.
-
     Args:
         module: whose forward is replaced.
         sizes: how many rows a chunk may have.
@@ -52,7 +50,7 @@ class TapedForward(Replaced):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy shares statistics with no other rank."""
-        return {**vars(self), "ranks": Ranks()}
+        return {**super().__getstate__(), "ranks": Ranks()}
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +61,7 @@ class TapedForward(Replaced):
         if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
             return self.original(*args, **kwargs)
         self.was_cut = True
-        if is_transformed():
+        if transform() is not None:
             raise TrainkitError(
                 f"{self.name}: exact BatchNorm cannot run in a transform of "
                 f"torch.func. Use loss.backward()."
@@ -94,8 +92,8 @@ class TapedForward(Replaced):
         tape = Tape(self.name, layout, store, Surroundings([device]))
         recorder = Recorder(tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
-        with self.around(None, None), recording(recorder):
-            found = self.original(*args, **kwargs)
+        with recording(recorder):
+            found = self.chunk(args, kwargs)
         layout.is_over = True
         del args, kwargs
         fields, build = take_apart(found)

@@ -23,7 +23,7 @@ from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
-from trainkit.lit.inside.refusals import refusing_logs
+from trainkit.lit.inside.refusals import refused_logs
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
@@ -195,7 +195,7 @@ class _Chooser:
         probe = cut.probe
         if self.is_exact and normalising_by_batch(module):
             cut = probe = TapedForward(module, Sizes(1), Ranks(), name)
-        cut.around = refusing_logs(self.pl_module, module, name)
+        cut.refused = refused_logs(self.pl_module, module, name)
         try:
             probe(*called.arguments[0], **called.arguments[1])
             cached = _tensors_in(module)
