@@ -19,9 +19,6 @@ from trainkit.core.nested import Build, with_tensors
 from trainkit.core.out_of_memory import makes_room
 from trainkit.errors import TrainkitError
 
-SAVED = object()
-"""Stands for a tensor that autograd holds."""
-
 Graph = tuple[list[Any], dict[int, Tensor]]
 """What a chunk gives that ran with a graph, and the arguments that train, by place."""
 
@@ -44,21 +41,17 @@ class Call:
 
     def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
         self._moment, self._plan, self._is_checked = moment, plan, is_checked
-        self._cut, self._arguments = moment.cut, moment.arguments
-        self._devices = moment.arguments.devices
-        self.name, self._values = moment.name, list[Any](moment.arguments.values)
+        self._arguments, self.name = moment.arguments, moment.name
+        self._values = list[Any](moment.arguments.values)
         moment.arguments.values = []  # they are held once
-        self._trained = [
-            i
-            for i, each in enumerate(self._values)
-            if isinstance(each, Tensor) and each.requires_grad
-        ]
-        self._shadows = self._cut.shadows(moment.parameters)
+        tensors = [i for i, x in enumerate(self._values) if isinstance(x, Tensor)]
+        self._given = tensors  # their places
+        self._trained = [i for i in tensors if self._values[i].requires_grad]
+        self._returned: list[int] = []  # the places of the tensors of the output
+        self._has_gradient: list[bool] = []  # by the leaves of the output
         self.build: Build | None = None
         self.saved: Sequence[Tensor] = ()
         self.differentiable: Sequence[bool] = ()
-        self._has_gradient: list[bool] = []  # by the leaves of the output
-        self._tensors: list[int] = []  # the places of those that are tensors
         self.chunks: list[Chunk] = []
         self._draws = False
         self._kept: Graph | None = None
@@ -70,7 +63,7 @@ class Call:
         """Run all chunks; the leaves of the output. With gradients on, the last chunk
         keeps its graph, which shows what of the output has a gradient."""
         values, has_graph = self._values, torch.is_grad_enabled()
-        begun = States(self._devices)
+        begun = States(self._arguments.devices)
         while True:
             try:
                 with torch.no_grad():
@@ -84,12 +77,13 @@ class Call:
         trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
         if not (has_graph and trained):
             return leaves
-        self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.differentiable = [self._has_gradient[i] for i in self._tensors]
-        self.saved = [x for x in values if isinstance(x, Tensor)]
-        self._values = [SAVED if isinstance(x, Tensor) else x for x in values]
-        outputs: Any = Node.apply(self, [leaves[i] for i in self._tensors], *trained)
-        for place, output in zip(self._tensors, outputs, strict=True):
+        self._returned = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.differentiable = [self._has_gradient[i] for i in self._returned]
+        self.saved = [values[i] for i in self._given]
+        for place in self._given:
+            values[place] = None  # autograd holds it
+        outputs: Any = Node.apply(self, [leaves[i] for i in self._returned], *trained)
+        for place, output in zip(self._returned, outputs, strict=True):
             leaves[place] = output
         return leaves
 
@@ -100,7 +94,7 @@ class Call:
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = States(self._devices) if number else begun
+            chunk.states = States(self._arguments.devices) if number else begun
             if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
@@ -108,16 +102,16 @@ class Call:
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
             joined.add(chunk, outputs)
-        self._draws = not begun.are(States(self._devices))
+        self._draws = not begun.are(States(self._arguments.devices))
         return joined.values
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
-        with self._shadows.in_place():
+        with self._moment.shadows.in_place():
             self._kept = outputs, leaves = self._graph(chunk, values)
-        strangers_of(outputs, [*self._shadows.own, *leaves.values()], self.name)
+        strangers_of(outputs, [*self._moment.shadows.own, *leaves.values()], self.name)
         self._has_gradient = [
             isinstance(each, Tensor) and each.requires_grad for each in outputs
         ]
@@ -127,7 +121,10 @@ class Call:
         return self._moment.sizes.halve(self._arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        _, outputs, build = self._cut.run(self._arguments, given, self, chunk)
+        arguments = self._arguments
+        args, kwargs = arguments.given(given)
+        how = {"call": self, "chunk": chunk, "has_cache": arguments.by is not None}
+        _, outputs, build = self._moment.cut.run(args, kwargs, **how)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return outputs
 
@@ -151,12 +148,11 @@ class Call:
             given: the gradients of the tensors of the output.
         """
         self._moment.check_weights()
-        tensors, shadows = iter(saved), self._shadows
-        values: list[Any] = [
-            next(tensors) if each is SAVED else each for each in self._values
-        ]
+        values, shadows = list(self._values), self._moment.shadows
+        for place, tensor in zip(self._given, saved, strict=True):
+            values[place] = tensor
         gradients: list[Tensor | None] = [None] * len(self._plan)
-        for place, gradient in zip(self._tensors, given, strict=True):
+        for place, gradient in zip(self._returned, given, strict=True):
             gradients[place] = gradient
         if self._arguments.width:
             refuse_padding(gradients, self._plan, self.chunks, self.name)
@@ -180,7 +176,7 @@ class Call:
             except Exception as error:
                 if not makes_room(error, self._may_begin_again):
                     raise
-            self._shadows.clear()
+            self._moment.shadows.clear()
             found.clear()
         return [
             found[i].to(values[i].dtype) if i in found else None for i in self._trained
@@ -229,7 +225,7 @@ class Call:
         """Run a chunk as in the forward pass. What backward passes draw is another draw
         for each chunk, and not that of the forward pass."""
         if self._draws:
-            now = States(self._devices)
+            now = States(self._arguments.devices)
             chunk.states.put_back()
             try:
                 graph = self._graph(chunk, values)

@@ -39,7 +39,7 @@ from trainkit.core.inside.outputs import (
     rows_of,
     with_columns,
 )
-from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
+from trainkit.core.inside.refusals import OF_ROWS, refusal, refuse_parts
 from trainkit.core.inside.rows import COLUMNS, Arguments, Chunk
 from trainkit.core.inside.tokens import Sorted
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
@@ -69,7 +69,7 @@ def look(moment: Moment) -> Plan:
             f'BatchNormGuard("exact"), or name a module without it.'
         )
     refuse_parts(cut.module, cut.name, OF_ROWS)
-    sums, begun = moment.sums(), States(arguments.devices)
+    before, begun = moment.state(has_sums=True), States(arguments.devices)
 
     def put_all_back() -> None:
         begun.put_back()
@@ -78,10 +78,16 @@ def look(moment: Moment) -> Plan:
             torch.clear_autocast_cache()
 
     def run() -> Plan:
-        trial = Trial(moment)
-        with refusing(moment):
-            plan = trial.plan()
-        moment.check_state(sums=sums)
+        try:
+            plan = Trial(moment).plan()
+        except Exception as error:
+            is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
+            if is_own or is_out_of_memory(error):
+                raise
+            # What moves is why rows seem to see each other.
+            moment.check_state(arguments.values)
+            raise refusal(error, moment) from error
+        moment.check_state(arguments.values, before)
         return plan
 
     try:
@@ -107,7 +113,7 @@ class Trial:
     def __init__(self, moment: Moment) -> None:
         self.cut, self.arguments = moment.cut, moment.arguments
         self.sizes, self.begun = moment.sizes, States(self.arguments.devices)
-        self._shadows = self.cut.shadows(moment.parameters)
+        self._shadows = moment.shadows
         self.has_graph = torch.is_grad_enabled()
         self.has_drawn, self.eps = False, 0.0
         self.paths: list[str] = []
@@ -121,10 +127,17 @@ class Trial:
             given = arguments.taken(rows)
         versions = versions_of(given)
         with torch.no_grad(), self._again():
-            self.paths, outputs = self.cut.run(arguments, given)[:2]
+            self.paths, outputs = self._run(arguments, given)
         if versions != versions_of(given):
             raise Unfit("it changes its arguments in place")
         return outputs
+
+    def _run(
+        self, arguments: Arguments, values: Sequence[Any]
+    ) -> tuple[list[str], list[Any]]:
+        """The paths and values of the outputs for some values."""
+        has_cache = arguments.by is not None
+        return self.cut.run(*arguments.given(values), has_cache=has_cache)[:2]
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
@@ -268,7 +281,7 @@ class Trial:
         with torch.enable_grad(), self._shadows.in_place(), self._again():
             try:
                 with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    paths, outputs = self.cut.run(few, few.values)[:2]
+                    paths, outputs = self._run(few, few.values)
             except RuntimeError as error:
                 # Functions of torch.func refuse what is added to a graph.
                 words = "saved tensor hooks", "functorch"
@@ -336,7 +349,7 @@ class Trial:
                 part = few.of(few.chunk(start, stop), few.values)
                 first = few.counts(range(start))
                 with without_hooks():
-                    found = self.cut.run(few, part)[1]
+                    found = self._run(few, part)[1]
                 pulled = []
                 for each, joint in zip(found, plan, strict=True):
                     if not (isinstance(each, Tensor) and each.requires_grad):

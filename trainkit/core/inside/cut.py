@@ -8,27 +8,26 @@ gradient, of all rows.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.rows import Arguments, Chunk, Sizes
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import Build, take_apart
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
-Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+Around = Callable[[Any, Any], AbstractContextManager[Any]]
 
 ABSENT = object()
 """What an instance has in place of an attribute that it lacks."""
 
 
-class Replaced:
+class Cut:
     """A module's forward, in chunks of rows; it stands on the instance.
 
     It is an object, not a function: a copy of the module then has a copy of it, which
@@ -46,17 +45,20 @@ class Replaced:
             runs.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had which trains.
+        shadows: of the parameters that train, once there was a call.
     """
 
     def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
         self.around: Around | None = None
-        self.refused: list[tuple[nn.Module, str, Any]] = []
+        self.refused: Sequence[tuple[nn.Module, str, Any]] = ()
         self.was_cut, self.most_rows = False, 0
+        self.shadows: Shadows | None = None
         self._before: Any = vars(module).get("forward")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "around": None, "refused": []}
+        """A copy begins anew."""
+        return {**vars(self), "around": None, "refused": (), "shadows": None}
 
     @property
     def original(self) -> Any:
@@ -70,23 +72,51 @@ class Replaced:
         """Whether a call would be one of training."""
         return self.module.training or torch.is_grad_enabled()
 
-    def chunk(self, args: Any, kwargs: Any, call: Any = None, chunk: Any = None) -> Any:
-        """What the module's own forward returns for a chunk of a call."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Any = None,
+        chunk: Any = None,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[list[str], list[Any], Build]:
+        """The paths of the parts of what the module's own forward returns for a chunk,
+        the parts, and what builds an output of them.
+
+        Models of transformers return a cache of keys in training too, where nothing
+        reads it, and its rows cannot be joined: so that is turned off meanwhile.
+
+        Args:
+            args: by place.
+            kwargs: by name.
+            call: which runs the chunk.
+            chunk: that runs.
+            has_cache: whether it may return a cache.
+        """
+        config: Any = getattr(self.module, "config", None)
+        caches = getattr(config, "use_cache", False) is True and not has_cache
+        before = []
         try:
+            if caches:
+                config.use_cache = False
             for module, name, refusal in self.refused:
                 own = vars(module)
                 before.append((own, name, own.get(name, ABSENT)))
                 own[name] = refusal
-            if self.around is None:
-                return self.original(*args, **kwargs)
-            with self.around(call, chunk):
-                return self.original(*args, **kwargs)
+            with self.around(call, chunk) if self.around else nullcontext():
+                output = self.original(*args, **kwargs)
         finally:
+            if caches:
+                config.use_cache = True
             for own, name, method in before:
-                own.pop(name, None)
+                del own[name]
                 if method is not ABSENT:
                     own[name] = method
+        if isinstance(output, Tensor):
+            return [""], [output], next
+        fields, build = take_apart(output)
+        return [f.path for f in fields], [f.value for f in fields], build
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -98,52 +128,6 @@ class Replaced:
             del vars(self.module)["forward"]
             if self._before is not None:
                 vars(self.module)["forward"] = self._before
-
-
-class Cut(Replaced):
-    """What all calls of a module that is cut have in common."""
-
-    _shadows: Shadows | None = None
-
-    def run(
-        self,
-        arguments: Arguments,
-        values: Sequence[Any],
-        call: Any = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[list[str], list[Any], Build]:
-        """The paths of the parts of the output of the module's own forward, the parts,
-        and what builds an output of them.
-
-        Models of transformers return a cache of keys in training too, where nothing
-        reads it, and its rows cannot be joined: so that is turned off meanwhile. Not
-        for documents of one row, which see each other with one: that is refused.
-
-        Args:
-            arguments: of a call.
-            values: other values in place of its own.
-            call: which runs the chunk.
-            chunk: that runs.
-        """
-        config: Any = getattr(self.module, "config", None)
-        caches = getattr(config, "use_cache", False) is True and not arguments.by
-        try:
-            if caches:
-                config.use_cache = False
-            output = self.chunk(*arguments.given(values), call, chunk)
-        finally:
-            if caches:
-                config.use_cache = True
-        if isinstance(output, Tensor):
-            return [""], [output], next
-        fields, build = take_apart(output)
-        return [f.path for f in fields], [f.value for f in fields], build
-
-    def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
-        """What stands for the parameters that train."""
-        if self._shadows is None or not self._shadows.fit(parameters):
-            self._shadows = Shadows(self.module, parameters)
-        return self._shadows
 
 
 class Node(torch.autograd.Function):
@@ -211,7 +195,7 @@ class Shadows:
             + [place.get(name) is x for place, name, x, _ in self._places]
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it, the module has them in place of its parameters."""
         try:
@@ -285,14 +269,14 @@ def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> 
         known: what may get a gradient.
         name: of the module, for messages.
     """
-    trained = (x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
-    found = {id(each): each for each in trained if each.grad_fn is None}
-    for node in nodes_of(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-    for each in known:
-        found.pop(id(each), None)
+    leaves = [getattr(node, "variable", None) for node in nodes_of(outputs)]
+    leaves += [x for x in outputs if isinstance(x, Tensor) and x.is_leaf]
+    familiar = set(map(id, known))
+    found = {
+        id(leaf): leaf
+        for leaf in leaves
+        if leaf is not None and leaf.requires_grad and id(leaf) not in familiar
+    }
     foreign = [each for each in found.values() if isinstance(each, nn.Parameter)]
     if foreign:
         shapes = ", ".join(str(list(each.shape)) for each in foreign)

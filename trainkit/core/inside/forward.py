@@ -142,8 +142,7 @@ class ChunkedForward(Cut):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        anew = {"_shadows": None, "_kinds": {}, "is_copy": True}
-        return {**super().__getstate__(), **anew}
+        return {**super().__getstate__(), "_kinds": {}, "is_copy": True}
 
 
 class Chunked(InPlaceOf):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import Cut
+from trainkit.core.inside.cut import Cut, Shadows
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.nested import is_dense
 from trainkit.errors import TrainkitError
 
 Settings = dict[tuple[nn.Module, str], object]
@@ -129,51 +130,68 @@ class Moment:
         name: of the module, for messages.
         sizes: of its chunks.
         parameters: the parameters that train.
+        shadows: stand for them while chunks run.
         settings: the numbers and words in attributes.
     """
 
     def __init__(self, cut: Cut, arguments: Arguments) -> None:
         self.cut, self.arguments = cut, arguments
-        self.name, self._module = cut.name, cut.module
+        self.name = cut.name
         self.sizes = arguments.sizes or cut.sizes
         self.settings = settings_of(cut.module)
         self.parameters: list[Tensor] = []
         self._frozen: list[Tensor] = []
         for each in cut.module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
-        self._weights = self._now()
-        self._values = versions_of(arguments.values)
+        if cut.shadows is None or not cut.shadows.fit(self.parameters):
+            cut.shadows = Shadows(cut.module, self.parameters)
+        self.shadows = cut.shadows
+        self._state, self._values = self.state(), versions_of(arguments.values)
         self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
 
-    def _now(self) -> list[tuple[int, int]]:
-        return versions_of([*self._module.parameters(), *self._module.buffers()])
+    def state(self, *, has_sums: bool = False) -> dict[str, Any]:
+        """Which weights and buffers the module has, and how often each was changed.
+
+        Args:
+            has_sums: with their sums, which also show what is written behind torch's
+                back, such as by `.data`; they wait for the device.
+        """
+        module = self.cut.module
+        named = dict([*module.named_parameters(), *module.named_buffers()])
+        found: dict[str, Any] = dict(
+            zip(named, versions_of(named.values()), strict=True)
+        )
+        for name, each in named.items() if has_sums else ():
+            is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
+            if is_plain and not (
+                each.is_complex() or each.is_quantized or each.is_meta
+            ):
+                total = each.detach().sum(dtype=torch.float64).item()
+                found[name] = *found[name], repr(total)
+        return found
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since the forward pass."""
-        if self._now() != self._weights:
+        if moved := self._moved(self._state, self.state()):
             raise TrainkitError(
                 f"{self.name}: its weights and buffers must stay as they are between "
-                f"the forward and the backward pass, and {listed(self._moved())} "
-                f"changed. Call backward before the optimizer steps, and within "
-                f"functional_call."
+                f"the forward and the backward pass, and {listed(moved)} changed. Call "
+                f"backward before the optimizer steps, and within functional_call."
             )
 
     def check_state(
-        self, values: Sequence[Any] = (), sums: dict[str, float] | None = None
+        self, values: Sequence[Any], before: dict[str, Any] | None = None
     ) -> None:
         """Refuse weights, buffers and arguments that the forward pass has moved: once
         for each chunk.
 
         Args:
-            values: the arguments, if they are looked at too.
-            sums: of weights and buffers before, if these are.
+            values: the arguments.
+            before: the state, if sums are looked at too.
         """
-        moved = self._moved() if self._now() != self._weights else []
-        if sums is not None and not moved:
-            now = self.sums()
-            moved = [each for each in sums if repr(sums[each]) != repr(now[each])]
-        if moved:
+        now = self.state(has_sums=before is not None)
+        if moved := self._moved(before or self._state, now):
             raise TrainkitError(
                 f"{self.name}: its forward pass must not move buffers or weights, "
                 f"which each part of a batch would do once more, and it moved "
@@ -181,40 +199,24 @@ class Moment:
                 f"put the layer into evaluation mode. If that is a cache, fill it "
                 f"before, by a call with the longest rows."
             )
-        if values and versions_of(values) != self._values:
+        if versions_of(values) != self._values:
             raise TrainkitError(
                 f"{self.name}: its forward pass must not change its arguments in "
                 f"place, since it runs once more in the backward pass. Give it a "
                 f"clone(), or name a module within it."
             )
 
-    def _moved(self) -> list[str]:
-        """The names of the weights and buffers that were changed since."""
-        before, named = set(self._weights), self._named().items()
-        moved = [name for name, x in named if not before.issuperset(versions_of([x]))]
-        return moved or ["the list of them"]
-
-    def _named(self) -> dict[str, Tensor]:
-        return {
-            **dict(self._module.named_parameters()),
-            **dict(self._module.named_buffers()),
-        }
-
-    def sums(self) -> dict[str, float]:
-        """The sum of each weight and buffer, which also shows what is written behind
-        torch's back, such as by `.data`; waits for the device."""
-        return {
-            name: each.detach().sum(dtype=torch.float64).item()
-            for name, each in self._named().items()
-            if type(each) in (Tensor, nn.Parameter)
-            and each.layout is torch.strided
-            and not (each.is_complex() or each.is_quantized or each.is_meta)
-        }
+    @staticmethod
+    def _moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        """The names of the weights and buffers that differ."""
+        if before == now:
+            return []
+        return [x for x in {**before, **now} if before.get(x) != now.get(x)]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
-        now = put_back(self._module, self.settings)
+        now = put_back(self.cut.module, self.settings)
         thawed = [each for each in self._frozen if each.requires_grad]
         try:
             for each in thawed:
@@ -222,6 +224,6 @@ class Moment:
             with self._surroundings.kept(self._modes):
                 yield
         finally:
-            put_back(self._module, now)
+            put_back(self.cut.module, now)
             for each in thawed:
                 each.requires_grad_(True)

@@ -182,13 +182,10 @@ def refuse_padding(
     for gradient, joint in zip(gradients, plan, strict=True):
         if gradient is None or len(joint.axes) < 2:
             continue
-        used = []
+        is_used = gradient != 0
         for chunk in chunks:
-            rows = chunk.part(gradient, joint.axes[:1])
-            columns = rows.movedim(joint.axes[1].dim, 0)
-            first, behind = chunk.spans[COLUMNS]
-            used += [columns[:first].any(), columns[behind:].any()]
-        if torch.stack(used).any():
+            chunk.part(is_used, joint.axes).fill_(False)
+        if is_used.any():
             raise TrainkitError(
                 f"{name}: {joint.name} at padding is used by the loss, and with "
                 f"tokens= it is 0 where no row of a chunk needs it. Give padding no "

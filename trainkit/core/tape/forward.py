@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 from trainkit.core._compat import transform, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import InPlaceOf, Replaced, check_cut
+from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
 from trainkit.core.inside.moment import Surroundings, attributes_of
 from trainkit.core.inside.refusals import refuse_parts
 from trainkit.core.inside.rows import Sizes
-from trainkit.core.nested import take_apart, tensors, with_tensors
+from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape.call import Recorded, Tape
@@ -32,7 +32,7 @@ from trainkit.core.tape.rows import Layout
 from trainkit.errors import TrainkitError
 
 
-class TapedForward(Replaced):
+class TapedForward(Cut):
     """A module's forward, in chunks of rows that meet at its BatchNorm layers.
 
     Args:
@@ -93,12 +93,9 @@ class TapedForward(Replaced):
         recorder = Recorder(tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
         with recording(recorder):
-            found = self.chunk(args, kwargs)
+            _, leaves, build = self.run(args, kwargs, has_cache=True)
         layout.is_over = True
         del args, kwargs
-        fields, build = take_apart(found)
-        leaves = [each.value for each in fields]
-        del found, fields
         slots = [recorder.values.slot_of(each) for each in leaves]
         self._refuse_held(recorder, {each for each in slots if each is not None})
         tape.outputs = {
