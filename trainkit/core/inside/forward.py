@@ -26,6 +26,10 @@ MOST_KINDS = 99
 """How many kinds of calls are remembered."""
 
 
+FLAGS = frozenset({bool, str})
+"""What of a module's attributes makes another kind of call."""
+
+
 class ChunkedForward(Cut):
     """A module's forward, in chunks of rows, each of which runs by itself.
 
@@ -123,7 +127,7 @@ class ChunkedForward(Cut):
         values = zip(arguments.paths, arguments.values, arguments.axes, strict=True)
         key = (
             torch.is_grad_enabled(),
-            *[x for x in moment.settings.values() if isinstance(x, bool | str)],
+            *[x for x in moment.settings.values() if type(x) in FLAGS],
             *map(id, moment.parameters),
             *[
                 (path, axes, value.ndim if isinstance(value, Tensor) else type(value))

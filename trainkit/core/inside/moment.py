@@ -21,6 +21,10 @@ Settings = dict[tuple[nn.Module, str], object]
 Modes = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 """Whether gradients are on; whether autocast is, and to what, by kinds of device."""
 
+State = dict[tuple[str, str], tuple[Any, ...]]
+"""By the path of a module and the name of a weight or buffer in it: which it is, how
+often it was changed, and its sum."""
+
 KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch gives each module."""
@@ -135,8 +139,7 @@ class Moment:
     """
 
     def __init__(self, cut: Cut, arguments: Arguments) -> None:
-        self.cut, self.arguments = cut, arguments
-        self.name = cut.name
+        self.cut, self.arguments, self.name = cut, arguments, cut.name
         self.sizes = arguments.sizes or cut.sizes
         self.settings = settings_of(cut.module)
         self.parameters: list[Tensor] = []
@@ -150,25 +153,27 @@ class Moment:
         self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
 
-    def state(self, *, has_sums: bool = False) -> dict[str, Any]:
+    def state(self, *, has_sums: bool = False) -> State:
         """Which weights and buffers the module has, and how often each was changed.
 
         Args:
             has_sums: with their sums, which also show what is written behind torch's
                 back, such as by `.data`; they wait for the device.
         """
-        module = self.cut.module
-        named = dict([*module.named_parameters(), *module.named_buffers()])
-        found: dict[str, Any] = dict(
-            zip(named, versions_of(named.values()), strict=True)
-        )
-        for name, each in named.items() if has_sums else ():
+        named = {
+            (path, name): held
+            for path, each in self.cut.module.named_modules()
+            for name, held in (*each._parameters.items(), *each._buffers.items())
+            if held is not None
+        }
+        found: State = dict(zip(named, versions_of(named.values()), strict=True))
+        for place, each in named.items() if has_sums else ():
             is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
             if is_plain and not (
                 each.is_complex() or each.is_quantized or each.is_meta
             ):
                 total = each.detach().sum(dtype=torch.float64).item()
-                found[name] = *found[name], repr(total)
+                found[place] = *found[place], repr(total)
         return found
 
     def check_weights(self) -> None:
@@ -180,9 +185,7 @@ class Moment:
                 f"backward before the optimizer steps, and within functional_call."
             )
 
-    def check_state(
-        self, values: Sequence[Any], before: dict[str, Any] | None = None
-    ) -> None:
+    def check_state(self, values: Sequence[Any], before: State | None = None) -> None:
         """Refuse weights, buffers and arguments that the forward pass has moved: once
         for each chunk.
 
@@ -207,11 +210,12 @@ class Moment:
             )
 
     @staticmethod
-    def _moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    def _moved(before: State, now: State) -> list[str]:
         """The names of the weights and buffers that differ."""
         if before == now:
             return []
-        return [x for x in {**before, **now} if before.get(x) != now.get(x)]
+        moved = [x for x in {**before, **now} if before.get(x) != now.get(x)]
+        return [f"{path}.{name}".lstrip(".") for path, name in moved]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
