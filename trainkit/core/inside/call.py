@@ -121,10 +121,8 @@ class Call:
         return self._moment.sizes.halve(self._arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        arguments = self._arguments
-        args, kwargs = arguments.given(given)
-        how = {"call": self, "chunk": chunk, "has_cache": arguments.by is not None}
-        _, outputs, build = self._moment.cut.run(args, kwargs, **how)
+        cut, arguments = self._moment.cut, self._arguments
+        _, outputs, build = arguments.run(cut, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return outputs
 

@@ -127,17 +127,10 @@ class Trial:
             given = arguments.taken(rows)
         versions = versions_of(given)
         with torch.no_grad(), self._again():
-            self.paths, outputs = self._run(arguments, given)
+            self.paths, outputs = arguments.run(self.cut, given)[:2]
         if versions != versions_of(given):
             raise Unfit("it changes its arguments in place")
         return outputs
-
-    def _run(
-        self, arguments: Arguments, values: Sequence[Any]
-    ) -> tuple[list[str], list[Any]]:
-        """The paths and values of the outputs for some values."""
-        has_cache = arguments.by is not None
-        return self.cut.run(*arguments.given(values), has_cache=has_cache)[:2]
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
@@ -281,7 +274,7 @@ class Trial:
         with torch.enable_grad(), self._shadows.in_place(), self._again():
             try:
                 with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    paths, outputs = self._run(few, few.values)
+                    paths, outputs = few.run(self.cut, few.values)[:2]
             except RuntimeError as error:
                 # Functions of torch.func refuse what is added to a graph.
                 words = "saved tensor hooks", "functorch"
@@ -343,23 +336,22 @@ class Trial:
         if num < 2 or not (shadows.own or leaves):
             return False
         shadows.clear()
-        sizes: list[float] = []
+        ways, sizes = list[Any](), list[float]()
         for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
+            chunk = few.chunk(start, stop)
+            part = few.of(chunk, few.values)
             with torch.enable_grad(), shadows.in_place(), self._again():
-                part = few.of(few.chunk(start, stop), few.values)
-                first = few.counts(range(start))
                 with without_hooks():
-                    found = self._run(few, part)[1]
-                pulled = []
-                for each, joint in zip(found, plan, strict=True):
-                    if not (isinstance(each, Tensor) and each.requires_grad):
-                        continue
-                    for axis in joint.axes[:1]:
-                        way = direction_of(each, axis, first[axis.unit])
-                        pulled.append((each, sign * way))
-                    if not joint.axes and not start:
-                        # It has one gradient, of any of them.
-                        pulled.append((each, sign * torch.ones_like(each)))
+                    found = few.run(self.cut, part)[1]
+                pairs = zip(found, plan, strict=True)
+                ways = ways or [direction_of(each, joint.axes) for each, joint in pairs]
+                pulled = [
+                    (each, sign * chunk.part(way, joint.axes))
+                    for each, way, joint in zip(found, ways, plan, strict=True)
+                    if isinstance(each, Tensor) and each.requires_grad
+                    # What has no rows has one gradient, of any of them.
+                    if joint.axes or not start
+                ]
                 if not pulled:
                     return False
                 before = States(few.devices)

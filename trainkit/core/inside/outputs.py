@@ -129,18 +129,19 @@ def rows_of(value: Tensor, axis: Axis, rows: Sequence[int]) -> Tensor:
     return parts.index_select(axis.dim, index).flatten(axis.dim, axis.dim + 1)
 
 
-def direction_of(value: Tensor, axis: Axis, start: int = 0) -> Tensor:
+def direction_of(value: Any, axes: Axes) -> Any:
     """A gradient that is another one for each row, whichever rows are beside it.
 
     Args:
-        value: the output.
-        axis: of its rows.
-        start: its first row.
+        value: an output; what is no tensor has none.
+        axes: of its rows.
     """
-    inner = value.detach().movedim(axis.dim, 0)
+    if not isinstance(value, Tensor) or not axes:
+        return torch.ones_like(value) if isinstance(value, Tensor) else None
+    dim = axes[0].dim
+    inner = value.detach().movedim(dim, 0)
     places = torch.arange(value.numel(), device=value.device).view(inner.shape)
-    wide = (places + start * axis.multiple * inner[0].numel()).double()
-    return wide.mul(1.7).cos().movedim(0, axis.dim).to(value.dtype)
+    return places.double().mul(1.7).cos().movedim(0, dim).to(value.dtype)
 
 
 class Joined:

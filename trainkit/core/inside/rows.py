@@ -162,12 +162,17 @@ class Arguments:
         """How many some rows are, by unit; of documents, how many tokens before."""
         return {ROWS: len(rows)}
 
-    def given(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What a function is called with, for other values in place of its own."""
+    def run(
+        self, cut: Any, values: Sequence[Any], call: Any = None, chunk: Any = None
+    ) -> tuple[list[str], list[Any], Build]:
+        """What `cut.run` returns for other values in place of its own. Documents of one
+        row see each other with a cache: that is refused."""
         num = self.num_by_place
         if self.build is not None:
             values = list(self.build(iter(values)).values())
-        return values[:num], dict(zip(self.names[num:], values[num:], strict=True))
+        kwargs = dict(zip(self.names[num:], values[num:], strict=True))
+        has_cache = self.by is not None
+        return cut.run(values[:num], kwargs, call, chunk, has_cache=has_cache)
 
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""

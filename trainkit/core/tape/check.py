@@ -133,7 +133,7 @@ def _results(
         if is_wide and any(trains):
             pairs = zip(outputs, dims, trains, strict=True)
             ways = [
-                ordered(direction_of(x, Axis(0)), dim) if it else None
+                ordered(direction_of(x, (Axis(0),)), dim) if it else None
                 for x, dim, it in pairs
             ]
             with torch.no_grad():
