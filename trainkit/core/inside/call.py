@@ -34,8 +34,6 @@ class Call:
     Attributes:
         name: of the module, for messages.
         build: makes the output of its leaves.
-        saved: the tensors among the arguments, until autograd holds them.
-        differentiable: which tensors of the output have a gradient.
         chunks: in which its rows have run.
     """
 
@@ -50,8 +48,6 @@ class Call:
         self._returned: list[int] = []  # the places of the tensors of the output
         self._has_gradient: list[bool] = []  # by the leaves of the output
         self.build: Build | None = None
-        self.saved: Sequence[Tensor] = ()
-        self.differentiable: Sequence[bool] = ()
         self.chunks: list[Chunk] = []
         self._draws = False
         self._kept: Graph | None = None
@@ -78,11 +74,12 @@ class Call:
         if not (has_graph and trained):
             return leaves
         self._returned = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.differentiable = [self._has_gradient[i] for i in self._returned]
-        self.saved = [values[i] for i in self._given]
+        whole = [leaves[i] for i in self._returned]
+        differentiable = [self._has_gradient[i] for i in self._returned]
+        saved = [values[i] for i in self._given]
         for place in self._given:
             values[place] = None  # autograd holds it
-        outputs: Any = Node.apply(self, [leaves[i] for i in self._returned], *trained)
+        outputs: Any = Node.apply(self, whole, differentiable, saved, *trained)
         for place, output in zip(self._returned, outputs, strict=True):
             leaves[place] = output
         return leaves

@@ -133,18 +133,24 @@ class Cut:
 class Node(torch.autograd.Function):
     """A call that has run in chunks, as autograd sees it: one node.
 
-    Its call has the attributes `name`, `saved` (the tensors that must not change before
-    the backward pass, which then raises as usual) and `differentiable` (which outputs
-    have a gradient), and the method `backward`, from saved tensors and gradients of
-    outputs to those of inputs.
+    It is applied to the call, to its outputs and which of them have a gradient, to what
+    must not change before the backward pass, which then raises as usual, and to its
+    inputs. The call has a name, and a method `backward`, from what was saved and the
+    gradients of outputs to those of inputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Any, outputs: Sequence[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        call: Any,
+        outputs: Sequence[Tensor],
+        differentiable: Sequence[bool],
+        saved: Sequence[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
         ctx.call = call
-        ctx.save_for_backward(*call.saved)
-        call.saved = ()
-        pairs = zip(outputs, call.differentiable, strict=True)
+        ctx.save_for_backward(*saved)
+        pairs = zip(outputs, differentiable, strict=True)
         ctx.mark_non_differentiable(*[each for each, trains in pairs if not trains])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -157,7 +163,8 @@ class Node(torch.autograd.Function):
                 f"gradient of its own, which create_graph=True asks for. Name another "
                 f"module to cut, or leave out the gradient penalty."
             )
-        return (None, None, *ctx.call.backward(ctx.saved_tensors, gradients))
+        found = ctx.call.backward(ctx.saved_tensors, gradients)
+        return (None, None, None, None, *found)
 
 
 class Shadows:

@@ -18,7 +18,7 @@ from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.inside.rows import Arguments, Signature, Sizes
-from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.inside.tokens import ByTokens, Sorted
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
 
@@ -86,21 +86,19 @@ class ChunkedForward(Cut):
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
-        arguments: Any = self._read(args, kwargs)
-        sizes = self.sizes
+        arguments, sizes = self._read(args, kwargs), self.sizes
         self.most_rows = max(self.most_rows, arguments.rows)
         most = 1 if self.by_tokens or sizes.is_auto else sizes.limit or 1
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
         self.was_cut = True
-        by_tokens = None if arguments.by else self.by_tokens
-        if by_tokens is not None:
-            arguments = by_tokens.sort(arguments, self.name)
+        if self.by_tokens and not arguments.by:
+            arguments = self.by_tokens.sort(arguments, self.name)
         moment = Moment(self, arguments)
         plan, is_checked = self._find(moment)
         call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
-        if by_tokens is not None:
+        if isinstance(arguments, Sorted):
             leaves = arguments.restored(leaves, plan)
         assert call.build is not None
         return call.build(iter(leaves))
