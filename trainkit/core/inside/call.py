@@ -12,10 +12,10 @@ from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import Node, strangers_of
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.outputs import Joined, Plan, are_close
-from trainkit.core.inside.rows import Chunk
+from trainkit.core.inside.outputs import Joint, Plan, are_close
+from trainkit.core.inside.rows import COLUMNS, Arguments, Axes, Chunk
 from trainkit.core.inside.tokens import refuse_padding
-from trainkit.core.nested import Build, with_tensors
+from trainkit.core.nested import Build, are_equal, with_tensors
 from trainkit.core.out_of_memory import makes_room
 from trainkit.errors import TrainkitError
 
@@ -249,3 +249,90 @@ class Call:
         self._first = None
         self.chunks = self._arguments.chunks(self._moment.sizes)
         return True
+
+
+class Joined:
+    """The leaves of a call's output, with room for all rows.
+
+    Args:
+        plan: along which dimension each one is joined.
+        arguments: of the call.
+        name: of the module, for messages.
+
+    Attributes:
+        values: the leaves; complete when each chunk was added.
+    """
+
+    def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
+        self._plan, self._arguments, self._name = plan, arguments, name
+        self.values: list[Any] = []
+
+    def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
+        """Write a chunk's outputs to their place."""
+        if len(outputs) != len(self._plan):
+            raise TrainkitError(
+                f"{self._name}: the number of its outputs depends on the rows: "
+                f"{len(self._plan)} before, {len(outputs)} now. Name a module within "
+                f"it, or around it."
+            )
+        self.values = self.values or [None] * len(outputs)
+        for index, (joint, value) in enumerate(zip(self._plan, outputs, strict=True)):
+            if not joint.axes:
+                self._add_same(index, joint, value, is_first=chunk.start == 0)
+                continue
+            whole, place = self.values[index], None
+            is_tensor = isinstance(value, Tensor)
+            if whole is None and is_tensor and value.ndim > joint.axes[0].dim:
+                whole = self.values[index] = self._room(value, joint.axes)
+            if whole is not None:
+                place = chunk.part(whole, joint.axes)
+            got = (value.shape, value.dtype) if is_tensor else type(value)
+            wanted = None if place is None else (place.shape, place.dtype)
+            if got != wanted or place is None:
+                raise TrainkitError(
+                    f"{self._name}: {joint.name} must have one shape and dtype beside "
+                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
+                    f"a chunk, received {got}. Name a module within it, or around it."
+                )
+            place.copy_(value.detach())
+
+    def _room(self, value: Tensor, axes: Axes) -> Tensor:
+        arguments, shape = self._arguments, list(value.shape)
+        counts = arguments.counts(range(arguments.rows))
+        for dim, unit, multiple in axes:
+            count = arguments.width if unit == COLUMNS else counts[unit]
+            shape[dim] = count * multiple
+        room = value.new_empty(shape)
+        if value.ndim == 4 and not value.is_contiguous():
+            if value.is_contiguous(memory_format=torch.channels_last):
+                room = room.to(memory_format=torch.channels_last)
+        return room.zero_() if len(axes) > 1 else room
+
+    def _add_same(
+        self, index: int, joint: Joint, value: Any, *, is_first: bool
+    ) -> None:
+        """Keep a value without rows. On a device it is compared when rows are looked
+        at, since reading it waits."""
+        before = self.values[index]
+        is_tensor = isinstance(value, Tensor)
+        self.values[index] = value.detach().clone() if is_tensor else value
+        if is_first:
+            return
+        if is_tensor and isinstance(before, Tensor):
+            is_same = before.shape == value.shape and before.dtype == value.dtype
+            if is_same and value.device.type == "cpu":
+                is_same = are_close(before, value)
+        else:
+            is_same = are_equal(before, value)
+        if not is_same:
+            raise TrainkitError(
+                f"{self._name}: {joint.name} has no rows, and must be the same for all "
+                f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
+                f"another. Name a module within it, or around it."
+            )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return f"another tensor of shape {list(value.shape)}"
+    return repr(value.item() if isinstance(value, Tensor) else value)

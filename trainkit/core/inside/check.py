@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import States
+from trainkit.core.inside.call import Joined
 from trainkit.core.inside.cut import nodes_of, strangers_of
 from trainkit.core.inside.moment import (
     Moment,
@@ -30,7 +31,6 @@ from trainkit.core.inside.moment import (
     versions_of,
 )
 from trainkit.core.inside.outputs import (
-    Joined,
     Plan,
     Unfit,
     are_close,

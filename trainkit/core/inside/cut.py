@@ -23,9 +23,6 @@ from trainkit.errors import TrainkitError
 
 Around = Callable[[Any, Any], AbstractContextManager[Any]]
 
-ABSENT = object()
-"""What an instance has in place of an attribute that it lacks."""
-
 
 class Cut:
     """A module's forward, in chunks of rows; it stands on the instance.
@@ -102,7 +99,7 @@ class Cut:
                 config.use_cache = False
             for module, name, refusal in self.refused:
                 own = vars(module)
-                before.append((own, name, own.get(name, ABSENT)))
+                before.append((own, name, own.get(name)))
                 own[name] = refusal
             with self.around(call, chunk) if self.around else nullcontext():
                 output = self.original(*args, **kwargs)
@@ -110,8 +107,8 @@ class Cut:
             if caches:
                 config.use_cache = True
             for own, name, method in before:
-                del own[name]
-                if method is not ABSENT:
+                own.pop(name, None)
+                if method is not None:
                     own[name] = method
         if isinstance(output, Tensor):
             return [""], [output], next
