@@ -280,12 +280,10 @@ class Joined:
             if not joint.axes:
                 self._add_same(index, joint, value, is_first=chunk.start == 0)
                 continue
-            whole, place = self.values[index], None
-            is_tensor = isinstance(value, Tensor)
+            whole, is_tensor = self.values[index], isinstance(value, Tensor)
             if whole is None and is_tensor and value.ndim > joint.axes[0].dim:
                 whole = self.values[index] = self._room(value, joint.axes)
-            if whole is not None:
-                place = chunk.part(whole, joint.axes)
+            place = None if whole is None else chunk.part(whole, joint.axes)
             got = (value.shape, value.dtype) if is_tensor else type(value)
             wanted = None if place is None else (place.shape, place.dtype)
             if got != wanted or place is None:

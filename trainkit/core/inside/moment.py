@@ -21,9 +21,9 @@ Settings = dict[tuple[nn.Module, str], object]
 Modes = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 """Whether gradients are on; whether autocast is, and to what, by kinds of device."""
 
-State = dict[tuple[str, str], tuple[Any, ...]]
-"""By the path of a module and the name of a weight or buffer in it: which it is, how
-often it was changed, and its sum."""
+State = dict[tuple[nn.Module, str], tuple[Any, ...]]
+"""Which weights and buffers modules have, by their names, how often each was changed,
+and its sum."""
 
 KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -39,12 +39,24 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and those in it, in any order, sooner than with their paths."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            waiting += each._modules.values()
+    return list(found)
+
+
 def settings_of(module: nn.Module) -> Settings:
     """The numbers and words in attributes of a module and of those in it; the modes of
     its layers are among them."""
     return {
         (each, name): value
-        for each in module.modules()
+        for each in modules_of(module)
         for name, value in vars(each).items()
         if type(value) in KINDS and name not in OF_TORCH
     }
@@ -161,8 +173,8 @@ class Moment:
                 back, such as by `.data`; they wait for the device.
         """
         named = {
-            (path, name): held
-            for path, each in self.cut.module.named_modules()
+            (each, name): held
+            for each in modules_of(self.cut.module)
             for name, held in (*each._parameters.items(), *each._buffers.items())
             if held is not None
         }
@@ -209,13 +221,13 @@ class Moment:
                 f"clone(), or name a module within it."
             )
 
-    @staticmethod
-    def _moved(before: State, now: State) -> list[str]:
+    def _moved(self, before: State, now: State) -> list[str]:
         """The names of the weights and buffers that differ."""
         if before == now:
             return []
+        paths = {each: path for path, each in self.cut.module.named_modules()}
         moved = [x for x in {**before, **now} if before.get(x) != now.get(x)]
-        return [f"{path}.{name}".lstrip(".") for path, name in moved]
+        return [f"{paths.get(each, '')}.{name}".lstrip(".") for each, name in moved]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""How the outputs of chunks become those of a call, and which of them are alike."""
+"""How each output of a call is joined of those of chunks, as two small runs of it show;
+and which tensors are alike but for rounding."""
 
 from __future__ import annotations
 
