@@ -25,7 +25,6 @@ from trainkit.errors import TrainkitError
 MOST_KINDS = 99
 """How many kinds of calls are remembered."""
 
-
 FLAGS = frozenset({bool, str})
 """What of a module's attributes makes another kind of call."""
 

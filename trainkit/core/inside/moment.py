@@ -181,9 +181,8 @@ class Moment:
         found: State = dict(zip(named, versions_of(named.values()), strict=True))
         for place, each in named.items() if has_sums else ():
             is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
-            if is_plain and not (
-                each.is_complex() or each.is_quantized or each.is_meta
-            ):
+            is_odd = each.is_complex() or each.is_quantized or each.is_meta
+            if is_plain and not is_odd:
                 total = each.detach().sum(dtype=torch.float64).item()
                 found[place] = *found[place], repr(total)
         return found

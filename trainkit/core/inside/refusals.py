@@ -50,7 +50,7 @@ SHARE = 0.1
 
 
 def refusal(error: Exception, moment: Moment) -> TrainkitError:
-    """What a user is told of a call whose rows do not stand alone.
+    """The error for a call whose rows do not stand alone.
 
     Args:
         error: that shows it.
