@@ -64,11 +64,6 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_transformed() -> bool:
-    """Whether a transform of torch.func, such as `grad` or `vmap`, runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-
-
 def is_apart(module: DistributedDataParallel) -> bool:
     """Whether DDP's last forward pass ran under `no_sync()`, so that its backward pass
     leaves gradients on their ranks, even if that runs outside of `no_sync()`."""
@@ -153,6 +148,10 @@ def _groups(state: Any) -> list[Any]:
     if several is not None:
         return several
     return [group] if (group := state._fsdp_param_group) is not None else []
+
+
+transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+"""The transform of torch.func that runs, such as `grad` or `vmap`; None if none."""
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")

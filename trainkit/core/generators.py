@@ -84,9 +84,10 @@ class States:
 
     def are(self, other: States) -> bool:
         """Whether nothing was drawn between two moments."""
-        pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
-        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
-        return is_same and all([torch.equal(*pair) for pair in pairs])
+        (of_python, of_numpy), (python, numpy) = self._of_host, other._of_host
+        if of_python != python or pickle.dumps(of_numpy) != pickle.dumps(numpy):
+            return False
+        return all(map(torch.equal, self._of_torch.values(), other._of_torch.values()))
 
 
 def read_states(device: torch.device) -> dict[str, Any]:

@@ -189,6 +189,23 @@ def test_logging_within_a_cut_is_refused(proof: Any, how: str) -> None:
         check(module, batch(), micro_batches=options)
 
 
+def test_a_log_of_the_instance_is_its_own_again() -> None:
+    logged: list[str] = []
+
+    def log(name: str, *_: Any) -> None:
+        logged.append(name)
+
+    module = Logging("none")
+    vars(module)["log"] = log
+    fit(module, MicroBatching(size=4, inside="self"))
+    assert vars(module)["log"] is log
+    assert len(logged) >= 6
+    module.how = "log"
+    with pytest.raises(TrainkitError, match=r"self\.log within self"):
+        fit(module, MicroBatching(size=4, inside="self"))
+    assert vars(module)["log"] is log
+
+
 def test_logging_outside_of_a_cut_is_not() -> None:
     run = fit(Logging(), MicroBatching(size=4, inside="net"))
     assert {"norm", "loss"} <= set(run.callback_metrics)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +11,13 @@ from torch import Tensor
 from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import Node, strangers_of
-from trainkit.core.inside.moment import Moment, versions_of
-from trainkit.core.inside.outputs import Joined, Plan, are_close
-from trainkit.core.inside.rows import Chunk
+from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.outputs import Joint, Plan, are_close
+from trainkit.core.inside.rows import COLUMNS, Arguments, Axes, Chunk
 from trainkit.core.inside.tokens import refuse_padding
-from trainkit.core.nested import Build, with_tensors
-from trainkit.core.out_of_memory import in_smaller_parts
+from trainkit.core.nested import Build, are_equal, with_tensors
+from trainkit.core.out_of_memory import makes_room
 from trainkit.errors import TrainkitError
-
-SAVED = object()
-"""Stands for a tensor that autograd holds."""
 
 Graph = tuple[list[Any], dict[int, Tensor]]
 """What a chunk gives that ran with a graph, and the arguments that train, by place."""
@@ -38,34 +34,24 @@ class Call:
     Attributes:
         name: of the module, for messages.
         build: makes the output of its leaves.
-        saved: the tensors among the arguments, until autograd holds them.
-        differentiable: which tensors of the output have a gradient.
         chunks: in which its rows have run.
     """
 
     def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
         self._moment, self._plan, self._is_checked = moment, plan, is_checked
-        self._cut, self._arguments = moment.cut, moment.arguments
-        self._devices = moment.arguments.devices
-        self.name, self._values = moment.name, list[Any](moment.arguments.values)
+        self._arguments, self.name = moment.arguments, moment.name
+        self._values = list[Any](moment.arguments.values)
         moment.arguments.values = []  # they are held once
-        self._trained = [
-            i
-            for i, each in enumerate(self._values)
-            if isinstance(each, Tensor) and each.requires_grad
-        ]
-        self._shadows = self._cut.shadows(moment.parameters)
-        self.build: Build | None = None
-        self.saved: Sequence[Tensor] = ()
+        tensors = [i for i, x in enumerate(self._values) if isinstance(x, Tensor)]
+        self._given = tensors  # their places
+        self._trained = [i for i in tensors if self._values[i].requires_grad]
+        self._returned: list[int] = []  # the places of the tensors of the output
         self._has_gradient: list[bool] = []  # by the leaves of the output
-        self._tensors: list[int] = []  # the places of those that are tensors
+        self.build: Build | None = None
         self.chunks: list[Chunk] = []
+        self._draws = False
         self._kept: Graph | None = None
         self._first: list[Any] | None = None
-
-    @property
-    def differentiable(self) -> list[bool]:
-        return [self._has_gradient[i] for i in self._tensors]
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -73,37 +59,39 @@ class Call:
         """Run all chunks; the leaves of the output. With gradients on, the last chunk
         keeps its graph, which shows what of the output has a gradient."""
         values, has_graph = self._values, torch.is_grad_enabled()
-        versions = versions_of(values)
-        run = partial(self._run, values, has_graph=has_graph)
-        with torch.no_grad():
-            joined = in_smaller_parts(run, self._halves, States(self._devices).put_back)
-        self._moment.check_state()
-        if versions != versions_of(values):
-            raise TrainkitError(
-                f"{self.name}: its forward pass must not change its arguments in "
-                f"place, since it runs once more in the backward pass. Give it a "
-                f"clone(), or name a module within it."
-            )
-        leaves = joined.values
+        begun = States(self._arguments.devices)
+        while True:
+            try:
+                with torch.no_grad():
+                    leaves = self._run(values, begun, has_graph=has_graph)
+                break
+            except Exception as error:
+                if not makes_room(error, self._halves):
+                    raise
+            begun.put_back()
+        self._moment.check_state(values)
         trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
         if not (has_graph and trained):
             return leaves
-        self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.saved = [x for x in values if isinstance(x, Tensor)]
-        self._values = [SAVED if isinstance(x, Tensor) else x for x in values]
-        outputs: Any = Node.apply(self, [leaves[i] for i in self._tensors], *trained)
-        for place, output in zip(self._tensors, outputs, strict=True):
+        self._returned = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        whole = [leaves[i] for i in self._returned]
+        differentiable = [self._has_gradient[i] for i in self._returned]
+        saved = [values[i] for i in self._given]
+        for place in self._given:
+            values[place] = None  # autograd holds it
+        outputs: Any = Node.apply(self, whole, differentiable, saved, *trained)
+        for place, output in zip(self._returned, outputs, strict=True):
             leaves[place] = output
         return leaves
 
-    def _run(self, values: list[Any], *, has_graph: bool) -> Joined:
+    def _run(self, values: list[Any], begun: States, *, has_graph: bool) -> list[Any]:
         arguments = self._arguments
         joined = Joined(self._plan, arguments, self.name)
         self.chunks = arguments.chunks(self._moment.sizes)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self._plan)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = States(self._devices)
+            chunk.states = States(self._arguments.devices) if number else begun
             if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
@@ -111,16 +99,16 @@ class Call:
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
             joined.add(chunk, outputs)
-        self._ended = States(self._devices)
-        return joined
+        self._draws = not begun.are(States(self._arguments.devices))
+        return joined.values
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
-        with self._shadows.in_place():
+        with self._moment.shadows.in_place():
             self._kept = outputs, leaves = self._graph(chunk, values)
-        strangers_of(outputs, [*self._shadows.own, *leaves.values()], self.name)
+        strangers_of(outputs, [*self._moment.shadows.own, *leaves.values()], self.name)
         self._has_gradient = [
             isinstance(each, Tensor) and each.requires_grad for each in outputs
         ]
@@ -130,7 +118,8 @@ class Call:
         return self._moment.sizes.halve(self._arguments.rows)
 
     def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
-        _, outputs, build = self._cut.run(self._arguments, given, self, chunk)
+        cut, arguments = self._moment.cut, self._arguments
+        _, outputs, build = arguments.run(cut, given, self, chunk)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return outputs
 
@@ -154,62 +143,91 @@ class Call:
             given: the gradients of the tensors of the output.
         """
         self._moment.check_weights()
-        tensors, now = iter(saved), States(self._devices)
-        values: list[Any] = [
-            next(tensors) if each is SAVED else each for each in self._values
-        ]
+        values, shadows = list(self._values), self._moment.shadows
+        for place, tensor in zip(self._given, saved, strict=True):
+            values[place] = tensor
         gradients: list[Tensor | None] = [None] * len(self._plan)
-        for place, gradient in zip(self._tensors, given, strict=True):
+        for place, gradient in zip(self._returned, given, strict=True):
             gradients[place] = gradient
-        if self._arguments.by_length is not None:
+        if self._arguments.width:
             refuse_padding(gradients, self._plan, self.chunks, self.name)
-        shadows = self._shadows
-
-        def begin_again() -> None:
-            shadows.clear()
-            now.put_back()
-
-        run = partial(self._pass, values, gradients)
         try:
             with self._moment.again(), shadows.in_place():
-                found = in_smaller_parts(run, self._may_begin_again, begin_again)
-                of_parameters = shadows.gradients()
-        except BaseException:
-            now.put_back()
-            raise
+                found = self._gradients(values, gradients)
+                return [*shadows.gradients(), *found]
         finally:
             shadows.clear()
-        of_arguments = [
+
+    def _gradients(
+        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward pass of all chunks; the gradients of arguments."""
+        found = dict[int, Tensor]()
+        while True:
+            try:
+                for chunk in reversed(self.chunks):  # the last comes first: it is kept
+                    self._pull(chunk, values, gradients, found)
+                break
+            except Exception as error:
+                if not makes_room(error, self._may_begin_again):
+                    raise
+            self._moment.shadows.clear()
+            found.clear()
+        return [
             found[i].to(values[i].dtype) if i in found else None for i in self._trained
         ]
-        return [*of_parameters, *of_arguments]
 
-    def _pass(
-        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
-    ) -> dict[int, Tensor]:
-        """Run the backward pass of all chunks; the gradients of arguments.
-
-        What the backward pass draws is another draw for each chunk, and not that of the
-        forward pass.
-        """
-        found: dict[int, Tensor] = {}
-        draws = not self.chunks[0].states.are(self._ended)
-        for chunk in reversed(self.chunks):  # the last comes first: it is kept
-            graph, self._kept = self._kept, None  # before memory may run out
-            now = States(self._devices) if draws else None
-            if graph is None:
-                if draws:
-                    chunk.states.put_back()
-                graph = self._again(chunk, values)
-            if now is not None:
-                now.put_back()
-            self._pull(chunk, graph[0], gradients)
-            self._add(found, chunk, graph[1], values)
-            del graph  # not beside the next one
-        return found
+    def _pull(
+        self,
+        chunk: Chunk,
+        values: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        found: dict[int, Tensor],
+    ) -> None:
+        """Run the backward pass of a chunk, and add up the gradients of arguments: its
+        rows, or its share."""
+        graph, self._kept = self._kept, None  # before memory may run out
+        roots, leaves = self._again(chunk, values) if graph is None else graph
+        outputs, given = [], []
+        for output, joint, gradient, is_expected in zip(
+            roots, self._plan, gradients, self._has_gradient, strict=True
+        ):
+            if not (isinstance(output, Tensor) and output.requires_grad):
+                continue
+            if not is_expected:
+                raise TrainkitError(
+                    f"{self.name}: {joint.name} has a gradient in some chunks of rows "
+                    f"and none in others. Name a module within it, or around it."
+                )
+            if not joint.axes and chunk.stop < self._arguments.rows:
+                continue  # a value that all chunks share is the last one's
+            if gradient is not None:
+                outputs.append(output)
+                given.append(chunk.part(gradient, joint.axes))
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        for index, leaf in leaves.items():
+            if leaf.grad is None:
+                continue
+            value, arguments = values[index], self._arguments
+            if index not in found:
+                wide = value.dtype in HALF and not arguments.has_rows(index)
+                dtype = torch.float32 if wide else value.dtype
+                found[index] = torch.zeros_like(value, dtype=dtype)
+            chunk.part(found[index], arguments.axes[index]).add_(leaf.grad)
 
     def _again(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
-        graph = self._graph(chunk, values)
+        """Run a chunk as in the forward pass. What backward passes draw is another draw
+        for each chunk, and not that of the forward pass."""
+        if self._draws:
+            now = States(self._arguments.devices)
+            chunk.states.put_back()
+            try:
+                graph = self._graph(chunk, values)
+            finally:
+                now.put_back()
+        else:
+            graph = self._graph(chunk, values)
         if self._first is None or chunk.start:
             return graph
         before, self._first = self._first, None
@@ -226,55 +244,93 @@ class Call:
     def _may_begin_again(self) -> bool:
         """Whether the rows can run in smaller chunks. Those that drew would draw
         otherwise than in the forward pass."""
-        states = self.chunks[0].states
-        if not states.are(self._ended) or not self._halves():
+        if self._draws or not self._halves():
             return False
         self._first = None
         self.chunks = self._arguments.chunks(self._moment.sizes)
-        for chunk in self.chunks:
-            chunk.states = states
         return True
 
-    def _pull(
-        self, chunk: Chunk, found: list[Any], gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Run the backward pass of a chunk."""
-        outputs, given = [], []
-        for output, joint, gradient, is_expected in zip(
-            found, self._plan, gradients, self._has_gradient, strict=True
-        ):
-            if not (isinstance(output, Tensor) and output.requires_grad):
-                continue
-            if not is_expected:
-                raise TrainkitError(
-                    f"{self.name}: {joint.name} has a gradient in some chunks of rows "
-                    f"and none in others. Name a module within it, or around it."
-                )
-            if joint.dim is not None and gradient is not None:
-                gradient = joint.part(gradient, chunk)
-            elif chunk.stop < self._arguments.rows:
-                continue  # a value that all chunks share is the last one's
-            if gradient is not None:
-                outputs.append(output)
-                given.append(gradient)
-        if outputs:
-            torch.autograd.backward(outputs, given)
 
-    def _add(
-        self,
-        found: dict[int, Tensor],
-        chunk: Chunk,
-        leaves: dict[int, Tensor],
-        values: Sequence[Any],
-    ) -> None:
-        """Add the gradients of a chunk's arguments to those of the call: its rows, or
-        its share."""
-        for index, leaf in leaves.items():
-            if leaf.grad is None:
+class Joined:
+    """The leaves of a call's output, with room for all rows.
+
+    Args:
+        plan: along which dimension each one is joined.
+        arguments: of the call.
+        name: of the module, for messages.
+
+    Attributes:
+        values: the leaves; complete when each chunk was added.
+    """
+
+    def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
+        self._plan, self._arguments, self._name = plan, arguments, name
+        self.values: list[Any] = []
+
+    def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
+        """Write a chunk's outputs to their place."""
+        if len(outputs) != len(self._plan):
+            raise TrainkitError(
+                f"{self._name}: the number of its outputs depends on the rows: "
+                f"{len(self._plan)} before, {len(outputs)} now. Name a module within "
+                f"it, or around it."
+            )
+        self.values = self.values or [None] * len(outputs)
+        for index, (joint, value) in enumerate(zip(self._plan, outputs, strict=True)):
+            if not joint.axes:
+                self._add_same(index, joint, value, is_first=chunk.start == 0)
                 continue
-            value, is_cut = values[index], self._arguments.cut[index]
-            if index not in found:
-                wide = value.dtype in HALF and not is_cut
-                dtype = torch.float32 if wide else value.dtype
-                found[index] = torch.zeros_like(value, dtype=dtype)
-            self._arguments.part(found[index], index, chunk).add_(leaf.grad)
+            whole, is_tensor = self.values[index], isinstance(value, Tensor)
+            if whole is None and is_tensor and value.ndim > joint.axes[0].dim:
+                whole = self.values[index] = self._room(value, joint.axes)
+            place = None if whole is None else chunk.part(whole, joint.axes)
+            got = (value.shape, value.dtype) if is_tensor else type(value)
+            wanted = None if place is None else (place.shape, place.dtype)
+            if got != wanted or place is None:
+                raise TrainkitError(
+                    f"{self._name}: {joint.name} must have one shape and dtype beside "
+                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
+                    f"a chunk, received {got}. Name a module within it, or around it."
+                )
+            place.copy_(value.detach())
+
+    def _room(self, value: Tensor, axes: Axes) -> Tensor:
+        arguments, shape = self._arguments, list(value.shape)
+        counts = arguments.counts(range(arguments.rows))
+        for dim, unit, multiple in axes:
+            count = arguments.width if unit == COLUMNS else counts[unit]
+            shape[dim] = count * multiple
+        room = value.new_empty(shape)
+        if value.ndim == 4 and not value.is_contiguous():
+            if value.is_contiguous(memory_format=torch.channels_last):
+                room = room.to(memory_format=torch.channels_last)
+        return room.zero_() if len(axes) > 1 else room
+
+    def _add_same(
+        self, index: int, joint: Joint, value: Any, *, is_first: bool
+    ) -> None:
+        """Keep a value without rows. On a device it is compared when rows are looked
+        at, since reading it waits."""
+        before = self.values[index]
+        is_tensor = isinstance(value, Tensor)
+        self.values[index] = value.detach().clone() if is_tensor else value
+        if is_first:
+            return
+        if is_tensor and isinstance(before, Tensor):
+            is_same = before.shape == value.shape and before.dtype == value.dtype
+            if is_same and value.device.type == "cpu":
+                is_same = are_close(before, value)
+        else:
+            is_same = are_equal(before, value)
+        if not is_same:
+            raise TrainkitError(
+                f"{self._name}: {joint.name} has no rows, and must be the same for all "
+                f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
+                f"another. Name a module within it, or around it."
+            )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return f"another tensor of shape {list(value.shape)}"
+    return repr(value.item() if isinstance(value, Tensor) else value)

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import States
+from trainkit.core.inside.call import Joined
 from trainkit.core.inside.cut import nodes_of, strangers_of
 from trainkit.core.inside.moment import (
     Moment,
@@ -31,8 +31,6 @@ from trainkit.core.inside.moment import (
     versions_of,
 )
 from trainkit.core.inside.outputs import (
-    Joined,
-    Joint,
     Plan,
     Unfit,
     are_close,
@@ -41,8 +39,9 @@ from trainkit.core.inside.outputs import (
     rows_of,
     with_columns,
 )
-from trainkit.core.inside.refusals import OF_ROWS, refuse_parts, refusing
-from trainkit.core.inside.rows import Arguments, ByLength, Chunk
+from trainkit.core.inside.refusals import OF_ROWS, refusal, refuse_parts
+from trainkit.core.inside.rows import COLUMNS, Arguments, Chunk
+from trainkit.core.inside.tokens import Sorted
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
 
@@ -70,7 +69,7 @@ def look(moment: Moment) -> Plan:
             f'BatchNormGuard("exact"), or name a module without it.'
         )
     refuse_parts(cut.module, cut.name, OF_ROWS)
-    sums, begun = moment.sums(), States(arguments.devices)
+    before, begun = moment.state(has_sums=True), States(arguments.devices)
 
     def put_all_back() -> None:
         begun.put_back()
@@ -79,10 +78,16 @@ def look(moment: Moment) -> Plan:
             torch.clear_autocast_cache()
 
     def run() -> Plan:
-        trial = Trial(moment)
-        with refusing(moment):
-            plan = trial.plan()
-        moment.check_state(sums)
+        try:
+            plan = Trial(moment).plan()
+        except Exception as error:
+            is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
+            if is_own or is_out_of_memory(error):
+                raise
+            # What moves is why rows seem to see each other.
+            moment.check_state(arguments.values)
+            raise refusal(error, moment) from error
+        moment.check_state(arguments.values, before)
         return plan
 
     try:
@@ -108,7 +113,7 @@ class Trial:
     def __init__(self, moment: Moment) -> None:
         self.cut, self.arguments = moment.cut, moment.arguments
         self.sizes, self.begun = moment.sizes, States(self.arguments.devices)
-        self._shadows = self.cut.shadows(moment.parameters)
+        self._shadows = moment.shadows
         self.has_graph = torch.is_grad_enabled()
         self.has_drawn, self.eps = False, 0.0
         self.paths: list[str] = []
@@ -122,7 +127,7 @@ class Trial:
             given = arguments.taken(rows)
         versions = versions_of(given)
         with torch.no_grad(), self._again():
-            self.paths, outputs = self.cut.run(arguments, given)[:2]
+            self.paths, outputs = arguments.run(self.cut, given)[:2]
         if versions != versions_of(given):
             raise Unfit("it changes its arguments in place")
         return outputs
@@ -148,10 +153,10 @@ class Trial:
     def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
         arguments, sizes = self.arguments, self.sizes
-        rows, by_length = arguments.rows, arguments.by_length
+        rows, width = arguments.rows, arguments.width
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
-        chunks, size = arguments.chunks(sizes), sizes.cut(rows)[0].stop
+        chunks, size = arguments.chunks(sizes), sizes.runs(rows)[0][1]
         if self.has_graph:
             # First, or a cache is made without a graph.
             self.refuse_what_is_left(range(min(size, 2)))
@@ -161,19 +166,17 @@ class Trial:
         groups = _groups(rows, number)
         picked, beside = groups[0], [*range(size)]
         counts = arguments.counts(picked)
-        if arguments.counts(beside)[0] == counts[0]:
+        unit = next(iter(counts))
+        if arguments.counts(beside)[unit] == counts[unit]:
             beside = [*picked, next(row for row in range(rows) if row not in picked)]
         some, others = self.run(picked), self.run(beside)
         plan = plan_of(self.paths, some, others, counts, arguments.counts(beside))
-        trimmed = [
-            chunk
-            for chunk in chunks
-            if by_length and chunk.columns != (0, by_length.width)
-        ]
+        trimmed = [each for each in chunks if each.spans[COLUMNS] != (0, width)]
         if trimmed:
-            first, stop = trimmed[-1].start, trimmed[-1].stop
-            few = replace(trimmed[-1], stop=min(first + 2, stop))
-            plan = with_columns(plan, self.run(range(first, few.stop)), self.run(few))
+            last = trimmed[-1]
+            ends = last.start, min(last.start + 2, last.stop)
+            few = Chunk(ends, columns=last.spans[COLUMNS])
+            plan = with_columns(plan, self.run(range(*ends)), self.run(few))
         if self.has_drawn and not self._can_evaluate(picked, plan):
             if trimmed or arguments.by:
                 what = "the columns that are padding" if trimmed else "another"
@@ -212,8 +215,8 @@ class Trial:
         at = len(picked) // 2
         found, alone = self.run(picked), self.run([picked[at]] * len(picked))
         for joint, one, other in zip(plan, found, alone, strict=True):
-            if joint.dim is not None:
-                pair = [rows_of(each, joint, [at]) for each in (one, other)]
+            if joint.axes:
+                pair = [rows_of(each, joint.axes[0], [at]) for each in (one, other)]
                 if not are_close(*pair, eps=self.eps):
                     raise Unfit(f"{joint.name} of a row depends on other rows")
         return False
@@ -222,19 +225,20 @@ class Trial:
         self, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
     ) -> None:
         """Refuse outputs of chunks that are not those of their rows beside others."""
-        by_length = self.arguments.by_length
-        joined = Joined(plan, self.arguments, self.cut.name)
+        arguments = self.arguments
+        joined = Joined(plan, arguments, self.cut.name)
         for chunk in chunks:
             joined.add(chunk, self.run(chunk))
         for rows in groups:
             found = self.run(rows)
             for index, joint in enumerate(plan):
-                if joint.dim is None:
+                if not joint.axes:
                     continue
-                places = self.arguments.places(rows, joint.unit)
-                own, value = rows_of(joined.values[index], joint, places), found[index]
-                if by_length and joint.padded:
-                    marks = _marks(own, by_length, joint, rows)
+                places = arguments.places(rows, joint.axes[0].unit)
+                own = rows_of(joined.values[index], joint.axes[0], places)
+                value = found[index]
+                if isinstance(arguments, Sorted) and len(joint.axes) > 1:
+                    marks = arguments.marks(own, joint.axes, rows)
                     own, value = own * marks, value * marks
                 if are_close(own, value, eps=self.eps):
                     continue
@@ -245,7 +249,8 @@ class Trial:
                         f"a generator of its own, or counts its runs: draw from "
                         f"torch's generator"
                     )
-                columns = ", or on the columns that are padding" if by_length else ""
+                columns = ", or on the columns that are padding"
+                columns = columns if arguments.width else ""
                 raise Unfit(
                     f"{joint.name} of a row depends on other rows, on its place among "
                     f"them, or on how many there are{columns}"
@@ -269,7 +274,7 @@ class Trial:
         with torch.enable_grad(), self._shadows.in_place(), self._again():
             try:
                 with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    paths, outputs = self.cut.run(few, few.values)[:2]
+                    paths, outputs = few.run(self.cut, few.values)[:2]
             except RuntimeError as error:
                 # Functions of torch.func refuse what is added to a graph.
                 words = "saved tensor hooks", "functorch"
@@ -331,19 +336,21 @@ class Trial:
         if num < 2 or not (shadows.own or leaves):
             return False
         shadows.clear()
-        sizes: list[float] = []
+        ways, sizes = list[Any](), list[float]()
         for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
+            chunk = few.chunk(start, stop)
+            part = few.of(chunk, few.values)
             with torch.enable_grad(), shadows.in_place(), self._again():
-                part = few.of(few.chunk(start, stop), few.values)
-                first = few.counts(range(start))
                 with without_hooks():
-                    found = self.cut.run(few, part)[1]
+                    found = few.run(self.cut, part)[1]
+                pairs = zip(found, plan, strict=True)
+                ways = ways or [direction_of(each, joint.axes) for each, joint in pairs]
                 pulled = [
-                    (each, sign * direction_of(each, joint, first[joint.unit]))
-                    for each, joint in zip(found, plan, strict=True)
+                    (each, sign * chunk.part(way, joint.axes))
+                    for each, way, joint in zip(found, ways, plan, strict=True)
                     if isinstance(each, Tensor) and each.requires_grad
                     # What has no rows has one gradient, of any of them.
-                    if joint.dim is not None or not start
+                    if joint.axes or not start
                 ]
                 if not pulled:
                     return False
@@ -360,20 +367,6 @@ class Trial:
                 on_device = 0.0 if each.device.type == "cpu" else ON_DEVICE
                 self.eps = max(self.eps, rounding, on_device)
         return sizes[0] * 3 * self.eps**0.5 < sizes[-1] < torch.inf
-
-
-def _marks(
-    value: Tensor, by_length: ByLength, joint: Joint, rows: Sequence[int]
-) -> Tensor:
-    """1 where an output of some rows is no padding."""
-    spans = torch.tensor([by_length.spans[row] for row in rows], device=value.device)
-    columns = torch.arange(by_length.width, device=value.device)
-    marks = (columns >= spans[:, :1]) & (columns < spans[:, 1:])
-    marks = marks.repeat_interleave(joint.multiple, 0)
-    shape = [1] * value.ndim
-    assert joint.dim is not None
-    shape[joint.dim], shape[joint.padded[0]] = marks.shape
-    return (marks if joint.dim < joint.padded[0] else marks.T).reshape(shape)
 
 
 def _groups(rows: int, most: int) -> list[list[int]]:

@@ -8,29 +8,23 @@ gradient, of all rows.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.rows import Arguments, Chunk, Sizes
+from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import Build, take_apart
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
-Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+Around = Callable[[Any, Any], AbstractContextManager[Any]]
 
 
-def nothing_around(call: Any, chunk: Any) -> AbstractContextManager[None]:
-    """The context of a chunk that nobody looks at."""
-    return contextlib.nullcontext()
-
-
-class Replaced:
+class Cut:
     """A module's forward, in chunks of rows; it stands on the instance.
 
     It is an object, not a function: a copy of the module then has a copy of it, which
@@ -43,16 +37,25 @@ class Replaced:
 
     Attributes:
         around: makes a context for each run of a chunk of a call; the chunk is None
-            where rows are only looked at.
+            where rows are only looked at. None makes none.
+        refused: methods of modules, by name, and what stands for them while a chunk
+            runs.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had which trains.
+        shadows: of the parameters that train, once there was a call.
     """
 
     def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
-        self.around: Around = nothing_around
+        self.around: Around | None = None
+        self.refused: Sequence[tuple[nn.Module, str, Any]] = ()
         self.was_cut, self.most_rows = False, 0
+        self.shadows: Shadows | None = None
         self._before: Any = vars(module).get("forward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew."""
+        return {**vars(self), "around": None, "refused": (), "shadows": None}
 
     @property
     def original(self) -> Any:
@@ -66,6 +69,52 @@ class Replaced:
         """Whether a call would be one of training."""
         return self.module.training or torch.is_grad_enabled()
 
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Any = None,
+        chunk: Any = None,
+        *,
+        has_cache: bool = False,
+    ) -> tuple[list[str], list[Any], Build]:
+        """The paths of the parts of what the module's own forward returns for a chunk,
+        the parts, and what builds an output of them.
+
+        Models of transformers return a cache of keys in training too, where nothing
+        reads it, and its rows cannot be joined: so that is turned off meanwhile.
+
+        Args:
+            args: by place.
+            kwargs: by name.
+            call: which runs the chunk.
+            chunk: that runs.
+            has_cache: whether it may return a cache.
+        """
+        config: Any = getattr(self.module, "config", None)
+        caches = getattr(config, "use_cache", False) is True and not has_cache
+        before = []
+        try:
+            if caches:
+                config.use_cache = False
+            for module, name, refusal in self.refused:
+                own = vars(module)
+                before.append((own, name, own.get(name)))
+                own[name] = refusal
+            with self.around(call, chunk) if self.around else nullcontext():
+                output = self.original(*args, **kwargs)
+        finally:
+            if caches:
+                config.use_cache = True
+            for own, name, method in before:
+                own.pop(name, None)
+                if method is not None:
+                    own[name] = method
+        if isinstance(output, Tensor):
+            return [""], [output], next
+        fields, build = take_apart(output)
+        return [f.path for f in fields], [f.value for f in fields], build
+
     def install(self) -> None:
         """Take the place of the module's forward."""
         vars(self.module)["forward"] = self
@@ -78,76 +127,27 @@ class Replaced:
                 vars(self.module)["forward"] = self._before
 
 
-class Cut(Replaced):
-    """What all calls of a module that is cut have in common.
-
-    Args:
-        module: whose forward runs in chunks.
-        name: of the module, for messages.
-        sizes: how large a chunk may be.
-    """
-
-    def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
-        super().__init__(module, name, sizes)
-        self._shadows: Shadows | None = None
-
-    def run(
-        self,
-        arguments: Arguments,
-        values: Sequence[Any],
-        call: Any = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[list[str], list[Any], Build]:
-        """The paths of the parts of the output of the module's own forward, the parts,
-        and what builds an output of them.
-
-        Models of transformers return a cache of keys in training too, where nothing
-        reads it, and its rows cannot be joined: so that is turned off meanwhile. Not
-        for documents of one row, which see each other with one: that is refused.
-
-        Args:
-            arguments: of a call.
-            values: other values in place of its own.
-            call: which runs the chunk.
-            chunk: that runs.
-        """
-        config: Any = getattr(self.module, "config", None)
-        caches = getattr(config, "use_cache", False) is True and not arguments.by
-        try:
-            if caches:
-                config.use_cache = False
-            with self.around(call, chunk):
-                output = arguments.call(self.original, values)
-            if isinstance(output, Tensor):
-                return [""], [output], next
-            fields, build = take_apart(output)
-            return [f.path for f in fields], [f.value for f in fields], build
-        finally:
-            if caches:
-                config.use_cache = True
-
-    def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
-        """What stands for the parameters that train."""
-        if self._shadows is None or not self._shadows.fit(parameters):
-            self._shadows = Shadows(self.module, parameters)
-        return self._shadows
-
-
 class Node(torch.autograd.Function):
     """A call that has run in chunks, as autograd sees it: one node.
 
-    Its call has the attributes `name`, `saved` (the tensors that must not change before
-    the backward pass, which then raises as usual) and `differentiable` (which outputs
-    have a gradient), and the method `backward`, from saved tensors and gradients of
-    outputs to those of inputs.
+    It is applied to the call, to its outputs and which of them have a gradient, to what
+    must not change before the backward pass, which then raises as usual, and to its
+    inputs. The call has a name, and a method `backward`, from what was saved and the
+    gradients of outputs to those of inputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Any, outputs: Sequence[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        call: Any,
+        outputs: Sequence[Tensor],
+        differentiable: Sequence[bool],
+        saved: Sequence[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
         ctx.call = call
-        ctx.save_for_backward(*call.saved)
-        call.saved = ()
-        pairs = zip(outputs, call.differentiable, strict=True)
+        ctx.save_for_backward(*saved)
+        pairs = zip(outputs, differentiable, strict=True)
         ctx.mark_non_differentiable(*[each for each, trains in pairs if not trains])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -160,7 +160,8 @@ class Node(torch.autograd.Function):
                 f"gradient of its own, which create_graph=True asks for. Name another "
                 f"module to cut, or leave out the gradient penalty."
             )
-        return (None, None, *ctx.call.backward(ctx.saved_tensors, gradients))
+        found = ctx.call.backward(ctx.saved_tensors, gradients)
+        return (None, None, None, None, *found)
 
 
 class Shadows:
@@ -198,7 +199,7 @@ class Shadows:
             + [place.get(name) is x for place, name, x, _ in self._places]
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it, the module has them in place of its parameters."""
         try:
@@ -272,14 +273,14 @@ def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> 
         known: what may get a gradient.
         name: of the module, for messages.
     """
-    trained = (x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
-    found = {id(each): each for each in trained if each.grad_fn is None}
-    for node in nodes_of(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-    for each in known:
-        found.pop(id(each), None)
+    leaves = [getattr(node, "variable", None) for node in nodes_of(outputs)]
+    leaves += [x for x in outputs if isinstance(x, Tensor) and x.is_leaf]
+    familiar = set(map(id, known))
+    found = {
+        id(leaf): leaf
+        for leaf in leaves
+        if leaf is not None and leaf.requires_grad and id(leaf) not in familiar
+    }
     foreign = [each for each in found.values() if isinstance(each, nn.Parameter)]
     if foreign:
         shapes = ", ".join(str(list(each.shape)) for each in foreign)

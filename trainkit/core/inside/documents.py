@@ -17,7 +17,15 @@ from torch import Tensor
 
 from trainkit.core.document_fields import MASKS, OFFSETS, are_offsets
 from trainkit.core.documents import Documents, find_flattened
-from trainkit.core.inside.rows import Arguments, Chunk, Signature, Sizes
+from trainkit.core.inside.rows import (
+    ROWS,
+    TOKENS,
+    Arguments,
+    Axis,
+    Chunk,
+    Signature,
+    Sizes,
+)
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.partition import filled_up
@@ -46,7 +54,13 @@ class OfDocuments(Arguments):
         self._layout = Flattened([], iter, (), rows, [()], [found], (), frozenset())
         self._ends = [*accumulate(self.lengths, initial=0)]
         pairs = zip(self.values, self._made(self.values, [0]), strict=True)
-        self.cut = [made is not value for value, made in pairs]
+        self.axes = [() if made is x else (self._axis(x),) for x, made in pairs]
+
+    def _axis(self, value: Any) -> Axis:
+        """Of what is cut: its tokens, or an entry for each document."""
+        is_tensor = isinstance(value, Tensor)
+        dim = self._layout.dim_of_tokens(value, 0) if is_tensor else None
+        return Axis(0) if dim is None else Axis(dim, TOKENS)
 
     def _made(self, values: Sequence[Any], documents: Sequence[int]) -> list[Any]:
         """What some documents have of the values of a call."""
@@ -64,78 +78,73 @@ class OfDocuments(Arguments):
 
     def few(self, rows: Sequence[int]) -> Arguments:
         # What is not cut keeps its length, also where that is theirs by chance.
-        three = zip(self.values, self.cut, self.whole, strict=True)
-        whole = [w or not (cut or isinstance(v, int)) for v, cut, w in three]
+        three = zip(self.values, self.axes, self.whole, strict=True)
+        whole = [w or not (axes or isinstance(v, int)) for v, axes, w in three]
         lengths = [self.lengths[row] for row in rows]
         return replace(self, values=self.taken(rows), lengths=lengths, whole=whole)
 
-    def part(self, whole: Tensor, index: int, chunk: Chunk) -> Tensor:
-        dim = self._layout.dim_of_tokens(whole, 0)
-        if not self.cut[index] or dim is None:
-            return chunk.part(whole, 0 if self.cut[index] else None)
-        return chunk.part(whole, dim, unit=-2)
-
     def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
-        if unit == -1:
+        if unit == ROWS:
             return rows
         return [n for r in rows for n in range(self._ends[r], self._ends[r + 1])]
 
-    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
-        return sum(self.lengths[row] for row in rows), len(rows)
+    def counts(self, rows: Sequence[int]) -> dict[int, int]:
+        return {TOKENS: sum(self.lengths[row] for row in rows), ROWS: len(rows)}
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        return Chunk(start, stop, tokens=(self._ends[start], self._ends[stop]))
+        return Chunk((start, stop), (self._ends[start], self._ends[stop]))
 
     def chunks(self, sizes: Sizes) -> list[Chunk]:
-        limit = self.limit
-        if limit is None:
-            return [self.chunk(each.start, each.stop) for each in sizes.cut(self.rows)]
-        parts = filled_up(range(self.rows), lambda p: limit.allows(*self.counts(p)))
+        if (limit := self.limit) is None:
+            return [self.chunk(*run) for run in sizes.runs(self.rows)]
+        parts = filled_up(range(self.rows), lambda p: limit.allows(self.counts(p)))
         return [self.chunk(part[0], part[-1] + 1) for part in parts]
 
 
-class ByDocuments:
-    """Finds the documents of calls.
+def by_documents(
+    arguments: Arguments,
+    signature: Signature,
+    how: str,
+    limit: ByTokens | None,
+    name: str,
+) -> Arguments:
+    """The arguments of a call as those of its documents; as they are, if nothing among
+    them tells documents of one row apart.
 
     Args:
-        how: what tells them apart, as in `find_documents`; the path in a loader batch,
-            of which the last part may be the name of an argument.
-        name: of the module, for messages.
+        arguments: of the call.
+        signature: says which of them are shared.
+        how: what tells documents apart, as in `find_documents`; the path in a loader
+            batch, of which the last part may be the name of an argument.
         limit: the most tokens and documents of a chunk; None if there is none.
+        name: of the module, for messages.
     """
-
-    def __init__(self, how: str, name: str, limit: ByTokens | None) -> None:
-        self._how, self._name, self._limit = how, name, limit
-
-    def read(self, arguments: Arguments, signature: Signature) -> Arguments:
-        """The arguments of a call as those of its documents; as they are, if nothing
-        among them tells documents of one row apart."""
-        paths, values, how = arguments.paths, arguments.values, self._how
-        whole = [signature.is_shared(path) for path in paths]
-        if how not in ("auto", "off"):
-            names = how, how.rpartition(".")[2]
-            how = next((path for path in names if path in paths), "off")
-        given = [None if w else v for v, w in zip(values, whole, strict=True)]
-        build = arguments.build or (lambda given: dict(zip(paths, given, strict=True)))
-        found = find_flattened(build(iter(given)), how)
-        if found is None or len(found.begun) > 1:
-            return arguments
-        is_mask = how == "auto" and found.by.rpartition(".")[2] in MASKS
-        if is_mask and values[paths.index(found.by)].ndim == 1:
-            return arguments  # such as the lengths of rows
-        # What has begun may be padding: it runs as one more document.
-        lengths = replace(found, numbers=found.begun).lengths
-        sizes = self._limit and self._limit.sizes(max(lengths), len(lengths))
-        own = {**vars(arguments), "by": found.by, "sizes": sizes}
-        ends = [*accumulate(lengths, initial=0)]
-        for path, value in zip(paths, values, strict=True):
-            told = path == found.by or path.rpartition(".")[2] in OFFSETS
-            if told and isinstance(value, Tensor) and are_offsets(value, ends[-1]):
-                if value.flatten().tolist() != ends:
-                    raise TrainkitError(
-                        f"{self._name}: its documents are told apart by {found.by}, so "
-                        f"the offsets {path} must begin at 0, name where each ends, "
-                        f"and end at the number of tokens, {ends[-1]}. Name padding as "
-                        f"a document, leave out empty ones, or say documents='off'."
-                    )
-        return OfDocuments(**own, lengths=lengths, whole=whole, limit=self._limit)
+    paths, values = arguments.paths, arguments.values
+    whole = [signature.is_shared(path) for path in paths]
+    if how not in ("auto", "off"):
+        names = how, how.rpartition(".")[2]
+        how = next((path for path in names if path in paths), "off")
+    given = [None if w else v for v, w in zip(values, whole, strict=True)]
+    build = arguments.build or (lambda given: dict(zip(paths, given, strict=True)))
+    found = find_flattened(build(iter(given)), how)
+    if found is None or len(found.begun) > 1:
+        return arguments
+    is_mask = how == "auto" and found.by.rpartition(".")[2] in MASKS
+    if is_mask and values[paths.index(found.by)].ndim == 1:
+        return arguments  # such as the lengths of rows
+    # What has begun may be padding: it runs as one more document.
+    lengths = replace(found, numbers=found.begun).lengths
+    sizes = limit and limit.sizes(max(lengths), len(lengths))
+    own = {**vars(arguments), "by": found.by, "sizes": sizes}
+    ends = [*accumulate(lengths, initial=0)]
+    for path, value in zip(paths, values, strict=True):
+        told = path == found.by or path.rpartition(".")[2] in OFFSETS
+        if told and isinstance(value, Tensor) and are_offsets(value, ends[-1]):
+            if value.flatten().tolist() != ends:
+                raise TrainkitError(
+                    f"{name}: its documents are told apart by {found.by}, so the "
+                    f"offsets {path} must begin at 0, name where each ends, and end at "
+                    f"the number of tokens, {ends[-1]}. Name padding as a document, "
+                    f"leave out empty ones, or say documents='off'."
+                )
+    return OfDocuments(**own, lengths=lengths, whole=whole, limit=limit)

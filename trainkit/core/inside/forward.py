@@ -8,21 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core._compat import is_transformed, uncompiled
+from trainkit.core._compat import transform, uncompiled
+from trainkit.core.document_fields import KNOWN
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
-from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut, nothing_around
-from trainkit.core.inside.documents import ByDocuments
+from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
+from trainkit.core.inside.documents import by_documents
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.inside.rows import Arguments, Signature, Sizes
-from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.inside.tokens import ByTokens, Sorted
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
 
 MOST_KINDS = 99
 """How many kinds of calls are remembered."""
+
+FLAGS = frozenset({bool, str})
+"""What of a module's attributes makes another kind of call."""
 
 
 class ChunkedForward(Cut):
@@ -56,7 +60,7 @@ class ChunkedForward(Cut):
         super().__init__(module, name, sizes)
         self.is_copy = False
         self.by_tokens = by_tokens
-        self._by_documents = ByDocuments(documents, name, by_tokens)
+        self._documents = documents
         several = shared if isinstance(shared, tuple | list) else [shared]
         paths = [str(path) for path in several]
         self._signature = Signature(self.original, paths, name)
@@ -76,7 +80,7 @@ class ChunkedForward(Cut):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains:
             return self.original(*args, **kwargs)
-        if is_transformed():
+        if transform() is not None:
             raise TrainkitError(
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
@@ -87,15 +91,14 @@ class ChunkedForward(Cut):
         if arguments.rows <= most:
             return self.original(*args, **kwargs)
         self.was_cut = True
-        by_tokens = None if arguments.by else self.by_tokens
-        if by_tokens is not None:
-            arguments = by_tokens.sort(arguments, self.name)
+        if self.by_tokens and not arguments.by:
+            arguments = self.by_tokens.sort(arguments, self.name)
         moment = Moment(self, arguments)
         plan, is_checked = self._find(moment)
         call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
-        if by_tokens is not None:
-            leaves = by_tokens.restored(leaves, arguments, plan)
+        if isinstance(arguments, Sorted):
+            leaves = arguments.restored(leaves, plan)
         assert call.build is not None
         return call.build(iter(leaves))
 
@@ -104,8 +107,12 @@ class ChunkedForward(Cut):
         look(Moment(self, self._read(args, kwargs)))
 
     def _read(self, args: Any, kwargs: Any) -> Arguments:
-        arguments = self._signature.read(args, kwargs)
-        return self._by_documents.read(arguments, self._signature)
+        arguments, how = self._signature.read(args, kwargs), self._documents
+        is_plain = arguments.build is None and KNOWN.isdisjoint(arguments.paths)
+        if how == "off" or is_plain and how == "auto":
+            return arguments  # no name tells documents apart
+        of = self._signature, how, self.by_tokens, self.name
+        return by_documents(arguments, *of)
 
     def _find(self, moment: Moment) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.
@@ -114,16 +121,15 @@ class ChunkedForward(Cut):
         arguments have rows.
         """
         arguments = moment.arguments
-        values = zip(arguments.paths, arguments.values, arguments.cut, strict=True)
+        values = zip(arguments.paths, arguments.values, arguments.axes, strict=True)
         key = (
             torch.is_grad_enabled(),
-            *[x for x in moment.settings.values() if isinstance(x, bool | str)],
+            *[x for x in moment.settings.values() if type(x) in FLAGS],
             *map(id, moment.parameters),
             *[
-                (path, is_cut, value.ndim if isinstance(value, Tensor) else type(value))
-                for path, value, is_cut in values
+                (path, axes, value.ndim if isinstance(value, Tensor) else type(value))
+                for path, value, axes in values
             ],
-            *arguments.padded,
             arguments.by,
         )
         plan, before = self._kinds.get(key, (None, 0))
@@ -137,8 +143,7 @@ class ChunkedForward(Cut):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        anew = {"around": nothing_around, "_shadows": None, "_kinds": {}}
-        return {**vars(self), **anew, "is_copy": True}
+        return {**super().__getstate__(), "_kinds": {}, "is_copy": True}
 
 
 class Chunked(InPlaceOf):

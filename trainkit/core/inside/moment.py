@@ -4,7 +4,7 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import Cut
+from trainkit.core.inside.cut import Cut, Shadows
 from trainkit.core.inside.rows import Arguments
+from trainkit.core.nested import is_dense
 from trainkit.errors import TrainkitError
 
 Settings = dict[tuple[nn.Module, str], object]
 Modes = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 """Whether gradients are on; whether autocast is, and to what, by kinds of device."""
+
+State = dict[tuple[nn.Module, str], tuple[Any, ...]]
+"""Which weights and buffers modules have, by their names, how often each was changed,
+and its sum."""
 
 KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -34,12 +39,24 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and those in it, in any order, sooner than with their paths."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            waiting += each._modules.values()
+    return list(found)
+
+
 def settings_of(module: nn.Module) -> Settings:
     """The numbers and words in attributes of a module and of those in it; the modes of
     its layers are among them."""
     return {
         (each, name): value
-        for each in module.modules()
+        for each in modules_of(module)
         for name, value in vars(each).items()
         if type(value) in KINDS and name not in OF_TORCH
     }
@@ -93,12 +110,15 @@ class Surroundings:
             torch.set_autocast_dtype(kind, dtype)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is set within it is put back. Autocast keeps no copies of weights, since
-        one that was made without a graph would be used with it later."""
+    def kept(self, modes: Modes | None = None) -> Iterator[None]:
+        """Within it, modes are set that `now` has read; at its end they are as before.
+        Autocast keeps no copies of weights, since one that was made without a graph
+        would be used with it later."""
         before, caches = self.now(), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
+            if modes is not None:
+                self.enter(modes)
             yield
         finally:
             self.enter(before)
@@ -126,46 +146,66 @@ class Moment:
         name: of the module, for messages.
         sizes: of its chunks.
         parameters: the parameters that train.
+        shadows: stand for them while chunks run.
         settings: the numbers and words in attributes.
     """
 
     def __init__(self, cut: Cut, arguments: Arguments) -> None:
-        self.cut, self.arguments = cut, arguments
-        self.name, self._module = cut.name, cut.module
+        self.cut, self.arguments, self.name = cut, arguments, cut.name
         self.sizes = arguments.sizes or cut.sizes
         self.settings = settings_of(cut.module)
         self.parameters: list[Tensor] = []
         self._frozen: list[Tensor] = []
         for each in cut.module.parameters():
             (self.parameters if each.requires_grad else self._frozen).append(each)
-        self._versions = versions_of(self._tensors())
+        if cut.shadows is None or not cut.shadows.fit(self.parameters):
+            cut.shadows = Shadows(cut.module, self.parameters)
+        self.shadows = cut.shadows
+        self._state, self._values = self.state(), versions_of(arguments.values)
         self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self._module.parameters(), *self._module.buffers()]
+    def state(self, *, has_sums: bool = False) -> State:
+        """Which weights and buffers the module has, and how often each was changed.
+
+        Args:
+            has_sums: with their sums, which also show what is written behind torch's
+                back, such as by `.data`; they wait for the device.
+        """
+        named = {
+            (each, name): held
+            for each in modules_of(self.cut.module)
+            for name, held in (*each._parameters.items(), *each._buffers.items())
+            if held is not None
+        }
+        found: State = dict(zip(named, versions_of(named.values()), strict=True))
+        for place, each in named.items() if has_sums else ():
+            is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
+            is_odd = each.is_complex() or each.is_quantized or each.is_meta
+            if is_plain and not is_odd:
+                total = each.detach().sum(dtype=torch.float64).item()
+                found[place] = *found[place], repr(total)
+        return found
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since the forward pass."""
-        if moved := self._moved():
+        if moved := self._moved(self._state, self.state()):
             raise TrainkitError(
                 f"{self.name}: its weights and buffers must stay as they are between "
                 f"the forward and the backward pass, and {listed(moved)} changed. Call "
                 f"backward before the optimizer steps, and within functional_call."
             )
 
-    def check_state(self, sums: dict[str, float] | None = None) -> None:
-        """Refuse weights and buffers that the forward pass has moved: once for each
-        chunk.
+    def check_state(self, values: Sequence[Any], before: State | None = None) -> None:
+        """Refuse weights, buffers and arguments that the forward pass has moved: once
+        for each chunk.
 
         Args:
-            sums: of them before, if these are looked at too.
+            values: the arguments.
+            before: the state, if sums are looked at too.
         """
-        moved = self._moved()
-        if sums is not None and not moved:
-            now = self.sums()
-            moved = [each for each in sums if repr(sums[each]) != repr(now[each])]
-        if moved:
+        now = self.state(has_sums=before is not None)
+        if moved := self._moved(before or self._state, now):
             raise TrainkitError(
                 f"{self.name}: its forward pass must not move buffers or weights, "
                 f"which each part of a batch would do once more, and it moved "
@@ -173,44 +213,32 @@ class Moment:
                 f"put the layer into evaluation mode. If that is a cache, fill it "
                 f"before, by a call with the longest rows."
             )
+        if versions_of(values) != self._values:
+            raise TrainkitError(
+                f"{self.name}: its forward pass must not change its arguments in "
+                f"place, since it runs once more in the backward pass. Give it a "
+                f"clone(), or name a module within it."
+            )
 
-    def _moved(self) -> list[str]:
-        """The names of the weights and buffers that were changed since."""
-        if versions_of(self._tensors()) == self._versions:
+    def _moved(self, before: State, now: State) -> list[str]:
+        """The names of the weights and buffers that differ."""
+        if before == now:
             return []
-        before, named = set(self._versions), self._named().items()
-        moved = [name for name, x in named if not before.issuperset(versions_of([x]))]
-        return moved or ["the list of them"]
-
-    def _named(self) -> dict[str, Tensor]:
-        return {
-            **dict(self._module.named_parameters()),
-            **dict(self._module.named_buffers()),
-        }
-
-    def sums(self) -> dict[str, float]:
-        """The sum of each weight and buffer, which also shows what is written behind
-        torch's back, such as by `.data`; waits for the device."""
-        return {
-            name: each.detach().sum(dtype=torch.float64).item()
-            for name, each in self._named().items()
-            if type(each) in (Tensor, nn.Parameter)
-            and each.layout is torch.strided
-            and not (each.is_complex() or each.is_quantized or each.is_meta)
-        }
+        paths = {each: path for path, each in self.cut.module.named_modules()}
+        moved = [x for x in {**before, **now} if before.get(x) != now.get(x)]
+        return [f"{paths.get(each, '')}.{name}".lstrip(".") for each, name in moved]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
-        now = put_back(self._module, self.settings)
+        now = put_back(self.cut.module, self.settings)
         thawed = [each for each in self._frozen if each.requires_grad]
         try:
             for each in thawed:
                 each.requires_grad_(False)
-            with self._surroundings.kept():
-                self._surroundings.enter(self._modes)
+            with self._surroundings.kept(self._modes):
                 yield
         finally:
-            put_back(self._module, now)
+            put_back(self.cut.module, now)
             for each in thawed:
                 each.requires_grad_(True)

@@ -1,16 +1,17 @@
-"""How the outputs of chunks become those of a call, and which of them are alike."""
+"""How each output of a call is joined of those of chunks, as two small runs of it show;
+and which tensors are alike but for rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.rows import Arguments, Chunk
+from trainkit.core.inside.rows import COLUMNS, ROWS, Axes, Axis
 from trainkit.core.nested import are_equal, is_dense
 from trainkit.errors import TrainkitError
 
@@ -25,22 +26,12 @@ class Joint:
 
     Attributes:
         path: of the output, for messages.
-        dim: the dimension that holds the rows; None for a value that has none, which is
-            the same for all rows.
-        multiple: how many entries of it belong to a row.
-        padded: the dimension of columns that chunks leave out, if there is one.
-        unit: -1 if entries belong to rows, -2 if to the tokens of documents.
+        axes: that of its rows or tokens, then that of the columns that chunks leave
+            out; none for a value that has no rows, which is the same for all of them.
     """
 
     path: str
-    dim: int | None = None
-    multiple: int = 1
-    padded: tuple[int, ...] = ()
-    unit: int = -1
-
-    def part(self, whole: Tensor, chunk: Chunk) -> Tensor:
-        """A view of a chunk's part of it."""
-        return chunk.part(whole, self.dim, self.multiple, self.padded, self.unit)
+    axes: Axes = ()
 
     @property
     def name(self) -> str:
@@ -56,8 +47,8 @@ def plan_of(
     paths: Sequence[str],
     some: Sequence[Any],
     others: Sequence[Any],
-    num: tuple[int, ...],
-    num_others: tuple[int, ...],
+    counts: dict[int, int],
+    other_counts: dict[int, int],
 ) -> Plan:
     """Find how outputs are joined, by those of two numbers of rows.
 
@@ -65,19 +56,21 @@ def plan_of(
         paths: of the outputs.
         some: those for some rows.
         others: those for other rows.
-        num: how many these are; of documents, how many tokens they have before.
-        num_others: how many those are; other numbers.
+        counts: how many these are; of documents, how many tokens they have before.
+        other_counts: how many those are; other numbers.
     """
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
-    nums = list(zip(num, num_others, strict=True))
-    plan = [_joint(*three, nums) for three in zip(paths, some, others, strict=True)]
-    if all(joint.dim is None for joint in plan):
+    both = {unit: (num, other_counts[unit]) for unit, num in counts.items()}
+    plan = [_joint(*three, both) for three in zip(paths, some, others, strict=True)]
+    if not any(joint.axes for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
 
 
-def _joint(path: str, value: Any, other: Any, nums: list[tuple[int, int]]) -> Joint:
+def _joint(
+    path: str, value: Any, other: Any, both: dict[int, tuple[int, int]]
+) -> Joint:
     name = Joint(path).name
     if not isinstance(value, Tensor):
         if not are_equal(value, other):
@@ -90,7 +83,7 @@ def _joint(path: str, value: Any, other: Any, nums: list[tuple[int, int]]) -> Jo
         raise Unfit(f"the shape of {name} depends on the rows")
     if not is_dense(value):
         raise Unfit(f"{name} is no dense tensor")
-    dims = [d for d in range(value.ndim) if value.shape[d] != other.shape[d]]
+    dims = differing(value, other)
     if not dims:
         if not are_close(value, other):
             raise Unfit(
@@ -99,14 +92,19 @@ def _joint(path: str, value: Any, other: Any, nums: list[tuple[int, int]]) -> Jo
             )
         return Joint(path)
     dim = dims[0]
-    for place, (num, num_others) in enumerate(nums):
+    for unit, (num, num_others) in both.items():
         multiple, rest = divmod(value.shape[dim], num)
         if len(dims) == 1 and not rest and other.shape[dim] == multiple * num_others:
-            return Joint(path, dim, multiple, unit=place - len(nums))
+            return Joint(path, (Axis(dim, unit, multiple),))
     raise Unfit(
         f"the size of {name} does not follow the number of rows: {list(value.shape)} "
-        f"for {nums[-1][0]} rows, {list(other.shape)} for {nums[-1][1]}"
+        f"for {both[ROWS][0]} rows, {list(other.shape)} for {both[ROWS][1]}"
     )
+
+
+def differing(value: Tensor, other: Tensor) -> list[int]:
+    """The dimensions in which two tensors of as many have other sizes."""
+    return [d for d in range(value.ndim) if value.shape[d] != other.shape[d]]
 
 
 def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Plan:
@@ -119,126 +117,32 @@ def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Pla
     """
     found = []
     for joint, one, other in zip(plan, whole, narrow, strict=True):
-        if joint.dim is not None:
-            sizes = enumerate(zip(one.shape, other.shape, strict=False))
-            dims = [dim for dim, (all_, some) in sizes if all_ != some]
-            joint = replace(joint, padded=tuple(dims[:1]))
-        found.append(joint)
+        dims = differing(one, other)[:1] if joint.axes else []
+        columns = (Axis(dim, COLUMNS) for dim in dims)
+        found.append(Joint(joint.path, (*joint.axes, *columns)))
     return found
 
 
-def rows_of(value: Tensor, joint: Joint, rows: Sequence[int]) -> Tensor:
-    """Some rows of an output that has rows, in this order."""
-    assert joint.dim is not None
+def rows_of(value: Tensor, axis: Axis, rows: Sequence[int]) -> Tensor:
+    """Some rows of a tensor, in this order."""
     index = torch.as_tensor(rows, device=value.device)
-    parts = value.unflatten(joint.dim, (-1, joint.multiple))
-    return parts.index_select(joint.dim, index).flatten(joint.dim, joint.dim + 1)
+    parts = value.unflatten(axis.dim, (-1, axis.multiple))
+    return parts.index_select(axis.dim, index).flatten(axis.dim, axis.dim + 1)
 
 
-def direction_of(value: Tensor, joint: Joint, start: int = 0) -> Tensor:
+def direction_of(value: Any, axes: Axes) -> Any:
     """A gradient that is another one for each row, whichever rows are beside it.
 
     Args:
-        value: the output.
-        joint: how it is joined.
-        start: its first row.
+        value: an output; what is no tensor has none.
+        axes: of its rows.
     """
-    if joint.dim is None:
-        return torch.ones_like(value)
-    inner = value.detach().movedim(joint.dim, 0)
+    if not isinstance(value, Tensor) or not axes:
+        return torch.ones_like(value) if isinstance(value, Tensor) else None
+    dim = axes[0].dim
+    inner = value.detach().movedim(dim, 0)
     places = torch.arange(value.numel(), device=value.device).view(inner.shape)
-    wide = (places + start * joint.multiple * inner[0].numel()).double()
-    return wide.mul(1.7).cos().movedim(0, joint.dim).to(value.dtype)
-
-
-class Joined:
-    """The leaves of a call's output, with room for all rows.
-
-    Args:
-        plan: along which dimension each one is joined.
-        arguments: of the call.
-        name: of the module, for messages.
-
-    Attributes:
-        values: the leaves; complete when each chunk was added.
-    """
-
-    def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
-        self._plan, self._arguments, self._name = plan, arguments, name
-        self.values: list[Any] = []
-
-    def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
-        """Write a chunk's outputs to their place."""
-        if len(outputs) != len(self._plan):
-            raise TrainkitError(
-                f"{self._name}: the number of its outputs depends on the rows: "
-                f"{len(self._plan)} before, {len(outputs)} now. Name a module within "
-                f"it, or around it."
-            )
-        self.values = self.values or [None] * len(outputs)
-        for index, (joint, value) in enumerate(zip(self._plan, outputs, strict=True)):
-            if joint.dim is None:
-                self._add_same(index, joint, value, is_first=chunk.start == 0)
-                continue
-            whole = self.values[index]
-            if whole is None and isinstance(value, Tensor) and value.ndim > joint.dim:
-                whole = self.values[index] = self._room(value, joint)
-            place = None
-            if whole is not None:
-                place = joint.part(whole, chunk)
-            is_tensor = isinstance(value, Tensor)
-            got = (value.shape, value.dtype) if is_tensor else type(value)
-            wanted = None if place is None else (place.shape, place.dtype)
-            if got != wanted or place is None:
-                raise TrainkitError(
-                    f"{self._name}: {joint.name} must have one shape and dtype beside "
-                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
-                    f"a chunk, received {got}. Name a module within it, or around it."
-                )
-            place.copy_(value.detach())
-
-    def _room(self, value: Tensor, joint: Joint) -> Tensor:
-        assert joint.dim is not None
-        shape = list(value.shape)
-        counts = self._arguments.counts(range(self._arguments.rows))
-        shape[joint.dim] = counts[joint.unit] * joint.multiple
-        for dim in joint.padded:
-            assert self._arguments.by_length is not None
-            shape[dim] = self._arguments.by_length.width
-        room = value.new_empty(shape)
-        if value.ndim == 4 and not value.is_contiguous():
-            if value.is_contiguous(memory_format=torch.channels_last):
-                room = room.to(memory_format=torch.channels_last)
-        return room.zero_() if joint.padded else room
-
-    def _add_same(
-        self, index: int, joint: Joint, value: Any, *, is_first: bool
-    ) -> None:
-        """Keep a value without rows. On a device it is compared when rows are looked
-        at, since reading it waits."""
-        before = self.values[index]
-        is_tensor = isinstance(value, Tensor)
-        self.values[index] = value.detach().clone() if is_tensor else value
-        if is_first:
-            return
-        if is_tensor and isinstance(before, Tensor):
-            is_same = before.shape == value.shape and before.dtype == value.dtype
-            if is_same and value.device.type == "cpu":
-                is_same = are_close(before, value)
-        else:
-            is_same = are_equal(before, value)
-        if not is_same:
-            raise TrainkitError(
-                f"{self._name}: {joint.name} has no rows, and must be the same for all "
-                f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
-                f"another. Name a module within it, or around it."
-            )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() > 1:
-        return f"another tensor of shape {list(value.shape)}"
-    return repr(value.item() if isinstance(value, Tensor) else value)
+    return places.double().mul(1.7).cos().movedim(0, dim).to(value.dtype)
 
 
 ROUNDING, HALF_ROUNDING = 1024, 8

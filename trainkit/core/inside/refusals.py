@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +16,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parameter import is_lazy
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Unfit
-from trainkit.core.inside.rows import Arguments
-from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.errors import TrainkitError
 
 HINTS = {
@@ -53,31 +49,20 @@ SHARE = 0.1
 """A submodule that holds less of the parameters is not worth a name."""
 
 
-@contextlib.contextmanager
-def refusing(moment: Moment) -> Iterator[None]:
-    """Within it, what shows that rows do not stand alone is an error for the user.
+def refusal(error: Exception, moment: Moment) -> TrainkitError:
+    """The error for a call whose rows do not stand alone.
 
     Args:
-        moment: a call, and what the module was like before.
+        error: that shows it.
+        moment: the call, and what the module was like before.
     """
-    try:
-        yield
-    except Exception as error:
-        is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
-        if is_own or is_out_of_memory(error):
-            raise
-        moment.check_state()  # what moves is why rows seem to see each other
-        reason = str(error)
-        if not isinstance(error, Unfit):
-            reason = f"it does not run on fewer rows: {type(error).__name__}: {error}"
-        raise _refusal(reason, moment.cut, moment.arguments) from error
-
-
-def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
+    reason, of, arguments = str(error), moment.cut, moment.arguments
+    if not isinstance(error, Unfit):
+        reason = f"it does not run on fewer rows: {type(error).__name__}: {error}"
     cut, whole = [], []
-    for path, is_cut in zip(arguments.paths, arguments.cut, strict=True):
+    for index, path in enumerate(arguments.paths):
         path = re.sub(r"(\.\d+)+$", "", path)  # a list is one argument
-        (cut if is_cut else whole).append(path)
+        (cut if arguments.has_rows(index) else whole).append(path)
     cut, whole = (list(dict.fromkeys(each)) for each in (cut, whole))
     rest = f", and each chunk gets all of {listed(whole, at_most=9)}" if whole else ""
     by = arguments.by
@@ -86,8 +71,8 @@ def _refusal(reason: str, of: Cut, arguments: Arguments) -> TrainkitError:
         f"{of.name}: it cannot run in chunks of rows: {reason.rstrip('.')}. Its rows "
         f"are the {arguments.rows} of {listed(cut, at_most=9)}, {how}{rest}. "
     )
-    if arguments.by_length is not None:
-        said += OF_TOKENS.format(arguments.by_length.width)
+    if arguments.width:
+        said += OF_TOKENS.format(arguments.width)
     hint = next(text for pattern, text in HINTS.items() if re.search(pattern, said))
     within = [repr(each) for each in paths_within(of.module, of.name)]
     names = f", such as {' and '.join(within)}" if within else ""

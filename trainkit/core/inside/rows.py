@@ -9,64 +9,70 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import Parameter
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.nested import Build, Field, is_dense, is_list, length_of, take_apart
-from trainkit.core.split.partition import Span, even_runs
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
+ROWS, TOKENS, COLUMNS = range(3)
+"""Of what a chunk has a span: its rows; their tokens, if they are documents; and the
+columns that are not padding in all of them."""
 
-@dataclass(eq=False)
+Span = tuple[int, int]
+"""The first, and that behind the last."""
+
+
+class Axis(NamedTuple):
+    """A dimension of a tensor, of which each chunk has its span.
+
+    Attributes:
+        dim: the dimension.
+        unit: of what the span is.
+        multiple: how many entries belong to one.
+    """
+
+    dim: int
+    unit: int = ROWS
+    multiple: int = 1
+
+
+Axes = tuple[Axis, ...]
+"""Of a tensor: that of its rows or tokens, then that of columns. Without any, all
+chunks share it."""
+
+
 class Chunk:
     """Some rows of a call that run together.
 
     Attributes:
         start: the first row.
         stop: the row behind the last.
-        columns: the first that it keeps, and that behind the last; None for all.
-        tokens: of documents, the first, and that behind the last.
+        spans: of its rows, tokens and columns.
         states: the random states that it began with.
     """
 
-    start: int
-    stop: int
-    columns: Span | None = None
-    tokens: Span = (0, 0)
-    states: Any = field(default=None, repr=False)
+    def __init__(
+        self, rows: Span, tokens: Span = (0, 0), columns: Span = (0, 0)
+    ) -> None:
+        self.start, self.stop = rows
+        self.spans = rows, tokens, columns
+        self.states: Any = None
 
-    def part(
-        self,
-        whole: Tensor,
-        dim: int | None,
-        multiple: int = 1,
-        padded: tuple[int, ...] = (),
-        unit: int = -1,
-    ) -> Tensor:
-        """A view of its rows of a tensor.
-
-        Args:
-            whole: of all rows.
-            dim: the dimension of the rows; None for a tensor that has no rows.
-            multiple: how many entries of that dimension belong to a row.
-            padded: the dimensions of columns, of which it keeps its own.
-            unit: -1 for rows; -2 if it has entries for each token of documents.
-        """
-        if dim is not None:
-            start, stop = (self.tokens, (self.start, self.stop))[unit]
+    def part(self, whole: Tensor, axes: Axes) -> Tensor:
+        """A view of what it has of a tensor of the whole call."""
+        for dim, unit, multiple in axes:
+            start, stop = self.spans[unit]
             whole = whole.narrow(dim, start * multiple, (stop - start) * multiple)
-        if self.columns is not None:
-            first, behind = self.columns
-            for each in padded:
-                whole = whole.narrow(each, first, behind - first)
         return whole
 
 
@@ -85,35 +91,25 @@ class Sizes:
         self.is_auto = size is None
         self.limit = size
 
-    def cut(self, num_rows: int) -> list[Chunk]:
-        """All rows in order, in as few chunks as the limit allows, of like size."""
-        num = -(-num_rows // (self.limit or num_rows))
-        return [Chunk(*run) for run in even_runs(num_rows, num)]
+    def runs(self, num_rows: int) -> list[Span]:
+        """All rows in order, in as few chunks as the limit allows: their sizes differ
+        by at most one, and the first is the largest.
+
+        >>> Sizes(4).runs(10)
+        [(0, 4), (4, 7), (7, 10)]
+        """
+        num_runs = -(-num_rows // (self.limit or num_rows))
+        size, larger = divmod(num_rows, num_runs)
+        ends = [i * size + min(i, larger) for i in range(num_runs + 1)]
+        return list(pairwise(ends))
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""
-        first = self.cut(num_rows)[0]
-        if not self.is_auto or first.stop == 1:
+        most = self.runs(num_rows)[0][1]
+        if not self.is_auto or most == 1:
             return False
-        self.limit = first.stop // 2
+        self.limit = most // 2
         return True
-
-
-@dataclass
-class ByLength:
-    """How the rows of a call are sorted by length, and cut.
-
-    Attributes:
-        order: of the rows, longest first.
-        chunks: blocks of rows, as places in that order, and of columns.
-        spans: the columns of each row that are not padding, in that order.
-        width: how many columns there are.
-    """
-
-    order: list[int]
-    chunks: list[Chunk]
-    spans: list[Span]
-    width: int
 
 
 @dataclass
@@ -127,12 +123,11 @@ class Arguments:
         num_by_place: how many are given by place.
         build: makes the named arguments of as many values; None if none is nested.
         rows: how many rows they have.
-        cut: whether each has rows.
+        axes: of each value.
         devices: of the tensors.
-        padded: the dimensions of each whose columns chunks leave out.
-        by_length: how rows are sorted, if they are.
-        sizes: of chunks that leave out no columns; None: as of other calls.
+        sizes: of chunks, if they are others than those of other calls.
         by: what tells rows apart that are documents.
+        width: how many columns there are, if chunks leave out padding.
     """
 
     values: list[Any]
@@ -141,52 +136,54 @@ class Arguments:
     num_by_place: int
     build: Build | None
     rows: int
-    cut: list[bool]
+    axes: list[Axes]
     devices: set[torch.device]
-    padded: list[tuple[int, ...]]
-    by_length: ByLength | None = None
     sizes: Sizes | None = None
     by: str | None = None
+    width: int = 0
+
+    def has_rows(self, index: int) -> bool:
+        """Whether a value has rows, or tokens of documents."""
+        return any([axis.unit != COLUMNS for axis in self.axes[index]])
 
     def chunks(self, sizes: Sizes) -> list[Chunk]:
         """In which its rows run."""
-        return self.by_length.chunks if self.by_length else sizes.cut(self.rows)
+        return [Chunk(run) for run in sizes.runs(self.rows)]
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Some of its rows."""
-        return Chunk(start, stop)
+        """Some of its rows, with all columns."""
+        return Chunk((start, stop), columns=(0, self.width))
 
     def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
-        """Where some rows are, or (unit -2) their tokens."""
+        """Where some rows are, or their tokens."""
         return rows
 
-    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """How many some rows are; if they are documents, their tokens before."""
-        return (len(rows),)
+    def counts(self, rows: Sequence[int]) -> dict[int, int]:
+        """How many some rows are, by unit; of documents, how many tokens before."""
+        return {ROWS: len(rows)}
 
-    def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Call a function with other values in place of its own."""
-        given, num = values, self.num_by_place
+    def run(
+        self, cut: Any, values: Sequence[Any], call: Any = None, chunk: Any = None
+    ) -> tuple[list[str], list[Any], Build]:
+        """What `cut.run` returns for other values in place of its own. Documents of one
+        row see each other with a cache: that is refused."""
+        num = self.num_by_place
         if self.build is not None:
-            given = list(self.build(iter(values)).values())
-        return function(
-            *given[:num], **dict(zip(self.names[num:], given[num:], strict=True))
-        )
+            values = list(self.build(iter(values)).values())
+        kwargs = dict(zip(self.names[num:], values[num:], strict=True))
+        has_cache = self.by is not None
+        return cut.run(values[:num], kwargs, call, chunk, has_cache=has_cache)
 
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""
         found = []
-        for index, value in enumerate(values):
+        for value, axes in zip(values, self.axes, strict=True):
             if isinstance(value, Tensor):
-                value = self.part(value, index, chunk)
-            elif self.cut[index]:
+                value = chunk.part(value, axes)
+            elif axes:
                 value = value[chunk.start : chunk.stop]
             found.append(value)
         return found
-
-    def part(self, whole: Tensor, index: int, chunk: Chunk) -> Tensor:
-        """A view of what a chunk has of the argument at a place."""
-        return chunk.part(whole, 0 if self.cut[index] else None, 1, self.padded[index])
 
     def few(self, rows: Sequence[int]) -> Arguments:
         """The arguments of a call with some rows, in this order."""
@@ -196,9 +193,9 @@ class Arguments:
         """The values of some rows, in this order, without their graph."""
         return [
             reordered(value.detach() if isinstance(value, Tensor) else value, rows)
-            if is_cut
+            if self.has_rows(index)
             else value
-            for value, is_cut in zip(self.values, self.cut, strict=True)
+            for index, value in enumerate(self.values)
         ]
 
 
@@ -237,12 +234,16 @@ class Signature:
             names = [str(place) for place in range(len(args))]  # Python will say it
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         fields, build = take_apart(given, _is_column)
-        paths, values = [f.path for f in fields], [f.value for f in fields]
-        rows = self._num_rows(fields)
-        cut = [
-            length_of(value) == rows and not (self._shared and self.is_shared(path))
-            for path, value in fields
-        ]
+        shared = set[str]()
+        if self._shared:
+            shared.update(each.path for each in fields if self.is_shared(each.path))
+        rows = self._num_rows([each for each in fields if each.path not in shared])
+        paths, values, axes = list[str](), list[Any](), list[Axes]()
+        for path, value in fields:
+            paths.append(path)
+            values.append(value)
+            has_rows = path not in shared and length_of(value) == rows
+            axes.append((Axis(0),) if has_rows else ())
         return Arguments(
             values,
             paths,
@@ -250,17 +251,14 @@ class Signature:
             num_by_place=len(args),
             build=None if paths == list(given) else build,
             rows=rows,
-            cut=cut,
+            axes=axes,
             devices={each.device for each in values if isinstance(each, Tensor)},
-            padded=[()] * len(values),
         )
 
     def _num_rows(self, fields: Sequence[Field]) -> int:
-        """The length of the first tensor that is not shared; 1 if there is none."""
+        """The length of the first tensor; 1 if there is none."""
         for path, value in fields:
             if not isinstance(value, Tensor) or not value.ndim:
-                continue
-            if self._shared and self.is_shared(path):
                 continue
             if not is_dense(value):
                 kind = "nested" if value.is_nested else str(value.layout)

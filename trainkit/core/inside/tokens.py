@@ -9,8 +9,8 @@ padding it is 0, and the loss must give it no weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,13 +18,61 @@ from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.outputs import Plan, rows_of
-from trainkit.core.inside.rows import Arguments, ByLength, Chunk, Sizes, reordered
+from trainkit.core.inside.rows import (
+    COLUMNS,
+    ROWS,
+    TOKENS,
+    Arguments,
+    Axes,
+    Axis,
+    Chunk,
+    Sizes,
+    Span,
+    reordered,
+)
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import columns_of, partition
 from trainkit.core.split.rows import spans_of
 from trainkit.errors import TrainkitError
 
 LENGTHS = "attention_mask"
+
+
+@dataclass
+class Sorted(Arguments):
+    """The arguments of a call whose rows are sorted by length.
+
+    Attributes:
+        order: of the rows, longest first.
+        parts: the chunks, as places in that order, and their columns.
+        tokens: the columns of each row that are not padding, in that order.
+    """
+
+    order: list[int] = field(default_factory=list)
+    parts: list[Chunk] = field(default_factory=list)
+    tokens: list[Span] = field(default_factory=list)
+
+    def chunks(self, sizes: Sizes) -> list[Chunk]:
+        return self.parts
+
+    def restored(self, leaves: Sequence[Any], plan: Plan) -> list[Any]:
+        """The leaves of the output with their rows as they were."""
+        places = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return [
+            rows_of(leaf, joint.axes[0], places) if joint.axes else leaf
+            for leaf, joint in zip(leaves, plan, strict=True)
+        ]
+
+    def marks(self, value: Tensor, axes: Axes, rows: Sequence[int]) -> Tensor:
+        """1 where an output of some rows is no padding."""
+        spans = torch.tensor([self.tokens[row] for row in rows], device=value.device)
+        columns = torch.arange(self.width, device=value.device)
+        marks = (columns >= spans[:, :1]) & (columns < spans[:, 1:])
+        (dim, _, multiple), (dim_of_columns, *_) = axes
+        marks = marks.repeat_interleave(multiple, 0)
+        shape = [1] * value.ndim
+        shape[dim], shape[dim_of_columns] = marks.shape
+        return (marks if dim < dim_of_columns else marks.T).reshape(shape)
 
 
 class ByTokens:
@@ -48,41 +96,42 @@ class ByTokens:
         most = max(1, self._tokens // max(width, 1))
         return Sizes(min(most, self._size or rows))
 
-    def allows(self, tokens: int, rows: int) -> bool:
-        """Whether a chunk may have so many."""
-        return tokens <= self._tokens and rows <= (self._size or rows)
+    def allows(self, counts: dict[int, int]) -> bool:
+        """Whether a chunk may have so many tokens and rows."""
+        rows = counts[ROWS]
+        return counts[TOKENS] <= self._tokens and rows <= (self._size or rows)
 
-    def sort(self, arguments: Arguments, name: str) -> Arguments:
+    def sort(self, arguments: Arguments, name: str) -> Sorted:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
 
         Args:
             arguments: of a call.
             name: of the module, for messages.
-
-        Returns:
-            The arguments in the order of their lengths.
         """
-        paths, values, rows = arguments.paths, arguments.values, arguments.rows
+        values, rows = arguments.values, arguments.rows
         mask = self._mask(arguments, name)
         spans, width = spans_of(mask), mask.shape[1]
         groups = partition([spans], size=self._size, tokens=self._tokens)
-        ends = list(accumulate(map(len, groups)))
-        chunks = [
-            Chunk(start, stop, columns_of([spans], group)[0])
-            for start, stop, group in zip([0, *ends], ends, groups, strict=False)
-        ]
-        fields = list(zip(paths, values, arguments.cut, strict=True))
-        padded = [self._padded(*each, width) for each in fields]
-        if all(chunk.columns == (0, width) for chunk in chunks):
-            padded = [()] * len(values)
         order = [row for group in groups for row in group]
-        spans = [spans[row] for row in order]
-        return replace(
-            arguments,
-            values=[reordered(x, order) if is_cut else x for _, x, is_cut in fields],
-            by_length=ByLength(order, chunks, spans, width),
-            sizes=self.sizes(width, rows),
-            padded=padded,
+        ends = accumulate(map(len, groups), initial=0)
+        columns = [columns_of([spans], group)[0] for group in groups]
+        runs = zip(pairwise(ends), columns, strict=True)
+        axes = [self._axes(arguments, index, width) for index in range(len(values))]
+        of_rows = {
+            "values": [
+                reordered(value, order) if arguments.has_rows(index) else value
+                for index, value in enumerate(values)
+            ],
+            "sizes": self.sizes(width, rows),
+            # Where each chunk has all columns, none has an axis of them.
+            "axes": arguments.axes if {*columns} == {(0, width)} else axes,
+            "width": width,
+        }
+        return Sorted(
+            **{**vars(arguments), **of_rows},
+            order=order,
+            parts=[Chunk(run, columns=of_run) for run, of_run in runs],
+            tokens=[spans[row] for row in order],
         )
 
     def _mask(self, arguments: Arguments, name: str) -> Tensor:
@@ -103,26 +152,17 @@ class ByTokens:
             )
         return mask
 
-    def _padded(
-        self, path: str, value: Any, has_rows: bool, width: int
-    ) -> tuple[int, ...]:
-        dims = range(has_rows, value.ndim) if isinstance(value, Tensor) else ()
-        for dim in dims:
+    def _axes(self, arguments: Arguments, index: int, width: int) -> Axes:
+        """Of an argument: a dimension of columns is as wide as the mask in all
+        calls."""
+        path, value = arguments.paths[index], arguments.values[index]
+        axes = arguments.axes[index]
+        for dim in range(len(axes), value.ndim) if isinstance(value, Tensor) else ():
             fits = value.shape[dim] == width
             self._wide[path, dim] = fits and self._wide.get((path, dim), True)
-        return tuple(dim for dim in dims if self._wide[path, dim])
-
-    def restored(
-        self, leaves: Sequence[Any], arguments: Arguments, plan: Plan
-    ) -> list[Any]:
-        """The leaves of the output with their rows as they were."""
-        assert arguments.by_length is not None
-        order = arguments.by_length.order
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return [
-            leaf if joint.dim is None else rows_of(leaf, joint, places)
-            for leaf, joint in zip(leaves, plan, strict=True)
-        ]
+            if self._wide[path, dim]:
+                axes = *axes, Axis(dim, COLUMNS)
+        return axes
 
 
 def refuse_padding(
@@ -140,15 +180,12 @@ def refuse_padding(
         name: of the module, for messages.
     """
     for gradient, joint in zip(gradients, plan, strict=True):
-        if gradient is None or not joint.padded:
+        if gradient is None or len(joint.axes) < 2:
             continue
-        used = []
+        is_used = gradient != 0
         for chunk in chunks:
-            rows = chunk.part(gradient, joint.dim, joint.multiple)
-            columns = rows.movedim(joint.padded[0], 0)
-            first, behind = chunk.columns or (0, len(columns))
-            used += [columns[:first].any(), columns[behind:].any()]
-        if torch.stack(used).any():
+            chunk.part(is_used, joint.axes).fill_(False)
+        if is_used.any():
             raise TrainkitError(
                 f"{name}: {joint.name} at padding is used by the loss, and with "
                 f"tokens= it is 0 where no row of a chunk needs it. Give padding no "

@@ -38,7 +38,6 @@ class Tape:
         trains: the slots of values to which gradients go.
         num_arguments: how many were cut; theirs are the first slots.
         outputs: slots and row dimensions of what the call returns.
-        saved: the tensors that autograd holds.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Tape:
     trains: set[int] = field(default_factory=set)
     num_arguments: int = 0
     outputs: dict[int, int] = field(default_factory=dict)
-    saved: Sequence[Tensor] = ()
 
     @property
     def differentiable(self) -> list[bool]:
@@ -204,9 +202,10 @@ class Recorded:
         tape, outputs = self.tape, self.outputs
         if any(tape.differentiable):
             # torch refuses what was changed since.
-            tape.saved = [*self.inputs, *tape.fixed]
+            saved = [*self.inputs, *tape.fixed]
+            given = outputs, tape.differentiable, saved, *self.inputs, *tape.shared
             with torch.enable_grad():  # the forward may have set it
-                found: Any = Node.apply(tape, outputs, *self.inputs, *tape.shared)
+                found: Any = Node.apply(tape, *given)
                 outputs = list(found)
         whole = dict(enumerate(self.inputs))
         whole |= dict(zip(tape.outputs, outputs, strict=True))

@@ -18,7 +18,8 @@ from trainkit.core._compat import Operators, without_hooks
 from trainkit.core.generators import States, generator_keeper
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import renew_list
-from trainkit.core.inside.outputs import Joint, direction_of, rows_of
+from trainkit.core.inside.outputs import direction_of, rows_of
+from trainkit.core.inside.rows import Axis
 from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.tape.call import Recorded
 from trainkit.core.tape.rows import chunk_sizes
@@ -112,7 +113,8 @@ def _results(
     def ordered(value: Tensor | None, dim: int = 0) -> Any:
         if value is None or not value.ndim or value.shape[dim] % rows:
             return value
-        found = rows_of(value.detach(), Joint("", dim, value.shape[dim] // rows), order)
+        axis = Axis(dim, multiple=value.shape[dim] // rows)
+        found = rows_of(value.detach(), axis, order)
         return found.requires_grad_(value.requires_grad)
 
     with (
@@ -131,7 +133,7 @@ def _results(
         if is_wide and any(trains):
             pairs = zip(outputs, dims, trains, strict=True)
             ways = [
-                ordered(direction_of(x, Joint("", 0)), dim) if it else None
+                ordered(direction_of(x, (Axis(0),)), dim) if it else None
                 for x, dim, it in pairs
             ]
             with torch.no_grad():

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from trainkit.core._compat import is_transformed, uncompiled
+from trainkit.core._compat import transform, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import InPlaceOf, Replaced, check_cut
+from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
 from trainkit.core.inside.moment import Surroundings, attributes_of
 from trainkit.core.inside.refusals import refuse_parts
 from trainkit.core.inside.rows import Sizes
-from trainkit.core.nested import take_apart, tensors, with_tensors
+from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks, find_ranks
 from trainkit.core.tape.call import Recorded, Tape
@@ -32,10 +32,8 @@ from trainkit.core.tape.rows import Layout
 from trainkit.errors import TrainkitError
 
 
-class TapedForward(Replaced):
+class TapedForward(Cut):
     """A module's forward, in chunks of rows that meet at its BatchNorm layers.
-
-    The context that `around` makes is that of the first chunk, of nothing here.
 
     Args:
         module: whose forward is replaced.
@@ -52,7 +50,7 @@ class TapedForward(Replaced):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy shares statistics with no other rank."""
-        return {**vars(self), "ranks": Ranks()}
+        return {**super().__getstate__(), "ranks": Ranks()}
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +61,7 @@ class TapedForward(Replaced):
         if not rows or self.ranks.size == 1 and rows <= (self.sizes.limit or 0):
             return self.original(*args, **kwargs)
         self.was_cut = True
-        if is_transformed():
+        if transform() is not None:
             raise TrainkitError(
                 f"{self.name}: exact BatchNorm cannot run in a transform of "
                 f"torch.func. Use loss.backward()."
@@ -94,13 +92,10 @@ class TapedForward(Replaced):
         tape = Tape(self.name, layout, store, Surroundings([device]))
         recorder = Recorder(tape, ranks)
         args, kwargs = with_tensors(given, recorder.given)
-        with self.around(None, None), recording(recorder):
-            found = self.original(*args, **kwargs)
+        with recording(recorder):
+            _, leaves, build = self.run(args, kwargs, has_cache=True)
         layout.is_over = True
         del args, kwargs
-        fields, build = take_apart(found)
-        leaves = [each.value for each in fields]
-        del found, fields
         slots = [recorder.values.slot_of(each) for each in leaves]
         self._refuse_held(recorder, {each for each in slots if each is not None})
         tape.outputs = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -23,7 +23,7 @@ from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
-from trainkit.lit.inside.refusals import refusing_logs
+from trainkit.lit.inside.refusals import refused_logs
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
@@ -31,14 +31,6 @@ from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 ROWS = 5
 LEAST_SHARE = 0.05
 """A module that holds less of the graph's memory is not worth a second pass."""
-
-
-@dataclass
-class _Called:
-    """The first call of a submodule, and the bytes that its graph has kept."""
-
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    bytes: int = 0
 
 
 def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
@@ -71,12 +63,12 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"it runs training_step on a few rows of the batch, and they cannot be "
             f"cut from {describe(batch)}",
         ) from error
-    guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
-    guards = [] if guard is None else [guard]
+    guard = find_callback(trainer, BatchNormGuard)
+    guards, search = [] if guard is None else [guard], _Search()
     of = trainer, pl_module, windows
-    rehearsal = Rehearsal(*of, callbacks=guards, changes=(watch.begin,))
+    rehearsal = Rehearsal(*of, callbacks=guards, changes=(search.begin,))
     try:
-        with watch:
+        with saved_tensors_hooks(search.pack, lambda tensor: tensor):
             rehearsal.run([own], [few])
     except Exception as error:
         why = "" if isinstance(error, NotMeasured) else "that failed: "
@@ -85,15 +77,16 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"it runs training_step on {len(few)} rows of the batch, and "
             f"{why}{in_one_line(error)}",
         ) from error
-    copied = watch.module.to(pl_module.device)
+    finally:
+        search.end()
+    copied = search.module.to(pl_module.device)
     with catch_warnings(), random_kept(pl_module.device):
         simplefilter("ignore")  # what others say of a few rows is not for the user
-        is_exact = guard is not None and guard.is_exact
-        chooser = _Chooser(copied, watch, is_exact)
-        found = list(chooser.fitting(copied))
+        search.is_exact = guard is not None and guard.is_exact
+        found = list(search.fitting(copied))
     if found:
         return found
-    reasons = list(chooser.reasons.items())[:3]
+    reasons = list(search.reasons.items())[:3]
     said = "; ".join(f"{path}: {reason}" for path, reason in reasons)
     raise TrainkitError(
         f'MicroBatching inside="auto": no submodule of {type(pl_module).__name__} can '
@@ -110,78 +103,59 @@ def _unfit(pl_module: nn.Module, text: str) -> TrainkitError:
     )
 
 
-class _Watch:
-    """Notes the first call of each submodule of a copy, and what its graph keeps."""
+class _Search:
+    """Notes the first call of each submodule of a copy, and what its graph keeps; then
+    tries submodules on these calls. It takes none that leaves tensors in attributes,
+    which would be those of a chunk.
+
+    Attributes:
+        module: the copy.
+        is_exact: whether rows may see each other in BatchNorm.
+        reasons: why a submodule does not fit, by its path.
+    """
 
     def __init__(self) -> None:
         self.module: Any = None
-        self.calls: dict[nn.Module, _Called] = {}
-        self._running: list[_Called] = []
-        self._total = _Called(((), {}))
+        self.is_exact = False
+        self.reasons: dict[str, str] = {}
+        self._calls: dict[nn.Module, tuple[Any, dict[str, Any]]] = {}
+        self._bytes = Counter[nn.Module | None]()  # of None: in all
+        self._running: list[nn.Module | None] = [None]
         self._handles: list[Any] = []
-        self._saved = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def __enter__(self) -> _Watch:
-        self._saved.__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._saved.__exit__(*_)
-        for handle in self._handles:
-            handle.remove()
 
     def begin(self, copied: nn.Module) -> None:
         """Watch the submodules of a copy."""
         self.module = copied
         for module in copied.modules():
-            before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
-            after = module.register_forward_hook(self._end, always_call=True)
+            before = module.register_forward_pre_hook(self._called, with_kwargs=True)
+            after = module.register_forward_hook(self._left, always_call=True)
             self._handles += [before, after]
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        called = self.calls.setdefault(module, _Called((args, kwargs)))
-        self._running.append(called)
+    def end(self) -> None:
+        """Watch them no longer."""
+        for handle in self._handles:
+            handle.remove()
 
-    def _end(self, *_: Any) -> None:
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.setdefault(module, (args, kwargs))
+        self._running.append(module)
+
+    def _left(self, *_: Any) -> None:
         self._running.pop()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        size = tensor.untyped_storage().nbytes()
-        self._total.bytes += size
-        for called in self._running:
-            called.bytes += size
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count what a graph saves for those that run."""
+        for each in self._running:
+            self._bytes[each] += tensor.untyped_storage().nbytes()
         return tensor.detach()  # itself, an output would hold its own graph
-
-    @property
-    def total(self) -> int:
-        """The bytes of all that the graph has kept."""
-        return max(self._total.bytes, 1)
-
-
-@dataclass
-class _Chooser:
-    """Tries submodules on their first calls. It takes none that leaves tensors in
-    attributes, which would be those of a chunk.
-
-    Attributes:
-        pl_module: what trains.
-        watch: has seen these calls.
-        is_exact: whether rows may see each other in BatchNorm.
-        reasons: why a submodule does not fit, by its path.
-    """
-
-    pl_module: Any
-    watch: _Watch
-    is_exact: bool
-    reasons: dict[str, str] = field(default_factory=dict)
 
     def fitting(self, module: nn.Module, path: str = "") -> Iterator[str]:
         """The paths of the outermost submodules that fit, from `module` on."""
-        called, name = self.watch.calls.pop(module, None), path or SELF
-        if called is not None:
-            if called.bytes < LEAST_SHARE * self.watch.total:
+        name = path or SELF
+        if call := self._calls.pop(module, None):
+            if self._bytes[module] < LEAST_SHARE * max(self._bytes[None], 1):
                 return
-            reason = self._reason(module, name, called)
+            reason = self._reason(module, name, *call)
             if not reason:
                 yield name
                 return
@@ -189,17 +163,19 @@ class _Chooser:
         for name, child in module.named_children():
             yield from self.fitting(child, f"{path}.{name}".lstrip("."))
 
-    def _reason(self, module: nn.Module, name: str, called: _Called) -> str:
+    def _reason(
+        self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> str:
         """Why a module is not taken; empty if it is."""
         cut: Any = ChunkedForward(module, name, Sizes(1))
         probe = cut.probe
         if self.is_exact and normalising_by_batch(module):
             cut = probe = TapedForward(module, Sizes(1), Ranks(), name)
-        cut.around = refusing_logs(self.pl_module, module, name)
+        cut.refused = refused_logs(self.module, module, name)
         try:
-            probe(*called.arguments[0], **called.arguments[1])
+            probe(*args, **kwargs)
             cached = _tensors_in(module)
-            probe(*called.arguments[0], **called.arguments[1])
+            probe(*args, **kwargs)
         except Exception as error:
             return in_one_line(error).removeprefix(f"{name}: ").split(". ")[0]
         now = _tensors_in(module)

@@ -22,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
-from trainkit.lit.inside.refusals import refuse_pruned, refusing_logs
+from trainkit.lit.inside.refusals import refuse_pruned, refused_logs
 
 
 class InsideCuts:
@@ -35,6 +35,7 @@ class InsideCuts:
     Attributes:
         cuts: the forwards that run in chunks; none before they were found.
         paths: of the submodules; none before they were found.
+        is_checked: whether a training step has run, and has called them.
     """
 
     def __init__(self, pl_module: Any, options: MicroBatching) -> None:
@@ -42,7 +43,7 @@ class InsideCuts:
         self._sizes = Sizes(options.size)
         self.cuts: list[ChunkedForward | TapedForward] = []
         self.paths: list[str] = []
-        self._is_checked = False
+        self.is_checked = False
         self._ranks: Ranks | None = None
 
     def start(self) -> None:
@@ -62,9 +63,8 @@ class InsideCuts:
     def around_chunks(self, around: Any) -> None:
         """Let each chunk run in a context, made of its call and its rows."""
         for cut in self.cuts:
-            of = self._module, cut.module, cut.name
             if isinstance(cut, ChunkedForward):
-                cut.around = refusing_logs(*of, around)
+                cut.around = around
 
     def stop(self) -> None:
         """Give all submodules their own forward back."""
@@ -94,7 +94,7 @@ class InsideCuts:
             )
         for path in paths:
             cut = self._cut(_submodule(self._module, path), path)
-            cut.around = refusing_logs(self._module, cut.module, path)
+            cut.refused = refused_logs(self._module, cut.module, path)
             cut.install()
             self.cuts.append(cut)
 
@@ -123,9 +123,7 @@ class InsideCuts:
     def check_called(self, batch: Any) -> None:
         """Warn of submodules that the first training step has not called with the rows
         of the batch."""
-        if self._is_checked:
-            return
-        self._is_checked = True
+        self.is_checked = True
         how = self._options.documents
         rows = float(num_samples(batch, how))
         if math.isnan(rows):  # lists of samples do not tell: the loader does

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from trainkit.core.inside.cut import Around
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import pruned_modules
 from trainkit.lit.batch_size.effective import may_be_several
@@ -46,38 +44,23 @@ def refuse_pruned(trainer: Any, module: nn.Module, name: str) -> None:
 LOGS = ("log", "log_dict", "log_exact")
 
 
-def refusing_logs(
-    pl_module: Any, module: nn.Module, name: str, then: Around | None = None
-) -> Around:
-    """Makes the context of a chunk, in which nothing can be logged.
+def refused_logs(
+    pl_module: Any, module: nn.Module, name: str
+) -> list[tuple[nn.Module, str, Callable[..., None]]]:
+    """What stands for the methods that log while a chunk runs.
 
     Args:
         pl_module: what trains.
         module: which runs in chunks.
         name: of it.
-        then: makes another context within.
     """
-    owners = [
-        (vars(each), {log: _refusal(log, name) for log in LOGS if hasattr(each, log)})
+    return [
+        (each, log, _refusal(log, name))
         for each in {pl_module, *module.modules()}
         if hasattr(each, "log") and hasattr(each, "log_dict")
+        for log in LOGS
+        if hasattr(each, log)
     ]
-
-    @contextmanager
-    def around(call: Any, chunk: Any) -> Iterator[None]:
-        before = [(own, {k: own[k] for k in LOGS if k in own}) for own, _ in owners]
-        try:
-            for own, refusals in owners:
-                own.update(refusals)
-            with then(call, chunk) if then is not None else nullcontext():
-                yield
-        finally:
-            for own, held in before:
-                for log in LOGS:
-                    own.pop(log, None)
-                own.update(held)
-
-    return around
 
 
 def _refusal(log: str, name: str) -> Callable[..., None]:

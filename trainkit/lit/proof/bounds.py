@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.core._compat import is_transformed
+from trainkit.core._compat import transform
 
 _FIRST = {F.embedding: "input", F.embedding_bag: "input", F.one_hot: "tensor"}
 _SECOND = {
@@ -43,7 +43,7 @@ def refuse_below_zero(func: Any, args: Any, kwargs: Any) -> None:
     Raises:
         IndexError: as torch itself on the CPU, for most functions.
     """
-    if is_transformed():
+    if transform() is not None:
         return
     for indices, least in _indices_of(func, args, kwargs):
         is_whole = isinstance(indices, Tensor) and not (

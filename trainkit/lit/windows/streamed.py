@@ -68,7 +68,7 @@ class Streamed:
                     said.refuse_unused()
                 elif output is not None:
                     windows.weight = said.take(strategy, self._module, batch)
-        if windows.inside is not None:
+        if windows.inside is not None and not windows.inside.is_checked:
             windows.inside.check_called(batch)
         return output
 
