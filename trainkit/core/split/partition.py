@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -146,8 +147,8 @@ def even_runs(num_rows: int, num_runs: int) -> list[Run]:
     [(0, 4), (4, 7), (7, 10)]
     """
     size, larger = divmod(num_rows, num_runs)
-    ends = [(i + 1) * size + min(i + 1, larger) for i in range(num_runs)]
-    return list(zip([0, *ends], ends, strict=False))
+    sizes = [size + 1] * larger + [size] * (num_runs - larger)
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def width(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> int:
@@ -206,6 +207,21 @@ def first_fit(
         bins[number].append(place)
         rooms[number] -= lengths[place]
     return [sorted(each) for each in bins]
+
+
+def spread(lengths: Sequence[int], size: int | None) -> list[list[int]]:
+    """Documents in as few bins as hold so many each, the longest first, each where it
+    is emptiest.
+
+    >>> spread([5, 3, 4, 2], 2)
+    [[0, 3], [2, 1]]
+    """
+    most = size or len(lengths)
+    bins: list[list[int]] = [[] for _ in range(-(-len(lengths) // most))]
+    for place in longest_first(lengths):
+        free = [each for each in bins if len(each) < most]
+        min(free, key=lambda each: sum(lengths[n] for n in each)).append(place)
+    return bins
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

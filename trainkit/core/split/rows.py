@@ -23,6 +23,9 @@ from trainkit.core.split.partition import Span, width
 from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
 
+MASK = "attention_mask"
+"""The field that tells rows' lengths where nobody names one."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -65,8 +68,9 @@ class Rows:
 
     @property
     def are_alike(self) -> bool:
-        """Whether no cut pads less than another: all have one length, or none."""
-        return all(len(set(group.spans)) <= 1 for group in self.groups)
+        """Whether rows of one length are padded alike, so that no cut pads less."""
+        spans = [group.spans for group in self.groups]
+        return not self.are_joined and all(len(set(each)) <= 1 for each in spans)
 
     @property
     def spans(self) -> list[Sequence[Span]]:
@@ -138,8 +142,8 @@ def marks_of(
     """
     labels, found = _labels(batch, strategy), []
     if not paths and isinstance(batch, Mapping):
-        mask: Any = batch.get("attention_mask")
-        paths = ["attention_mask"] if _is_mask(mask) and mask.ndim == 2 else []
+        mask: Any = batch.get(MASK)
+        paths = [MASK] if _is_mask(mask) and mask.ndim == 2 else []
     for path in paths:
         value = lookup(batch, path)
         if labels is not None and labels.tensor is value:

@@ -65,9 +65,12 @@ class OrderedCallback(Callback):
 
     Attributes:
         order: the lower, the earlier.
+        on_cut: a method that is told into how many micro-batches the loader batch that
+            is about to run was cut, again where it is run again in others; or None.
     """
 
     order: int
+    on_cut: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         return without_module(self)
@@ -82,10 +85,6 @@ class OrderedCallback(Callback):
     @abstractmethod
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         """The callback's rows in the table before training."""
-
-    def on_cut(self, num_micro_batches: int) -> None:
-        """The loader batch that is about to run was cut into so many micro-batches;
-        said again where it is run again in others."""
 
     def on_window_finished(self, trainer: Any, index: int) -> None:
         """`finish_window` has divided the window of an optimizer; what manual
@@ -164,6 +163,7 @@ class WindowOwner(OrderedCallback):
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         batch_is_unfinished: whether the batch under way has begun a backward pass.
         gradients_are_fresh: whether they were zeroed since the last window ended.
+        wants_weights: say in which windows each micro-batch's weight is kept.
     """
 
     order = 1
@@ -196,7 +196,7 @@ class WindowOwner(OrderedCallback):
         self.longest_window = 0
         self.moved_inside: MicroBatching | None = None
         self._step_watches: list[Any] = []
-        self._wants_weights: list[Callable[[int], bool]] = []
+        self.wants_weights: list[Callable[[int], bool]] = []
         self._skipped_before, self._shown = 0, None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,12 +215,12 @@ class WindowOwner(OrderedCallback):
     def keep_weights(self, wanted: Callable[[int], bool]) -> None:
         """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
         `wanted` must answer alike on every rank."""
-        self._wants_weights.append(wanted)
+        self.wants_weights.append(wanted)
 
     def slots_of(self, number: int, accumulator: Accumulator | None = None) -> int:
         """How many single weights of each rank a closing window has room for."""
         accumulator = accumulator or self.accumulators[0]
-        for wants in self._wants_weights:
+        for wants in self.wants_weights:
             if wants(accumulator.num_windows):
                 return number
         return 0

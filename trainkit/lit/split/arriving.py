@@ -15,6 +15,12 @@ from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.refusals import stop_iteration
 
 
+def has_to_travel(trainer: Any, pl_module: Any, *, may_repeat: bool) -> bool:
+    """Whether something is done to micro-batches before they run."""
+    is_host = trainer.strategy.root_device.type == "cpu"
+    return may_repeat or not is_host or not transfers_plainly(trainer, pl_module)
+
+
 class Transfer:
     """Brings micro-batches to the device, with the user's hooks for it.
 
@@ -38,30 +44,10 @@ class Transfer:
         self._device = trainer.strategy.root_device
         self._batch_to_device = trainer.strategy.batch_to_device
         self.is_plain = transfers_plainly(trainer, pl_module)
-        is_host = self._device.type == "cpu"
-        self._is_there = self.is_plain and is_host and not may_repeat
 
-    def arrive(self, current: CutBatch) -> Sequence[Any]:
-        """Bring all micro-batches of a loader batch to the device at once."""
-        current.arrived = list(self._coming(current))
-        return current.arrived
-
-    def each(self, current: CutBatch) -> Iterator[Any]:
+    def coming(self, current: CutBatch) -> Iterator[Any]:
         """Yield the micro-batches of a loader batch on the device, one after another;
-        each is then the one under way."""
-        coming: Any = current.arrived
-        if self._is_there:
-            coming = [part.batch for part in current.parts]
-        elif not coming:
-            coming = self._coming(current)
-        for index, batch in enumerate(coming):
-            current.index, current.batch = index, batch
-            yield batch
-            current.batch = None
-            if current.arrived:
-                current.arrived[index] = None  # it is not needed any more
-
-    def _coming(self, current: CutBatch) -> Iterator[Any]:
+        on a GPU each is copied while the one before computes."""
         numbers = iter(range(len(current.parts)))
 
         def move(batch: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -25,8 +25,7 @@ from trainkit.lit._compat import (
     replaced,
     uncompiled,
 )
-from trainkit.lit.split.micro_batches import CutBatch
-from trainkit.lit.split.outputs import like, weighted_mean
+from trainkit.lit.split.micro_batches import CutBatch, like, weighted_mean
 
 TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
 """The hooks on a batch's way to the device, in which Lightning logs nothing."""
@@ -62,26 +61,17 @@ class HeldLogs:
 
     Args:
         pl_module: whose logs.
+
+    Attributes:
+        log: stands in place of the module's `log`, and of the one that Lightning gives
+            each callback, while a window runs.
+        current: the loader batch that is being run.
     """
 
     def __init__(self, pl_module: Any) -> None:
         self._module, self._has_said_step = pl_module, False
-        self._log = uncompiled(pl_module, self._hold)
-
-    @contextmanager
-    def taken(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Hold what the module logs while a window runs, and what callbacks log by the
-        `log` that Lightning gives each of them."""
-        with ExitStack() as stack:
-            for each in (self._module, *callbacks):
-                stack.enter_context(replaced(each, log=self._log))
-            yield
-
-    def open(self, current: CutBatch) -> None:
-        """Begin a loader batch."""
-        self._current = current
-        # By the hook, the name, and which of several logs of that name it is.
-        self._logged: dict[tuple[str, str, int], list[_Logged]] = {}
+        self.log = uncompiled(pl_module, self._hold)
+        self.current: Any = None
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **options: Any
@@ -90,23 +80,23 @@ class HeldLogs:
         if hook in TRANSFER or not is_loggable(value):  # Lightning refuses it by name
             type(self._module).log(self._module, name, value, *args, **options)
             return
-        current, original = self._current, None
+        current, original = self.current, None
         if current.is_filler:
             return
         if isinstance(value, Tensor):
             original = value.detach() if weight is None else None
             value = value.detach().reshape(()).clone()  # it may be written over
         number, index = 0, current.index  # a name that is logged twice stays two logs
-        while (key := (hook, name, number)) in self._logged:
-            if self._logged[key][-1].index != index:
+        while (key := (hook, name, number)) in current.logged:
+            if current.logged[key][-1].index != index:
                 break
             number += 1
         options |= dict(zip(OPTIONS, args, strict=False))
         logged = _Logged(index, value, original, self._weight(name, weight), options)
-        self._logged.setdefault(key, []).append(logged)
+        current.logged.setdefault(key, []).append(logged)
 
     def _weight(self, name: str, weight: Any) -> Weight | str:
-        current = self._current
+        current = self.current
         if weight is None:
             return next(iter(current.weights))
         if isinstance(weight, AccumulationStrategy):
@@ -122,7 +112,7 @@ class HeldLogs:
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
         """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
-        for several in self._logged.values():
+        for several in self.current.logged.values():
             each = several[-1]
             original, each.original = each.original, None
             for term, tensor in terms.items():
@@ -130,17 +120,20 @@ class HeldLogs:
                     each.weight = term
                     each.is_sum = strategies[term].loss_reduction != "mean"
 
-    def close(self) -> None:
-        """End the loader batch: log each name once, as from its hook."""
-        hooks = [hook for hook, *_ in self._logged]
+    def combine(self) -> None:
+        """Log each name once, as from its hook."""
+        current = self.current
+        hooks = [hook for hook, *_ in current.logged]
         # Hook after hook: Lightning drops an epoch's first logs of one that comes back.
-        in_turn = sorted(self._logged.items(), key=lambda each: hooks.index(each[0][0]))
+        in_turn = sorted(
+            current.logged.items(), key=lambda each: hooks.index(each[0][0])
+        )
         for (hook, name, _), several in in_turn:
             options = several[-1].options
             # By it Lightning weighs a mean over the epoch.
             sizes = [each.options.get("batch_size") for each in several]
             sizes = [size for size in sizes if size is not None]
-            options["batch_size"] = sum(sizes) if sizes else self._current.num_rows
+            options["batch_size"] = sum(sizes) if sizes else current.num_rows
             with as_hook(self._module, hook):
                 self._module.log(name, self._combined(name, several), **options)
 
@@ -160,7 +153,7 @@ class HeldLogs:
             numbers = vector(values, device)
             reduced = {"max": numbers.amax, "min": numbers.amin, "sum": numbers.sum}
             return reduced[kind]().to(dtype)
-        weights = self._current.weights
+        weights = self.current.weights
         return weighted_mean(
             values,
             [
@@ -206,19 +199,21 @@ class WindowMetrics:
     Args:
         pl_module: the module that has the metrics, on its final device.
         num_ranks: how many ranks share a window.
+
+    Attributes:
+        found: the metric objects, by name.
     """
 
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
         self._module, self._has_ranks = pl_module, num_ranks > 1
-        self._patch = ExitStack()
         self._has_said: set[str] = set()
         self.find()
 
     def find(self) -> None:
         """Look for metric objects; a `MetricTracker` makes one for each epoch."""
         modules = self._module.named_modules()
-        self._metrics = {name: m for name, m in modules if isinstance(m, Metric)}
-        for name, metric in self._metrics.items():
+        self.found = {name: m for name, m in modules if isinstance(m, Metric)}
+        for name, metric in self.found.items():
             if self._has_ranks and metric.dist_sync_on_step:
                 raise TrainkitError(
                     f"metric {name}: with dist_sync_on_step=True it waits for the "
@@ -227,23 +222,21 @@ class WindowMetrics:
                     f"all the same."
                 )
 
-    def open(self, current: CutBatch) -> None:
-        """Begin a loader batch."""
-        if len(current.parts) == 1 and not self._has_ranks:
-            return
-        for name, metric in self._metrics.items():
-            if self._has_ranks:  # compute() must not wait for the other ranks
-                alone = replaced(metric, distributed_available_fn=lambda: False)
-                self._patch.enter_context(alone)
-                self._patch.callback(forget_computed, metric)
-            if isinstance(metric, MeanMetric):
-                update = self._weighed(name, metric.update, current)
-                update = uncompiled(self._module, update)
-                self._patch.enter_context(replaced(metric, update=update))
-
-    def close(self) -> None:
-        """End the loader batch."""
-        self._patch.close()
+    @contextmanager
+    def seeing(self, current: CutBatch) -> Iterator[None]:
+        """A context in which the micro-batches of a loader batch run."""
+        with ExitStack() as stack:
+            is_alone = len(current.parts) == 1 and not self._has_ranks
+            for name, metric in () if is_alone else self.found.items():
+                if self._has_ranks:  # compute() must not wait for the other ranks
+                    alone = replaced(metric, distributed_available_fn=lambda: False)
+                    stack.enter_context(alone)
+                    stack.callback(forget_computed, metric)
+                if isinstance(metric, MeanMetric):
+                    update = self._weighed(name, metric.update, current)
+                    update = uncompiled(self._module, update)
+                    stack.enter_context(replaced(metric, update=update))
+            yield
 
     def _weighed(
         self, name: str, update: Callable[..., Any], current: CutBatch

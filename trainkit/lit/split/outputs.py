@@ -1,4 +1,4 @@
-"""What `training_step` returned for micro-batches, put together for a loader batch."""
+"""What `training_step` returned beside its loss, put together for a loader batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from trainkit.core.nested import with_tensors
 from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import terms_of
-from trainkit.core.window import vector
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.micro_batches import CutBatch
+from trainkit.lit.split.micro_batches import CutBatch, weighted_mean
 
 
 def taken_apart(
@@ -32,69 +31,34 @@ def taken_apart(
             )
         beside = {name: value for name, value in output.items() if name != "loss"}
         output, extras = output["loss"], with_tensors(beside, Tensor.detach)
-    terms = terms_of(output, strategies, name="training_step's loss")
-    return dict(terms), extras
+    return dict(terms_of(output, strategies, name="training_step's loss")), extras
 
 
-def value_of(loss: Tensor) -> Tensor:
-    """A loss to report; on a GPU the next step of a CUDA graph overwrites it."""
-    value = loss.detach()
-    return value.clone() if value.is_cuda else value
+def refuse_some_none(batch: CutBatch) -> None:
+    """Refuse None for some of a loader batch's micro-batches, and a loss for others."""
+    number = len(next(iter(batch.losses.values())))
+    raise TrainkitError(
+        f"training_step: it returned None for {batch.num_nothing} micro-batches of "
+        f"a loader batch and a loss for {number}. Return a loss for "
+        f"all, one that weighs nothing where nothing counts, such as "
+        f"0.0 * output.sum(), or None for all."
+    )
 
 
-def as_one(batch: CutBatch, strategies: Strategies) -> Any:
-    """What `training_step` would have returned for the whole loader batch.
+def put_together(batch: CutBatch) -> dict[str, Any]:
+    """What was returned beside the losses of a loader batch's micro-batches.
 
-    None if it returned None for all micro-batches. Of what it returns beside the loss,
-    a value with one entry for each row is put into the loader batch's order. Single
+    A value with one entry for each row is put into the loader batch's order. Single
     floating numbers become their mean, weighed as the loss is; a text, a bool or None
     that is equal in all stays. Anything else, such as an int, which may be a count of
     rows, or logits of micro-batches of unlike widths, becomes a list with the values of
     all micro-batches, in the order in which they ran.
-
-    Args:
-        batch: the loader batch, of which all micro-batches have run.
-        strategies: weigh the terms of the loss.
     """
-    if not batch.extras:
-        return None
-    if batch.num_nothing:
-        raise TrainkitError(
-            f"training_step: it returned None for {batch.num_nothing} micro-batches of "
-            f"a loader batch and a loss for {len(batch.extras)}. Return a loss for "
-            f"all, one that weighs nothing where nothing counts, such as "
-            f"0.0 * output.sum(), or None for all."
-        )
-    terms = []
-    for name, losses in batch.terms.items():
-        if strategies[name].loss_reduction != "mean":
-            terms.append(torch.stack(losses).sum())
-        elif len(losses) == 1:
-            terms += losses
-        else:
-            terms.append(weighted_mean(losses, batch.weights[name][: len(losses)]))
-    loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-    extras = [each for each in batch.extras if each is not None]
-    if not extras:
-        return loss
-    rows = [each.rows for each in batch.parts[: batch.num_counting]]
-    return {"loss": loss, **put_together(extras, rows, batch.leading[: len(rows)])}
-
-
-def put_together(
-    extras: Sequence[Mapping[str, Any]],
-    rows: Sequence[Sequence[int]],
-    weights: Sequence[Weight],
-) -> dict[str, Any]:
-    """The extras of a window's micro-batches as those of one batch, as `as_one` says.
-
-    Args:
-        extras: what each micro-batch returned.
-        rows: its rows of the loader batch.
-        weights: its weight.
-    """
+    extras = batch.extras
     if len(extras) == 1:
         return dict(extras[0])
+    rows = [each.rows for each in batch.parts[: batch.num_counting]]
+    weights = batch.leading[: len(rows)]
     names = dict.fromkeys(name for each in extras for name in each)
     return {
         name: _joined([each.get(name) for each in extras], rows, weights)
@@ -129,28 +93,3 @@ def _joined(
         return whole
     index = torch.tensor(places, pin_memory=whole.is_cuda)
     return whole[index.to(whole.device, non_blocking=True)]
-
-
-def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
-    """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
-    nothing may be NaN. If all weigh nothing, they count alike."""
-    device, dtype = like(values)
-    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
-        # Plain numbers: one tensor operation costs more than all of this.
-        weights = weights if sum(weights) else [1] * len(values)
-        pairs = zip(weights, values, strict=True)
-        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
-        return torch.tensor(mean, dtype=dtype)
-    numbers, by = vector(values, device), vector(weights, device)
-    total = by.sum()
-    mean = numbers.where(by != 0, 0.0).dot(by) / total  # NaN * 0 is NaN
-    return torch.where(total == 0, numbers.mean(), mean).to(dtype)
-
-
-def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
-    """The device and the floating dtype for what is computed of several values."""
-    default = torch.get_default_dtype()
-    for each in values:
-        if isinstance(each, Tensor):
-            return each.device, each.dtype if each.is_floating_point() else default
-    return torch.device("cpu"), default

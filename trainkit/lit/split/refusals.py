@@ -159,7 +159,9 @@ def stop_iteration(where: str) -> TrainkitError:
     )
 
 
-def add_note(error: Exception, loader_batch: Any, current: Any) -> None:
+def add_note(
+    error: Exception, loader_batch: Any, current: Any, *, is_trimmed: bool
+) -> None:
     """Add a note to an error of the user's code: what the code got, and which option
     changes that.
 
@@ -170,14 +172,14 @@ def add_note(error: Exception, loader_batch: Any, current: Any) -> None:
     if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
         return
     try:
-        text = _note(loader_batch, current)
+        text = _note(loader_batch, current, is_trimmed=is_trimmed)
     except Exception:  # a batch of the user's own class may raise anything
         return
     if text:
         write(text)
 
 
-def _note(loader_batch: Any, current: Any) -> str:
+def _note(loader_batch: Any, current: Any, *, is_trimmed: bool) -> str:
     part, number = current.parts[current.index], len(current.parts)
     shape, rows = describe(part.batch), ", ".join(map(str, part.rows[:MOST_SHOWN]))
     if number == 1 and shape == describe(loader_batch):
@@ -189,7 +191,7 @@ def _note(loader_batch: Any, current: Any) -> str:
         f"rows: {shape}. MicroBatching(shared=...) names what every micro-batch is to "
         f"get whole."
     )
-    if not current.trims:
+    if not is_trimmed:
         return note
     return (
         f"{note} Columns that are only padding in it were left out: trim=False keeps "
