@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.core.document_fields import KNOWN
-from trainkit.core.documents import documents_option, find_flattened
+from trainkit.core.documents import Documents, documents_option, find_flattened
 from trainkit.core.nested import Field, describe, lookup
 from trainkit.core.samples import length_of_tensors
 from trainkit.core.split.flattening import Flattened
@@ -95,25 +95,34 @@ class Cutter:
             rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
             fields = [Field("", samples)]
             return Layout(fields, lambda values: collate(next(values)), [()], rows)
-        whole = [lookup(batch, path) for path in options.shared]
+        whole, length, documents = self._look(batch)
+        if documents is not None:
+            return Flattened.read([batch], [documents], whole)
+        return self._reader.read(batch, whole, length)
+
+    def _look(self, batch: Any) -> tuple[list[Any], int | None, Documents | None]:
+        """The values that every micro-batch gets whole, the one length of the tensors,
+        if they are plain, and the documents, if these are cut."""
+        whole = [lookup(batch, path) for path in self._options.shared]
         length = length_of_tensors(batch)
         # Nearly every batch holds nothing but tensors, none of which has such a name.
         is_plain = length is not None and KNOWN.isdisjoint(
             batch if isinstance(batch, dict) else ()
         )
-        if not is_plain or self._documents != "auto":
-            documents = find_flattened(batch, self._documents)
-            if documents is not None:
-                return Flattened.read([batch], [documents], whole)
-        return self._reader.read(batch, whole, length)
+        if is_plain and self._documents == "auto":
+            return whole, length, None
+        return whole, length, find_flattened(batch, self._documents)
 
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
-        rows = self.read(batch).rows
-        if self._options.collate is not None or not rows.groups:
+        if self._options.collate is not None:
             return None
-        return rows != rows.untrimmed()
+        whole, length, documents = self._look(batch)
+        if documents is not None:
+            return False
+        rows = self._reader.rows(batch, set(map(id, whole)), length)
+        return rows != rows.untrimmed() if rows.groups else None
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one, in their order.

@@ -126,7 +126,7 @@ class LayoutReader:
             TrainkitError: its number of rows is unclear; the text shows its structure.
         """
         shared = set(map(id, whole))
-        rows = self._rows(batch, shared, length)
+        rows = self.rows(batch, shared, length)
         widths = {}
         for place, group in enumerate(rows.groups):
             widths[group.padded_length] = place
@@ -150,8 +150,14 @@ class LayoutReader:
         layout = Layout(fields, build, trims, rows)
         return layout if self._options.trim else layout.untrimmed()
 
-    def _rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
-        """How many rows a batch has, and how long they are."""
+    def rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
+        """How many rows a batch has, and how long they are.
+
+        Args:
+            batch: any nesting of tensors.
+            shared: the identities of what every micro-batch gets whole.
+            length: the one that all of its tensors share, if that is known.
+        """
         strategy, marks = self._strategy, []
         if self._has_marks or isinstance(batch, Mapping) and MASK in batch:
             marks = marks_of(batch, self._options.length_paths, strategy)
@@ -163,9 +169,11 @@ class LayoutReader:
             number = _rows_of(batch, shared)
         else:
             number = length
+        if not marks:
+            return Rows(number)
         if self._options.lengths is None:
             marks = [each for each in marks if len(each.counts) == number]
-        return Rows(number, groups_of(batch, marks, number) if marks else ())
+        return Rows(number, groups_of(batch, marks, number))
 
     def _is_whole(
         self, path: str, value: Any, rows: Rows, shared: Collection[int]

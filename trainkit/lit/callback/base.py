@@ -65,7 +65,7 @@ class OrderedCallback(Callback):
 
     Attributes:
         order: the lower, the earlier.
-        on_cut: a method that is told into how many micro-batches the loader batch that
+        on_cut: a method that hears into how many micro-batches the loader batch that
             is about to run was cut, again where it is run again in others; or None.
     """
 

@@ -9,16 +9,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from trainkit.core.division import weights_by_term
 from trainkit.core.nested import tensors, with_tensors
+from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import as_hook, transfers_plainly
 from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.refusals import stop_iteration
-
-
-def has_to_travel(trainer: Any, pl_module: Any, *, may_repeat: bool) -> bool:
-    """Whether something is done to micro-batches before they run."""
-    is_host = trainer.strategy.root_device.type == "cpu"
-    return may_repeat or not is_host or not transfers_plainly(trainer, pl_module)
 
 
 class Transfer:
@@ -31,30 +27,48 @@ class Transfer:
     Args:
         trainer: in `fit`.
         pl_module: the module that trains.
+        strategies: weigh micro-batches.
         may_repeat: whether the loader batch may be needed again. Then tensors that are
             on the device already are copied: micro-batches are views of the loader
             batch, and a training step may write into its batch.
 
     Attributes:
         is_plain: whether nobody has such a hook.
+        is_needed: whether something is done to micro-batches before they run.
     """
 
-    def __init__(self, trainer: Any, pl_module: Any, *, may_repeat: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        strategies: Strategies,
+        *,
+        may_repeat: bool,
+    ) -> None:
         self._module, self._may_repeat = pl_module, may_repeat
+        self._strategies = strategies
         self._device = trainer.strategy.root_device
         self._batch_to_device = trainer.strategy.batch_to_device
         self.is_plain = transfers_plainly(trainer, pl_module)
+        is_host = self._device.type == "cpu"
+        self.is_needed = may_repeat or not is_host or not self.is_plain
 
-    def coming(self, current: CutBatch) -> Iterator[Any]:
-        """Yield the micro-batches of a loader batch on the device, one after another;
-        on a GPU each is copied while the one before computes."""
+    def bring(self, current: CutBatch) -> Iterator[Any]:
+        """The micro-batches of a loader batch on the device, one after another."""
         numbers = iter(range(len(current.parts)))
 
         def move(batch: Any) -> Any:
             current.index = next(numbers)
             return self._moved(batch)
 
-        return moved([part.batch for part in current.parts], move, self._device)
+        coming = moved([part.batch for part in current.parts], move, self._device)
+        if self.is_plain or current.are_said:
+            return coming
+        arrived, number = list(coming), current.num_counting
+        weights = weights_by_term(self._strategies, arrived[:number])
+        for term, each in weights.items():
+            current.weights[term][:number] = each
+        return (arrived.pop(0) for _ in current.parts)  # each is let go in its turn
 
     def _moved(self, batch: Any) -> Any:
         if self._may_repeat:

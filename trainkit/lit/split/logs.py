@@ -86,14 +86,15 @@ class HeldLogs:
         if isinstance(value, Tensor):
             original = value.detach() if weight is None else None
             value = value.detach().reshape(()).clone()  # it may be written over
-        number, index = 0, current.index  # a name that is logged twice stays two logs
-        while (key := (hook, name, number)) in current.logged:
-            if current.logged[key][-1].index != index:
-                break
-            number += 1
         options |= dict(zip(OPTIONS, args, strict=False))
-        logged = _Logged(index, value, original, self._weight(name, weight), options)
-        current.logged.setdefault(key, []).append(logged)
+        weight = self._weight(name, weight)
+        logged = _Logged(current.index, value, original, weight, options)
+        # Several logs of one name in a micro-batch stay several.
+        logs = current.logged.setdefault(hook, {}).setdefault(name, [])
+        number = [each[-1].index for each in logs].count(logged.index)
+        if number == len(logs):
+            logs.append([])
+        logs[number].append(logged)
 
     def _weight(self, name: str, weight: Any) -> Weight | str:
         current = self.current
@@ -112,7 +113,7 @@ class HeldLogs:
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
         """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
-        for several in self.current.logged.values():
+        for _, _, several in self._all():
             each = several[-1]
             original, each.original = each.original, None
             for term, tensor in terms.items():
@@ -120,20 +121,21 @@ class HeldLogs:
                     each.weight = term
                     each.is_sum = strategies[term].loss_reduction != "mean"
 
+    def _all(self) -> Iterator[tuple[str, str, list[_Logged]]]:
+        """The logs of the loader batch, hook after hook: Lightning drops an epoch's
+        first logs of one that comes back."""
+        for hook, by_name in self.current.logged.items():
+            for name, logs in by_name.items():
+                yield from ((hook, name, several) for several in logs)
+
     def combine(self) -> None:
         """Log each name once, as from its hook."""
-        current = self.current
-        hooks = [hook for hook, *_ in current.logged]
-        # Hook after hook: Lightning drops an epoch's first logs of one that comes back.
-        in_turn = sorted(
-            current.logged.items(), key=lambda each: hooks.index(each[0][0])
-        )
-        for (hook, name, _), several in in_turn:
+        for hook, name, several in self._all():
             options = several[-1].options
             # By it Lightning weighs a mean over the epoch.
             sizes = [each.options.get("batch_size") for each in several]
             sizes = [size for size in sizes if size is not None]
-            options["batch_size"] = sum(sizes) if sizes else current.num_rows
+            options["batch_size"] = sum(sizes) if sizes else self.current.num_rows
             with as_hook(self._module, hook):
                 self._module.log(name, self._combined(name, several), **options)
 

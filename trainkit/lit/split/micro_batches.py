@@ -13,17 +13,17 @@ from torch import Tensor
 
 from trainkit.core.division import weights_by_term
 from trainkit.core.documents import count_documents, documents_option
-from trainkit.core.nested import describe, is_array
+from trainkit.core.nested import is_array
 from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.shapes import nothing_of, shapes_of
-from trainkit.core.strategies import Strategies, Uniform, Weight
+from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import ONE, leading, telling_lengths
 from trainkit.core.window import quotient, vector
-from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
+from trainkit.lit.split.refusals import refuse_other_weights, refuse_shapes_that_count
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CutBatch:
         losses: for each term, the losses so far.
         extras: what was returned beside losses.
         num_nothing: how many micro-batches returned None.
-        logged: the values that they have logged, as `HeldLogs` sorts them.
+        logged: by hook and name the logs, each the values of all micro-batches.
     """
 
     parts: list[MicroBatch]
@@ -57,7 +57,7 @@ class CutBatch:
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     extras: list[dict[str, Any]] = field(default_factory=list)
     num_nothing: int = 0
-    logged: dict[tuple[str, str, int], list[Any]] = field(default_factory=dict)
+    logged: dict[str, dict[str, list[list[Any]]]] = field(default_factory=dict)
 
     @property
     def is_filler(self) -> bool:
@@ -158,7 +158,7 @@ class MicroBatches:
         self._limit = None if sizes is None else sizes.limit_for
         self.are_said = says_weights(strategies)
         self._weighs = weighs and not self.are_said
-        self._has_said_too_long = self._is_verified = False
+        self._has_said_too_long = self._is_first_over = False
         of_lengths = telling_lengths(strategies)
         self.cutter = Cutter(options, of_lengths, nothing_of(strategies))
         self._weighs_samples = counts_rows(leading(strategies))
@@ -194,13 +194,28 @@ class MicroBatches:
             parts = parts + parts[-1:] * missing
         current = CutBatch(parts, number, weights, self.are_said, num_cuts)
         if self._may_count_fillers:
-            self._refuse_fillers_that_count(batch, parts[:number])
-        if not self._is_verified:
-            self._is_verified = True
-            if self._weighs:
-                self._verify(batch, weights)
-            self._say_shared(batch)
+            refuse_shapes_that_count(self._strategies, parts[:number])
+            # Loader batches may fill their shapes for a while, but documents seldom.
+            has_some = any(each.num_fillers for each in parts)
+            is_last = has_some or self.cutter.read(batch).rows.are_joined
+            self._may_count_fillers = not is_last
+        if not self._is_first_over:
+            self._look_at_first(batch, weights)
         return current
+
+    def _look_at_first(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
+        """Check the weights of the first loader batch, and say what every micro-batch
+        gets whole since it is not as long as the batch, and nobody has named it."""
+        self._is_first_over = True
+        # A list of samples has no weight before it is collated.
+        if self._weighs and self._options.collate is None:
+            refuse_other_weights(self._strategies, batch, weights)
+        named = set(map(str, self._options.shared))
+        fields = [e for e in self.cutter.read(batch).shared if is_array(e.value)]
+        shared = [repr(each.path) for each in fields if each.path not in named]
+        if shared and self._trainer.is_global_zero:
+            row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
+            say(self._trainer, row)
 
     def counts(self, batch: Any, current: CutBatch) -> dict[str, Weight]:
         """The arguments of `Window.count`: tokens, padding among them, samples."""
@@ -220,55 +235,6 @@ class MicroBatches:
                 samples += number if found is None else int(found)
         tokens = 0 if padded == rows else padded  # equal: rows have no lengths
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
-
-    def _refuse_fillers_that_count(
-        self, batch: Any, parts: Sequence[MicroBatch]
-    ) -> None:
-        """Refuse a strategy that counts what fills, before a step with such a row."""
-        for strategy in self._strategies.values():
-            for each in parts:
-                filled, bare = map(strategy.weight, (each.batch, each.bare))
-                if not math.isclose(float(filled), float(bare), rel_tol=1e-9):
-                    raise TrainkitError(
-                        f"MicroBatching shapes: rows and columns that fill a "
-                        f"micro-batch must weigh nothing under "
-                        f"{type(strategy).__name__}, and a micro-batch weighs "
-                        f"{float(filled):g} with them, {float(bare):g} without. "
-                        f"training_step's mean would count them as well. Use "
-                        f"PerToken(), or PerSample(mask='weights') with a weight for "
-                        f"each row, by which the loss is a weighted mean; or leave "
-                        f"shapes out."
-                    )
-        # Loader batches may fill their shapes for a while, but documents seldom.
-        has_some = any(each.num_fillers for each in parts)
-        is_last = has_some or self.cutter.read(batch).rows.are_joined
-        self._may_count_fillers = not is_last
-
-    def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
-        """Refuse weights of the parts that do not add up to the loader batch's. A list
-        of samples has no weight before it is collated."""
-        for term, strategy in self._strategies.items():
-            if isinstance(strategy, Uniform) or self._options.collate is not None:
-                continue
-            in_parts = sum(map(float, weights[term]))
-            in_all = float(strategy.weight(batch))
-            if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
-                raise TrainkitError(
-                    f"{type(strategy).__name__}: what micro-batches weigh must add up "
-                    f"to what their batch weighs, and {len(weights[term])} of them "
-                    f"weigh {in_parts:g} together, the batch {in_all:g}. The batch is "
-                    f"{describe(batch)}. Let weight() return a sum over rows."
-                )
-
-    def _say_shared(self, batch: Any) -> None:
-        """Say once what every micro-batch gets whole, since it is not as long as the
-        batch has rows, and nobody has named it."""
-        named = set(map(str, self._options.shared))
-        fields = [e for e in self.cutter.read(batch).shared if is_array(e.value)]
-        shared = [repr(each.path) for each in fields if each.path not in named]
-        if shared and self._trainer.is_global_zero:
-            row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
-            say(self._trainer, row)
 
     def _say_too_long(self, longest: int) -> None:
         if not self._has_said_too_long:

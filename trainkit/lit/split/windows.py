@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.division import weights_by_term
 from trainkit.core.gradients import parameters_of
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import MicroBatch
@@ -29,7 +27,7 @@ from trainkit.lit.callback.base import (
     window_ends,
 )
 from trainkit.lit.split import refusals
-from trainkit.lit.split.arriving import Transfer, has_to_travel
+from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.auto import AutoSizes, Hosts
 from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
@@ -92,8 +90,8 @@ class Split:
         self.sizes: AutoSizes | None = None
         if is_auto := options.is_auto:
             refusals.refuse_auto(trainer, self._ranks, run_alike=run_alike)
-            device = trainer.strategy.root_device
-            self.sizes = AutoSizes(options.start, found, Hosts(self._ranks), device)
+            backend = trainer.strategy
+            self.sizes = AutoSizes(options.start, found, self._ranks, backend)
         # In windows that may run again gradients stay on their ranks in all passes.
         self._is_apart = is_auto and self._ranks.backend_sums
         self.current: CutBatch | None = None
@@ -102,13 +100,12 @@ class Split:
         self.trims: bool | None = may_trim if options.trim else False
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, self._ranks.size)
-        self._transfer: Transfer | None = None
-        if has_to_travel(trainer, pl_module, may_repeat=is_auto):
-            self._transfer = Transfer(trainer, pl_module, may_repeat=is_auto)
-        weighs = self._transfer is None or self._transfer.is_plain
+        self._transfer = Transfer(trainer, pl_module, strategies, may_repeat=is_auto)
         of = options, trainer, strategies, self.sizes
         hosts = Hosts(self._ranks) if run_alike else None
+        weighs = self._transfer.is_plain
         self._micro_batches = MicroBatches(*of, hosts, weighs=weighs)
+        self._cutter = self._micro_batches.cutter
         self._plain: Any = trainer.strategy.training_step, trainer.strategy.backward
         self._batch_to_device = trainer.strategy.batch_to_device
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
@@ -150,7 +147,7 @@ class Split:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         try:
-            return self._micro_batches.cutter.has_padding(batch)
+            return self._cutter.has_padding(batch)
         except TrainkitError:  # a hook may add what is missing before it is cut
             return False
 
@@ -158,10 +155,9 @@ class Split:
         """Whether a size was asked for, and a loader batch has no more rows."""
         size = self._options.size
         try:
-            rows = self._micro_batches.cutter.read(batch).rows
+            return size is not None and self._cutter.read(batch).rows.num_rows <= size
         except TrainkitError:
             return False
-        return isinstance(size, int) and rows.num_rows <= size
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -214,7 +210,11 @@ class Split:
         num_cuts = 1 if has_pool else size
         self._own = parameters_of(trainer.optimizers[0])
         if accumulator.window.is_open and (self._is_complete or num_cuts == 1):
-            self._drop_unstepped()
+            # The module's `optimizer_step` has left the step of a complete window out,
+            # and Lightning zeroes its gradients now.
+            held = accumulator.drop()
+            if self._ranks.index == 0:
+                say_dropped(held)
         self._is_complete = False
         if not accumulator.window.is_open:
             self.num_loader_batches = 0
@@ -228,33 +228,26 @@ class Split:
                 return torch.zeros((), device=trainer.strategy.root_device)
             pool = [*self._pools.waiting, batch]
             self.num_loader_batches = len(pool)
-            batch = self._micro_batches.cutter.join(pool)
-        of = batch, args, kwargs, num_cuts
-        apart = self._apart(closes=closes) if self._is_apart else NOTHING
+            batch = self._cutter.join(pool)
+        sizes, apart = self.sizes, NOTHING
+        if sizes is not None and self._is_apart:
+            opens = not accumulator.window.is_open
+            apart = sizes.apart(opens=opens, closes=closes)
+        attempt = partial(self._attempt, batch, args, kwargs, num_cuts, is_forward_only)
         try:
             with self._holding_logs(), apart:
-                if is_forward_only or self.sizes is None:
-                    self._attempt(*of, is_forward_only=is_forward_only)
+                if sizes is None or is_forward_only:
+                    attempt()
                 else:
                     wide = accumulator.gradients.wide
                     held = self._own if wide is None else [*self._own, *wide.stand_ins]
-                    attempt = partial(self._attempt, *of)
-                    self.sizes.run(
-                        attempt, self._module, accumulator, held, self._forget
-                    )
+                    sizes.run(attempt, self._module, accumulator, held, self._forget)
             self._is_complete = closes
             found = self._end()
             self._pools.waiting = []
             return found
         finally:
-            self.current = None
-
-    def _drop_unstepped(self) -> None:
-        """Drop a complete window whose step the module's `optimizer_step` has left out;
-        Lightning zeroes its gradients now."""
-        held = self._accumulator.drop()
-        if self._ranks.index == 0:
-            say_dropped(held)
+            self.current = self._logs.current = None
 
     @contextmanager
     def _holding_logs(self) -> Iterator[None]:
@@ -274,24 +267,11 @@ class Split:
                     vars(each)["log"] = log
 
     def _attempt(
-        self,
-        batch: Any,
-        args: Any,
-        kwargs: Any,
-        num_cuts: int,
-        *,
-        is_forward_only: bool = False,
+        self, batch: Any, args: Any, kwargs: Any, num_cuts: int, is_forward_only: bool
     ) -> None:
-        """Cut a loader batch, and run all its micro-batches.
-
-        Args:
-            batch: the loader batch, or several as one.
-            args: further arguments of `training_step`.
-            kwargs: and those by name.
-            num_cuts: how often something is cut for one step.
-            is_forward_only: whether there are no backward passes.
-        """
-        trainer, transfer = self._trainer, self._transfer
+        """Cut a loader batch, and run all its micro-batches, with these further
+        arguments of `training_step`."""
+        trainer = self._trainer
         trim = bool(self.trims) or self._options.shapes is not None
         current = self._micro_batches.of(batch, num_cuts, trim=trim)
         current.is_forward_only = is_forward_only
@@ -302,10 +282,8 @@ class Split:
         try:
             try:
                 coming: Iterable[Any] = [part.batch for part in current.parts]
-                if transfer is not None:
-                    coming = transfer.coming(current)
-                    if not transfer.is_plain and not current.are_said:
-                        coming = self._weighed_on_arrival(current, coming)
+                if self._transfer.is_needed:
+                    coming = self._transfer.bring(current)
             finally:  # in it ranks exchange, also one whose memory has run out
                 if not is_forward_only:
                     self._announce(batch, current)
@@ -318,17 +296,6 @@ class Split:
         except Exception as error:
             refusals.add_note(error, batch, current, is_trimmed=trim)
             raise
-
-    def _weighed_on_arrival(
-        self, current: CutBatch, coming: Iterable[Any]
-    ) -> Iterator[Any]:
-        """The micro-batches once all of them have arrived, and are weighed; each is let
-        go before the next one runs."""
-        arrived, number = list(coming), current.num_counting
-        weights = weights_by_term(self._accumulator.strategies, arrived[:number])
-        for term, each in weights.items():
-            current.weights[term][:number] = each
-        return (arrived.pop(0) for _ in current.parts)
 
     def _announce(self, batch: Any, current: CutBatch) -> None:
         """Tell the accumulator and other callbacks what comes, so that ranks begin to
@@ -380,10 +347,9 @@ class Split:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window of an optimizer or of parameters; returns its numbers, and
         how many loader batches it had on all ranks."""
-        slots = 0
-        windows = self._windows  # if nobody asks, the host does not wait for the ranks
+        slots, windows = 0, self._windows
         if windows.wants_weights and windows.slots_of(1):
-            if accumulator.told is not None:
+            if accumulator.told is not None:  # the host waits for the other ranks
                 slots = accumulator.told.most_micro_batches()
             elif self._ranks.size == 1:  # else ranks do not know each other's numbers
                 slots = accumulator.num_micro_batches
@@ -445,15 +411,3 @@ class Split:
         expected = current.num_expected
         accumulator.weigh(loss, weight, value=value, expected=expected)
         return loss
-
-    @contextmanager
-    def _apart(self, *, closes: bool) -> Iterator[None]:
-        """A context in which no forward or backward pass of DDP waits for other ranks;
-        `closes`: whether the window closes in it."""
-        ddp = self._ranks.ddp
-        if ddp is not None and not self._accumulator.is_open:
-            send_forward_messages(ddp)
-        with self._block():
-            yield
-        if ddp is not None and closes:
-            owe_forward_messages(ddp)

@@ -30,10 +30,13 @@ from trainkit.lit.proof.start import first_batches
 from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
-from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.pools import Pools, num_cuts
-from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
+from trainkit.lit.split.refusals import (
+    refuse_fillers_that_count,
+    refuse_several_terms,
+    refuse_wrong_type,
+)
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.step_watch import (
