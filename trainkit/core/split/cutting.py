@@ -10,19 +10,19 @@ from trainkit.core.document_fields import KNOWN
 from trainkit.core.documents import Documents, documents_option, find_flattened
 from trainkit.core.nested import Field, describe, lookup
 from trainkit.core.samples import length_of_tensors
-from trainkit.core.split.flattening import Flattened
-from trainkit.core.split.joining import joined
-from trainkit.core.split.layout import Layout, LayoutReader
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import even_runs, first_fit, partition, spread
-from trainkit.core.split.rows import Rows, rows_of_samples
-from trainkit.core.split.shapes import (
+from trainkit.core.split.filling import (
     Nothing,
     filled,
+    joined,
     nothing_in,
     parts_in_shapes,
     shape_for,
 )
+from trainkit.core.split.flattening import Flattened
+from trainkit.core.split.layout import Layout, LayoutReader
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.partition import even_runs, first_fit, partition, spread
+from trainkit.core.split.rows import Rows, rows_of_samples
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 

@@ -49,7 +49,10 @@ def cut_lengths(
     num_rows, first, least, begin = len(lengths), 0, 0.0, [0]
     slopes = np.array([each + attention * each**2 for each in lengths], dtype=float)
     fixed = np.empty(num_rows)  # a line's value at row 0
-    ends = [i + most_rows(n, size, tokens, num_rows) for i, n in enumerate(lengths)]
+    ends, most = list[int](), size or num_rows
+    for start, length in enumerate(lengths):
+        fit = most if tokens is None else min(most, tokens // length)
+        ends.append(start + max(1, fit))  # a row that exceeds the budget is alone
     for start in range(num_rows):
         stop = start + 1
         fixed[start] = least + overhead - start * slopes[start]
@@ -169,15 +172,6 @@ def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Sp
     starts = [min([group[row][0] for row in rows]) for group in groups]
     stops = [max([group[row][1] for row in rows]) for group in groups]
     return list(zip(starts, stops, strict=True))
-
-
-def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
-    """How many rows of one length a run may have, at least 1."""
-    if size is not None:
-        most = min(most, size)
-    if tokens is not None:
-        most = min(most, tokens // length)
-    return max(1, most)
 
 
 def first_fit(

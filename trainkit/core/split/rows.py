@@ -63,10 +63,6 @@ class Rows:
     are_joined: bool = False
 
     @property
-    def has_lengths(self) -> bool:
-        return bool(self.groups) and self.num_rows > 0
-
-    @property
     def are_alike(self) -> bool:
         """Whether rows of one length are padded alike, so that no cut pads less."""
         spans = [group.spans for group in self.groups]
@@ -83,7 +79,7 @@ class Rows:
 
     def padded_of(self, rows: Sequence[int]) -> int:
         """How many tokens a micro-batch of these rows computes."""
-        if not self.has_lengths or not rows:
+        if not self.groups or not rows:
             return len(rows)
         if self.are_joined:
             return self.real_of(rows)
@@ -91,7 +87,7 @@ class Rows:
 
     def real_of(self, rows: Sequence[int]) -> int:
         """How many tokens of these rows are not padding."""
-        if not self.has_lengths:
+        if not self.groups:
             return len(rows)
         spans = [group.spans[row] for group in self.groups for row in rows]
         return sum([stop - start for start, stop in spans])

@@ -91,8 +91,8 @@ class AutoSizes:
         if self.search.limit is None:
             (whole,) = map(int, self._hosts.largest([whole]))
         size = self.shown = self.search.begin(whole)
-        self._unit, self._since = "tokens" if rows.has_lengths else "rows", self._now()
-        return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
+        self._unit, self._since = "tokens" if rows.groups else "rows", self._now()
+        return Limit(tokens=size) if rows.groups else Limit(size=size)
 
     def run(
         self,

@@ -15,11 +15,12 @@ from trainkit.core.division import weights_by_term
 from trainkit.core.documents import count_documents, documents_option
 from trainkit.core.nested import is_array
 from trainkit.core.split.cutting import Cutter, MicroBatch
+from trainkit.core.split.filling import nothing_of, shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.shapes import nothing_of, shapes_of
 from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import ONE, leading, telling_lengths
 from trainkit.core.window import quotient, vector
+from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
@@ -112,6 +113,13 @@ class CutBatch:
         """The loss of the loader batch as one batch."""
         found: Tensor | None = None
         for name, losses in self.losses.items():
+            if self.num_nothing:
+                raise TrainkitError(
+                    f"training_step: it returned None for {self.num_nothing} "
+                    f"micro-batches of a loader batch and a loss for {len(losses)}. "
+                    f"Return a loss for all, one that weighs nothing where nothing "
+                    f"counts, such as 0.0 * output.sum(), or None for all."
+                )
             if strategies[name].loss_reduction != "mean":
                 term = torch.stack(losses).sum()
             elif len(losses) == 1:

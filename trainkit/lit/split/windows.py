@@ -16,7 +16,6 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window import WindowStats
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
@@ -29,9 +28,13 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
-from trainkit.lit.split.outputs import put_together, refuse_some_none, taken_apart
+from trainkit.lit.split.outputs import (
+    HeldLogs,
+    WindowMetrics,
+    put_together,
+    taken_apart,
+)
 from trainkit.lit.split.pools import Pools
 
 KEPT = ("num_loader_batches", "sizes", "trims", "_options")
@@ -63,6 +66,7 @@ class Split:
         found: the size that an earlier run has found, as `state_dict` gives it.
 
     Attributes:
+        cutter: cuts loader batches.
         sizes: find the limit for micro-batches, for `"auto"`.
         current: the loader batch that is being run, if one is.
         num_loader_batches: how many loader batches the open window has on this rank.
@@ -105,7 +109,7 @@ class Split:
         hosts = Hosts(self._ranks) if run_alike else None
         weighs = self._transfer.is_plain
         self._micro_batches = MicroBatches(*of, hosts, weighs=weighs)
-        self._cutter = self._micro_batches.cutter
+        self.cutter = self._micro_batches.cutter
         self._plain: Any = trainer.strategy.training_step, trainer.strategy.backward
         self._batch_to_device = trainer.strategy.batch_to_device
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
@@ -142,22 +146,6 @@ class Split:
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
         return None if self.sizes is None else self.sizes.search.state_dict()
-
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        try:
-            return self._cutter.has_padding(batch)
-        except TrainkitError:  # a hook may add what is missing before it is cut
-            return False
-
-    def is_one_micro_batch(self, batch: Any) -> bool:
-        """Whether a size was asked for, and a loader batch has no more rows."""
-        size = self._options.size
-        try:
-            return size is not None and self._cutter.read(batch).rows.num_rows <= size
-        except TrainkitError:
-            return False
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -228,7 +216,7 @@ class Split:
                 return torch.zeros((), device=trainer.strategy.root_device)
             pool = [*self._pools.waiting, batch]
             self.num_loader_batches = len(pool)
-            batch = self._cutter.join(pool)
+            batch = self.cutter.join(pool)
         sizes, apart = self.sizes, NOTHING
         if sizes is not None and self._is_apart:
             opens = not accumulator.window.is_open
@@ -331,8 +319,6 @@ class Split:
         assert current is not None
         found = None
         if current.losses:
-            if current.num_nothing:
-                refuse_some_none(current)
             found = current.loss(self._accumulator.strategies)
             if current.extras:
                 found = {"loss": found, **put_together(current)}
@@ -407,7 +393,9 @@ class Split:
             loss, value = accumulator.join(terms), None
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        weight = None if accumulator.told is not None else current.leading[index]
-        expected = current.num_expected
-        accumulator.weigh(loss, weight, value=value, expected=expected)
+        if accumulator.told is not None:
+            accumulator.weigh(loss, value=value)
+        else:
+            of = {"value": value, "expected": current.num_expected}
+            accumulator.weigh(loss, current.leading[index], **of)
         return loss
