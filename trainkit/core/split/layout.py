@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,22 +81,24 @@ class Layout:
         """The fields of such a batch; its last row may be there several times."""
         columns = columns_of(self.rows.spans, rows) if self.rows.groups else []
         index, values = list(rows), list[Any]()
-        run = range(index[0], index[0] + len(index)) if index else range(0)
-        is_run = index == list(run)
+        first = index[0] if index else 0
+        is_run = index == list(range(first, first + len(index)))
+        where = None if is_run else torch.tensor(index)
         for (_, value), trims in zip(self.fields, self.trims, strict=True):
             for dim, group in trims or ():
-                value = value[(slice(None),) * dim + (slice(*columns[group]),)]
+                start, stop = columns[group]
+                if stop - start < value.shape[dim]:
+                    value = value[(slice(None),) * dim + (slice(start, stop),)]
             if trims is None:
                 values.append(value)
             elif isinstance(value, list | tuple):
                 values.append(type(value)([value[row] for row in index]))
             elif not isinstance(value, Tensor):
                 values.append(value[index])  # an array
-            elif not is_run:
-                where = torch.tensor(index, device=value.device)
-                values.append(value.index_select(0, where))
+            elif where is not None:
+                values.append(value.index_select(0, where.to(value.device)))
             else:
-                value = value[run.start : run.stop]
+                value = value[first : first + len(index)]
                 # Models call view(), which works on a slice of rows but not of columns.
                 values.append(value.contiguous() if trims else value)
         return values
@@ -133,9 +136,7 @@ class LayoutReader:
         ragged = {}
         for path, dims in self._options.ragged.items():
             ragged[id(lookup(batch, path))] = dims
-        fields, build = take_apart(
-            batch, lambda path, value: self._is_whole(path, value, rows, shared)
-        )
+        fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
         trims: list[Trims | None] = []
         for field in fields:
             own, value = None, field.value
@@ -176,7 +177,7 @@ class LayoutReader:
         return Rows(number, groups_of(batch, marks, number))
 
     def _is_whole(
-        self, path: str, value: Any, rows: Rows, shared: Collection[int]
+        self, rows: Rows, shared: Collection[int], path: str, value: Any
     ) -> bool:
         """Whether a container is shared, or is a list with one entry for each row.
 

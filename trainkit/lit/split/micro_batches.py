@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,11 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.refusals import refuse_other_weights, refuse_shapes_that_count
+from trainkit.lit.split.refusals import (
+    announce_too_long,
+    refuse_other_weights,
+    refuse_shapes_that_count,
+)
 
 
 @dataclass
@@ -42,7 +45,7 @@ class CutBatch:
         index: the micro-batch that is on its way to the device, or runs.
         batch: the one that runs, on the device.
         losses: for each term, the losses so far.
-        extras: what was returned beside losses.
+        extras: by micro-batch what was returned beside its loss.
         num_nothing: how many micro-batches returned None.
         logged: by hook and name the logs, each the values of all micro-batches.
     """
@@ -56,7 +59,7 @@ class CutBatch:
     index: int = 0
     batch: Any = None
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
-    extras: list[dict[str, Any]] = field(default_factory=list)
+    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_nothing: int = 0
     logged: dict[str, dict[str, list[list[Any]]]] = field(default_factory=dict)
 
@@ -88,20 +91,12 @@ class CutBatch:
             return len(self.parts[self.index].rows) / self.num_rows
         return quotient(self.leading[self.index], sum(self.leading))
 
-    def add(self, terms: dict[str, Tensor], extras: dict[str, Any] | None) -> Tensor:
+    def add(self, terms: Mapping[str, Tensor], extras: dict[str, Any] | None) -> Tensor:
         """Add what `training_step` has returned for a micro-batch; returns the loss in
         the first term, to report."""
-        part, values = self.parts[self.index], list[Tensor]()
         if extras is not None:
-            number = len(part.rows) + part.num_fillers
-            self.extras.append(
-                {
-                    name: value[: len(part.rows)]
-                    if part.num_fillers and _has_entries(value, number)
-                    else value
-                    for name, value in extras.items()
-                }
-            )
+            self.extras[self.index] = extras
+        values = []
         for name, term in terms.items():
             value = term.detach().reshape(())
             # On a GPU the next step of a CUDA graph writes over it.
@@ -148,7 +143,6 @@ class MicroBatches:
 
     Attributes:
         cutter: cuts.
-        are_said: whether `training_step` says the weights.
     """
 
     def __init__(
@@ -164,8 +158,8 @@ class MicroBatches:
         self._options, self._trainer = options, trainer
         self._strategies, self._hosts = strategies, hosts
         self._limit = None if sizes is None else sizes.limit_for
-        self.are_said = says_weights(strategies)
-        self._weighs = weighs and not self.are_said
+        self._are_said = says_weights(strategies)
+        self._weighs = weighs and not self._are_said
         self._has_said_too_long = self._is_first_over = False
         of_lengths = telling_lengths(strategies)
         self.cutter = Cutter(options, of_lengths, nothing_of(strategies))
@@ -188,9 +182,10 @@ class MicroBatches:
             if number < most:
                 parts = self.cutter.cut(batch, at_least=most, trim=trim)
                 number = len(parts)
-        budget = self._options.tokens
-        if budget is not None and parts[0].padded > budget:
-            self._say_too_long(parts[0].padded)
+        budget = None if self._has_said_too_long else self._options.tokens
+        if budget is not None and parts and parts[0].padded > budget:
+            self._has_said_too_long = True
+            announce_too_long(parts[0].padded)
         weights: dict[str, list[Weight]]
         if self._weighs:
             batches = [part.batch for part in parts]
@@ -200,7 +195,7 @@ class MicroBatches:
         if missing := most - number:
             weights = {t: [*w, *[0] * missing] for t, w in weights.items()}
             parts = parts + parts[-1:] * missing
-        current = CutBatch(parts, number, weights, self.are_said, num_cuts)
+        current = CutBatch(parts, number, weights, self._are_said, num_cuts)
         if self._may_count_fillers:
             refuse_shapes_that_count(self._strategies, parts[:number])
             # Loader batches may fill their shapes for a while, but documents seldom.
@@ -243,22 +238,6 @@ class MicroBatches:
                 samples += number if found is None else int(found)
         tokens = 0 if padded == rows else padded  # equal: rows have no lengths
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
-
-    def _say_too_long(self, longest: int) -> None:
-        if not self._has_said_too_long:
-            self._has_said_too_long = True
-            warnings.warn(
-                f"MicroBatching: a sample of {longest} tokens alone exceeds the "
-                f"budget, and a sample cannot be cut, so it makes a micro-batch of its "
-                f"own. The step is that of its batch; if memory does not suffice, "
-                f"shorten such samples.",
-                stacklevel=2,
-            )
-
-
-def _has_entries(value: Any, number: int) -> bool:
-    has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
-    return bool(has_places) and len(value) == number
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from trainkit.core.nested import with_tensors
+from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import terms_of
 from trainkit.core.window import vector
@@ -309,16 +310,28 @@ def put_together(batch: CutBatch) -> dict[str, Any]:
     rows, or logits of micro-batches of unlike widths, becomes a list with the values of
     all micro-batches, in the order in which they ran.
     """
-    extras = batch.extras
+    parts = [batch.parts[index] for index in batch.extras]
+    pairs = zip(batch.extras.values(), parts, strict=True)
+    extras = [_without_fillers(*each) for each in pairs]
     if len(extras) == 1:
-        return dict(extras[0])
-    rows = [each.rows for each in batch.parts[: batch.num_counting]]
-    weights = batch.leading[: len(rows)]
+        return extras[0]
+    rows = [part.rows for part in parts]
+    weights = [batch.leading[index] for index in batch.extras]
     names = dict.fromkeys(name for each in extras for name in each)
     return {
         name: _joined([each.get(name) for each in extras], rows, weights)
         for name in names
     }
+
+
+def _without_fillers(extras: dict[str, Any], part: MicroBatch) -> dict[str, Any]:
+    """What was returned for the rows that do not only fill a micro-batch."""
+    stop, found = len(part.rows), dict(extras)
+    for name, value in extras.items() if part.num_fillers else ():
+        has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
+        if has_places and len(value) == stop + part.num_fillers:
+            found[name] = value[:stop]
+    return found
 
 
 def _joined(

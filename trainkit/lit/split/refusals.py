@@ -194,6 +194,15 @@ def refuse_shapes_that_count(
                 )
 
 
+def announce_too_long(longest: int) -> None:
+    warnings.warn(
+        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
+        f"sample cannot be cut, so it makes a micro-batch of its own. The step is that "
+        f"of its batch; if memory does not suffice, shorten such samples.",
+        stacklevel=2,
+    )
+
+
 def refuse_fillers_that_count(
     trainer: Any,
     pl_module: Any,

@@ -105,10 +105,9 @@ class Split:
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, self._ranks.size)
         self._transfer = Transfer(trainer, pl_module, strategies, may_repeat=is_auto)
-        of = options, trainer, strategies, self.sizes
         hosts = Hosts(self._ranks) if run_alike else None
-        weighs = self._transfer.is_plain
-        self._micro_batches = MicroBatches(*of, hosts, weighs=weighs)
+        of = options, trainer, strategies, self.sizes, hosts
+        self._micro_batches = MicroBatches(*of, weighs=self._transfer.is_plain)
         self.cutter = self._micro_batches.cutter
         self._plain: Any = trainer.strategy.training_step, trainer.strategy.backward
         self._batch_to_device = trainer.strategy.batch_to_device
@@ -250,7 +249,7 @@ class Split:
         finally:
             for each, log in zip(owners, before, strict=True):
                 if log is None:
-                    del vars(each)["log"]
+                    vars(each).pop("log", None)
                 else:
                     vars(each)["log"] = log
 
