@@ -95,33 +95,33 @@ class Cutter:
             rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
             fields = [Field("", samples)]
             return Layout(fields, lambda values: collate(next(values)), [()], rows)
-        whole, length, documents = self._look(batch)
+        shared, length, documents = self._look(batch)
         if documents is not None:
-            return Flattened.read([batch], [documents], whole)
-        return self._reader.read(batch, whole, length)
+            return Flattened.read([batch], [documents], shared)
+        return self._reader.read(batch, shared, length)
 
-    def _look(self, batch: Any) -> tuple[list[Any], int | None, Documents | None]:
-        """The values that every micro-batch gets whole, the one length of the tensors,
-        if they are plain, and the documents, if these are cut."""
-        whole = [lookup(batch, path) for path in self._options.shared]
+    def _look(self, batch: Any) -> tuple[frozenset[int], int | None, Documents | None]:
+        """The identities of what every micro-batch gets whole, the one length of the
+        tensors, if there is nothing else, and the documents, if these are cut."""
+        shared = frozenset(id(lookup(batch, path)) for path in self._options.shared)
         length = length_of_tensors(batch)
         # Nearly every batch holds nothing but tensors, none of which has such a name.
         is_plain = length is not None and KNOWN.isdisjoint(
             batch if isinstance(batch, dict) else ()
         )
         if is_plain and self._documents == "auto":
-            return whole, length, None
-        return whole, length, find_flattened(batch, self._documents)
+            return shared, length, None
+        return shared, length, find_flattened(batch, self._documents)
 
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         if self._options.collate is not None:
             return None
-        whole, length, documents = self._look(batch)
+        shared, length, documents = self._look(batch)
         if documents is not None:
             return False
-        rows = self._reader.rows(batch, set(map(id, whole)), length)
+        rows = self._reader.rows(batch, shared, length)
         return rows != rows.untrimmed() if rows.groups else None
 
     def join(self, batches: Sequence[Any]) -> Any:

@@ -50,10 +50,9 @@ class Flattened(Layout):
         cls,
         batches: Sequence[Any],
         documents: Sequence[Documents],
-        whole: Sequence[Any] = (),
+        whole: frozenset[int] = frozenset(),
     ) -> Flattened:
-        """Read loader batches in which documents were found, and these values that are
-        shared."""
+        """Read loader batches in which documents were found."""
         by = documents[0].by
         is_known = by.rpartition(".")[2] in KNOWN
         if len(batches) > 1 and not (is_known and {d.by for d in documents} == {by}):
@@ -65,8 +64,8 @@ class Flattened(Layout):
         group = Group(max(lengths), [(0, length) for length in lengths])
         rows = Rows(len(lengths), [group], are_joined=True)
         columns = alike([fields for fields, _ in parts], batches)
-        (fields, build), ids = parts[0], frozenset(map(id, whole))
-        read = cls(fields, build, (), rows, batches, documents, columns, ids)
+        fields, build = parts[0]
+        read = cls(fields, build, (), rows, batches, documents, columns, whole)
         first = _Part(documents, [0])
         trims = [
             None if read._value(path, values, first) is values[0] else ()
@@ -258,9 +257,7 @@ def alike(fields: Sequence[Sequence[Field]], batches: Sequence[Any]) -> Any:
             names = sorted({*each} ^ {*paths[0]})
             raise unlike(names, batches, "must have the same fields")
     columns = zip(*fields, strict=True)
-    return [
-        (path, [f.value for f in c]) for path, c in zip(paths[0], columns, strict=True)
-    ]
+    return [(column[0].path, [f.value for f in column]) for column in columns]
 
 
 def the_same(path: str, values: Sequence[Any], batches: Sequence[Any]) -> Any:

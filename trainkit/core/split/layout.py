@@ -117,18 +117,17 @@ class LayoutReader:
         self._has_marks = options.lengths is not None or isinstance(strategy, PerToken)
         self._always: dict[str, bool] = {}  # by path
 
-    def read(self, batch: Any, whole: Sequence[Any], length: int | None) -> Layout:
+    def read(self, batch: Any, shared: Collection[int], length: int | None) -> Layout:
         """Read one batch.
 
         Args:
             batch: any nesting of tensors.
-            whole: the values in it that every micro-batch gets whole.
+            shared: the identities of what every micro-batch gets whole.
             length: the one that all of its tensors share, if that is known.
 
         Raises:
             TrainkitError: its number of rows is unclear; the text shows its structure.
         """
-        shared = set(map(id, whole))
         rows = self.rows(batch, shared, length)
         widths = {}
         for place, group in enumerate(rows.groups):
@@ -152,13 +151,7 @@ class LayoutReader:
         return layout if self._options.trim else layout.untrimmed()
 
     def rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
-        """How many rows a batch has, and how long they are.
-
-        Args:
-            batch: any nesting of tensors.
-            shared: the identities of what every micro-batch gets whole.
-            length: the one that all of its tensors share, if that is known.
-        """
+        """How many rows a batch has, and how long they are; of what `read` takes."""
         strategy, marks = self._strategy, []
         if self._has_marks or isinstance(batch, Mapping) and MASK in batch:
             marks = marks_of(batch, self._options.length_paths, strategy)

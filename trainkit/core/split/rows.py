@@ -193,15 +193,12 @@ def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
     marks, width = (counts != 0).numpy(force=True), counts.shape[1]
     if marks.all():
         return [(0, width)] * len(marks)
-    firsts, after = marks.argmax(1).tolist(), marks[:, ::-1].argmax(1).tolist()
-    has_any: list[bool] = marks.max(1).tolist()
-    spans = []
-    for first, behind, any_ in zip(firsts, after, has_any, strict=True):
-        if any_:
-            spans.append((0 if are_labels else first, width - behind))
-        else:
-            spans.append((0, width if are_labels else 1))
-    return spans
+    starts, stops = marks.argmax(1), width - marks[:, ::-1].argmax(1)
+    if are_labels:
+        starts[:] = 0
+    else:
+        stops[~marks.any(1)] = 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _labels(batch: Any, strategy: AccumulationStrategy) -> Marks | None:
