@@ -254,7 +254,7 @@ def test_a_field_is_shared_where_that_is_said_and_cut_by_what_it_is() -> None:
     assert part["table"] is batch["table"]
     assert part["biases"].shape == (2, 4, 4)
     assert part["states"].shape == (1, 4, 9)  # as wide as the row by chance
-    assert {field.path for field in cutter.shared} == {"table", "scale"}
+    assert {field.path for field in cutter.read(batch).shared} == {"table", "scale"}
 
 
 # ---- cuts ----------------------------------------------------------------------------

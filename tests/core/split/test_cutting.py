@@ -112,22 +112,19 @@ def test_row_over_the_budget_is_alone_and_said() -> None:
     cutter = Cutter(MicroBatching(tokens=10), PerToken())
     first, *rest = cutter.cut(ragged([3, 50, 3]))
     assert (first.rows, first.padded, rows_of(rest)) == ([1], 50, [[0, 2]])
-    assert cutter.longest_over_budget == 50
-    cutter.cut(ragged([3, 10]))
-    assert cutter.longest_over_budget is None
 
 
-def test_measure_is_what_the_uncut_batch_computes() -> None:
+def test_padded_is_what_the_uncut_batch_computes() -> None:
     cutter, batch = Cutter(MicroBatching(), PerToken()), ragged([3, 5, 2])
-    rows = cutter.measure(batch)
-    assert (rows.num_rows, rows.padded, rows.has_lengths) == (3, 15, True)
+    rows = cutter.read(batch).rows
+    assert (rows.num_rows, rows.padded, len(rows.groups)) == (3, 15, 1)
     assert len(cutter.cut(ragged([4] * 6))[0].rows) == 6  # another batch
     assert [m.padded for m in cutter.cut(batch)] == [15]
     assert cutter.has_padding(batch) is True
     assert cutter.has_padding(ragged([4] * 6)) is False
     plain = Cutter(MicroBatching(), PerSample())
-    rows = plain.measure(torch.zeros(4, 9))
-    assert (rows.num_rows, rows.padded, rows.has_lengths) == (4, 4, False)
+    rows = plain.read(torch.zeros(4, 9)).rows
+    assert (rows.num_rows, rows.padded, len(rows.groups)) == (4, 4, 0)
     assert plain.has_padding(torch.zeros(4, 9)) is None
 
 
@@ -218,16 +215,16 @@ SHARED = [["a", "b"], np.arange(9), np.zeros((2, 3)), torch.tensor(2.0), None, "
 @pytest.mark.parametrize("strategy", [PerSample(size="x"), Uniform()], ids=str)
 @pytest.mark.parametrize("value", [*CUT, *SHARED], ids=lambda v: describe(v)[:30])
 def test_what_is_as_long_as_the_batch_is_cut(value: Any, strategy: Any) -> None:
-    cut = cutter(strategy)
-    first, second = (each.batch["v"] for each in cut.cut({"x": X, "v": value}))
+    cut, batch = cutter(strategy), {"x": X, "v": value}
+    first, second = (each.batch["v"] for each in cut.cut(batch))
     if any(value is each for each in CUT):
         assert type(first) is type(value)
         assert list(first + second) == list(value)
-        assert cut.shared == []
+        assert cut.read(batch).shared == []
     else:
         is_list = isinstance(value, list)
         assert first == second == value if is_list else first is second is value
-        assert {field.path for field in cut.shared} <= {"v", "v.0", "v.1"}
+        assert {field.path for field in cut.read(batch).shared} <= {"v", "v.0", "v.1"}
 
 
 def test_arrays_are_cut_and_are_the_rows_where_there_is_no_tensor() -> None:
@@ -245,7 +242,7 @@ def test_a_tensor_of_another_length_and_a_named_field_are_shared() -> None:
         for micro in cut.cut(batch):
             assert micro.batch["table"]["deep"] is batch["table"]["deep"]
             assert (micro.batch["square"] is batch["square"]) is ("square" in names)
-        assert [path for path, _ in cut.shared] == names
+        assert [path for path, _ in cut.read(batch).shared] == names
 
 
 def test_list_of_samples_is_cut_into_lists_where_it_is_the_size() -> None:

@@ -116,7 +116,7 @@ def test_several_masks_are_trimmed_each_by_its_own(strategy: Any) -> None:
 def test_token_weights_beside_a_mask_are_of_the_same_tokens(named: Any) -> None:
     batch = {"ids": MASK, "attention_mask": MASK, "w": MASK * 0.5}
     cutter = Cutter(MicroBatching(size=4, **named), PerToken(mask="w"))
-    assert cutter.measure(batch).padded == MASK.numel()
+    assert cutter.read(batch).rows.padded == MASK.numel()
 
 
 def test_masks_of_one_width_lose_what_is_padding_in_both() -> None:
@@ -169,7 +169,7 @@ def test_lengths_of_samples(make: Any, path: Any) -> None:
     assert [m.rows for m in micros] == [[0, 3], [1], [2, 4]]
     assert [(m.padded, m.real) for m in micros] == [(6, 6), (5, 5), (4, 3)]
     assert micros[0].batch[1] is samples[3]
-    assert cutter.measure(samples).padded == 25
+    assert cutter.read(samples).rows.padded == 25
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,10 @@ def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("rows", [[0, 1], [1, 3], [2], [0, 1, 2, 3]], ids=str)
-def test_pair_is_the_same_rows_trimmed_and_untrimmed(rows: Any, side: Side) -> None:
+def test_some_rows_are_the_same_trimmed_and_untrimmed(rows: Any, side: Side) -> None:
     batch = {**ragged(LENGTHS, side=side), "weight": torch.arange(4.0)}
-    trimmed, whole = Cutter(MicroBatching(size=1), PerToken()).pair(batch, rows)
+    layout = Cutter(MicroBatching(size=1), PerToken()).read(batch)
+    trimmed, whole = layout.of(rows), layout.untrimmed().of(rows)
     longest = max(LENGTHS[row] for row in rows)
     kept = slice(longest) if side == "right" else slice(-longest, None)
     for name, value in batch.items():

@@ -20,7 +20,7 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.core.split.cutting import Cutter, Limit
-from trainkit.core.split.layout import Nothing, shapes_of
+from trainkit.core.split.filling import Nothing, shapes_of
 
 LABELS: Nothing = {"labels": -100}
 FEW = {

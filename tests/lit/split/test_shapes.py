@@ -29,7 +29,7 @@ from trainkit import (
     Weighed,
     check,
 )
-from trainkit.core.split.layout import shapes_of
+from trainkit.core.split.filling import shapes_of
 from trainkit.lit.callback.base import is_rehearsal
 
 THREE = MicroBatching(tokens=48, shapes=3)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.core.nested import Field, describe
-from trainkit.core.split.flattening import Flattened
-from trainkit.core.split.layout import (
-    Layout,
+from trainkit.core.document_fields import KNOWN
+from trainkit.core.documents import Documents, documents_option, find_flattened
+from trainkit.core.nested import Field, describe, lookup
+from trainkit.core.split.filling import (
     Nothing,
-    all_rows,
+    filled,
+    joined,
     nothing_in,
     parts_in_shapes,
     shape_for,
-    unlike,
 )
+from trainkit.core.split.flattening import Flattened
+from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import (
-    even_runs,
-    first_fit,
-    longest_first,
-    most_rows,
-    partition,
-)
-from trainkit.core.split.reader import LayoutReader
-from trainkit.core.split.rows import Rows
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.split.partition import even_runs, first_fit, partition, spread
+from trainkit.core.split.rows import Rows, rows_of_samples
+from trainkit.core.strategies import AccumulationStrategy, length_of_tensors
 from trainkit.errors import TrainkitError
 
 
@@ -74,12 +69,6 @@ class Cutter:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
         nothing: what a row or column must have in which nothing counts, if some fill.
-
-    Attributes:
-        longest_over_budget: the length of the longest row that exceeded the token
-            budget of the last cut by itself, and so has a micro-batch of its own; None
-            if every row fitted.
-        shared: the fields of the last batch that every micro-batch gets whole.
     """
 
     def __init__(
@@ -88,35 +77,54 @@ class Cutter:
         strategy: AccumulationStrategy,
         nothing: Nothing | None = None,
     ) -> None:
-        self._options, self._strategy = options, strategy
-        self._nothing = nothing or {}
+        self._options, self._nothing = options, nothing or {}
         self._reader = LayoutReader(options, strategy)
-        self.longest_over_budget: int | None = None
-        self.shared: list[Field] = []
-        self._measured: tuple[Any, Layout] | None = None  # until it is cut
+        self._documents = documents_option(options, strategy)
+        self._limit = Limit(options.size, options.tokens)
+
+    def read(self, batch: Any) -> Layout:
+        """The fields of a batch, and how many rows it has: samples that are not
+        collated yet, documents that stand in one row, or rows.
+
+        Raises:
+            TrainkitError: its number of rows is unclear; the text shows its structure.
+        """
+        options = self._options
+        if (collate := options.collate) is not None:
+            rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
+            fields = [Field("", samples)]
+            return Layout(fields, lambda values: collate(next(values)), [()], rows)
+        shared, length, documents = self._look(batch)
+        if documents is not None:
+            return Flattened.read([batch], [documents], shared)
+        return self._reader.read(batch, shared, length)
+
+    def _look(self, batch: Any) -> tuple[frozenset[int], int | None, Documents | None]:
+        """The identities of what every micro-batch gets whole, the one length of the
+        tensors, if there is nothing else, and the documents, if these are cut."""
+        shared = frozenset(id(lookup(batch, path)) for path in self._options.shared)
+        length = length_of_tensors(batch)
+        # Nearly every batch holds nothing but tensors, none of which has such a name.
+        is_plain = length is not None and KNOWN.isdisjoint(
+            batch if isinstance(batch, dict) else ()
+        )
+        if is_plain and self._documents == "auto":
+            return shared, length, None
+        return shared, length, find_flattened(batch, self._documents)
 
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         if self._options.collate is not None:
             return None
-        rows = self._reader.rows(batch)
+        shared, length, documents = self._look(batch)
+        if documents is not None:
+            return False
+        rows = self._reader.rows(batch, shared, length)
         return rows != rows.untrimmed() if rows.groups else None
 
-    def measure(self, batch: Any) -> Rows:
-        """How many rows a batch has, and how long they are."""
-        self._measured = batch, self._reader.read(batch)
-        return self._measured[1].rows
-
-    def divided(self, batch: Any) -> list[str]:
-        """The paths of the fields of which each micro-batch gets a part."""
-        layout = self._reader.read(batch)
-        pairs = zip(layout.fields, layout.trims, strict=True)
-        return [field.path for field, trims in pairs if trims is not None]
-
     def join(self, batches: Sequence[Any]) -> Any:
-        """Loader batches of a pool as one, in their order. Rows of several widths are
-        padded; flattened batches are put one behind the other.
+        """Loader batches of a pool as one, in their order.
 
         Raises:
             TrainkitError: a field differs in a way in which no rows or columns do.
@@ -125,23 +133,13 @@ class Cutter:
             return batches[0]
         if self._options.collate is not None:
             return [sample for each in batches for sample in each]
-        reader = LayoutReader(self._options, self._strategy)
-        layouts = [reader.read(each) for each in batches]
-        documents = [
-            each.documents[0] for each in layouts if isinstance(each, Flattened)
-        ]
-        if len(documents) == len(batches):
-            flat = Flattened.read(batches, documents)
-            return flat.of(range(flat.rows.num_rows))
-        if documents:
-            raise unlike("documents", batches, "are told apart in some of them only")
-        layouts = [each.untrimmed() for each in layouts]
-        return all_rows(layouts, batches, nothing_in(batches[0], self._nothing))
+        layouts = [self.read(each) for each in batches]
+        return joined(layouts, batches, nothing_in(batches[0], self._nothing))
 
     def cut(
         self,
         batch: Any,
-        limit: Limit | None = None,
+        limit: Limit | Callable[[Rows], Limit] | None = None,
         *,
         at_least: int = 1,
         trim: bool = True,
@@ -152,7 +150,8 @@ class Cutter:
 
         Args:
             batch: the loader batch; it is not changed.
-            limit: what a micro-batch may hold. Default: what the options say.
+            limit: what a micro-batch may hold, or what says it of the batch's rows.
+                Default: what the options say.
             at_least: the fewest micro-batches: the largest are halved until there are
                 so many, or as many as rows.
             trim: leave out columns that are padding, if the options say so.
@@ -160,15 +159,10 @@ class Cutter:
         Raises:
             TrainkitError: the batch cannot be cut; the text shows its structure.
         """
-        if self._measured is None or self._measured[0] is not batch:
-            self.measure(batch)
-        assert self._measured is not None
-        layout, self._measured = self._measured[1], None
-        pairs = zip(layout.fields, layout.trims, strict=True)
-        self.shared = [field for field, trims in pairs if trims is None]
+        layout = self.read(batch)
+        limit = limit(layout.rows) if callable(limit) else limit or self._limit
         if not trim and layout.rows.groups and self._options.collate is None:
             layout = layout.untrimmed()
-        limit = limit or Limit(self._options.size, self._options.tokens)
         rows, cut = layout.rows, []
         few = limit.tokens is not None and self._options.shapes is not None
         nothing = nothing_in(batch, self._nothing) if few else {}
@@ -180,16 +174,11 @@ class Cutter:
             micro = MicroBatch(bare, part, padded, real, bare)
             if few:
                 shape = shape_for(self._options, rows, part)
-                micro.batch = layout.filled(part, shape, nothing)
+                micro.batch = filled(layout, part, shape, nothing)
                 micro.padded = shape[0] * shape[1]
                 micro.num_fillers = 0 if rows.are_joined else shape[0] - len(part)
             cut.append(micro)
         return cut
-
-    def pair(self, batch: Any, rows: list[int]) -> list[Any]:
-        """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
-        layout = self._reader.read(batch)
-        return [layout.of(rows), layout.untrimmed().of(rows)]
 
     def parts(
         self,
@@ -199,7 +188,7 @@ class Cutter:
         at_least: int = 1,
         few: bool = False,
     ) -> list[list[int]]:
-        """The rows of each micro-batch.
+        """The rows of each micro-batch, the largest first.
 
         Args:
             batch: the loader batch, for errors.
@@ -208,55 +197,39 @@ class Cutter:
             at_least: the fewest micro-batches.
             few: whether they are filled to few shapes.
         """
-        if limit.tokens is not None and rows.num_rows and not rows.has_lengths:
+        size, tokens, number = limit.size, limit.tokens, rows.num_rows
+        if tokens is not None and number and not rows.groups:
             raise TrainkitError(
-                f"MicroBatching tokens={limit.tokens}: a budget of tokens needs the "
-                f"rows' lengths, and nothing in the batch tells them: "
-                f"{describe(batch)}. Name a mask: MicroBatching(tokens={limit.tokens}, "
-                f"lengths='path.to.mask'); or cut by rows: MicroBatching(size=...)."
+                f"MicroBatching tokens={tokens}: a budget of tokens needs the rows' "
+                f"lengths, and nothing in the batch tells them: {describe(batch)}. "
+                f"Name a mask: MicroBatching(tokens={tokens}, lengths='path.to.mask'); "
+                f"or cut by rows: MicroBatching(size=...)."
             )
-        is_by_run = rows.are_alike and not rows.are_joined and not few
-        if is_by_run:
+        if not few and (not rows.groups or rows.are_alike):
             # In the order of the rows, so that slices copy nothing.
-            number = rows.num_rows
-            most = most_rows(rows.padded_of([0]), limit.size, limit.tokens, number)
-            number = max(1, min(number, max(-(-number // most), at_least)))
-            parts = [list(range(a, b)) for a, b in even_runs(rows.num_rows, number)]
-        elif few:
+            most = size or number
+            if tokens is not None and number:
+                most = min(most, tokens // rows.padded_of([0]))
+            number = max(1, min(number, max(-(-number // max(most, 1)), at_least)))
+            return [list(range(*run)) for run in even_runs(rows.num_rows, number)]
+        if few:
             parts = parts_in_shapes(self._options, rows)
-        elif rows.are_joined:
-            parts = self._of_documents(rows, limit)
-        else:
+        elif not rows.are_joined:
             parts = partition(
                 rows.spans,
-                size=limit.size,
-                tokens=limit.tokens,
+                size=size,
+                tokens=tokens,
                 overhead=self._options.overhead,
                 attention=self._options.attention,
             )
-        if not is_by_run:
-            while len(parts) < min(at_least, rows.num_rows):
-                several = [part for part in parts if len(part) > 1]
-                largest = max(several, key=rows.padded_of)
-                parts.remove(largest)
-                middle = (len(largest) + 1) // 2
-                parts += [largest[:middle], largest[middle:]]
-            parts = [sorted(part) for part in parts]
-            parts.sort(key=rows.padded_of, reverse=True)
-        self.longest_over_budget = None
-        if limit.tokens is not None and parts:
-            first = rows.padded_of(parts[0])  # only a row by itself is over the budget
-            self.longest_over_budget = first if first > limit.tokens else None
-        return parts
-
-    def _of_documents(self, rows: Rows, limit: Limit) -> list[list[int]]:
-        """Documents that share micro-batches: nothing is padded, so few are best."""
-        lengths = rows.groups[0].lengths
-        if limit.tokens is not None:
-            return first_fit(lengths, limit.tokens, limit.size)
-        most = limit.size or rows.num_rows
-        parts: list[list[int]] = [[] for _ in range(-(-rows.num_rows // most))]
-        for place in longest_first(lengths):  # each where it is emptiest
-            free = [part for part in parts if len(part) < most]
-            min(free, key=rows.real_of).append(place)
-        return parts
+        elif tokens is not None:  # nothing is padded, so few are best
+            parts = first_fit(rows.groups[0].lengths, tokens, size)
+        else:
+            parts = spread(rows.groups[0].lengths, size)
+        while len(parts) < min(at_least, number):
+            several = [part for part in parts if len(part) > 1]
+            largest = max(several, key=rows.padded_of)
+            parts.remove(largest)
+            middle = (len(largest) + 1) // 2
+            parts += [largest[:middle], largest[middle:]]
+        return sorted(map(sorted, parts), key=rows.padded_of, reverse=True)

@@ -20,8 +20,8 @@ from trainkit.core.document_fields import (
     are_offsets,
 )
 from trainkit.core.documents import Documents, find_documents
-from trainkit.core.nested import describe, is_dense, take_apart
-from trainkit.core.split.layout import Layout, Shape, alike, the_same, unlike
+from trainkit.core.nested import Field, are_equal, describe, is_dense, take_apart
+from trainkit.core.split.layout import Layout
 from trainkit.core.split.rows import Group, Rows
 from trainkit.errors import TrainkitError
 
@@ -37,20 +37,20 @@ class Flattened(Layout):
         batches: the loader batches; several are put together.
         documents: of each of them.
         columns: each field with its values in all of them.
-        shared: the identities of values that are shared all the same.
+        whole: the identities of values that are shared all the same.
     """
 
     batches: Sequence[Any]
     documents: Sequence[Documents]
     columns: Sequence[tuple[str, list[Any]]]
-    shared: frozenset[int]
+    whole: frozenset[int]
 
     @classmethod
     def read(
         cls,
         batches: Sequence[Any],
         documents: Sequence[Documents],
-        shared: Sequence[Any] = (),
+        whole: frozenset[int] = frozenset(),
     ) -> Flattened:
         """Read loader batches in which documents were found."""
         by = documents[0].by
@@ -64,8 +64,8 @@ class Flattened(Layout):
         group = Group(max(lengths), [(0, length) for length in lengths])
         rows = Rows(len(lengths), [group], are_joined=True)
         columns = alike([fields for fields, _ in parts], batches)
-        (fields, build), ids = parts[0], frozenset(map(id, shared))
-        read = cls(fields, build, (), rows, batches, documents, columns, ids)
+        fields, build = parts[0]
+        read = cls(fields, build, (), rows, batches, documents, columns, whole)
         first = _Part(documents, [0])
         trims = [
             None if read._value(path, values, first) is values[0] else ()
@@ -80,10 +80,11 @@ class Flattened(Layout):
         part = _Part(self.documents, rows)
         return [self._value(*column, part) for column in self.columns]
 
-    def filled(self, rows: Sequence[int], shape: Shape, nothing: Any) -> Any:
-        """Such a batch with one more document, in which nothing counts. It has no field
-        whose size depends on how many documents it has."""
-        part = _Part(self.documents, rows, shape[1] - self.rows.real_of(rows))
+    def filled(self, rows: Sequence[int], tokens: int, nothing: Any) -> Any:
+        """A batch of so many tokens: with one more document, in which nothing counts.
+        It has no field whose size depends on how many documents it has."""
+        missing = tokens - self.rows.real_of(rows)
+        part = _Part(self.documents, rows, missing)
         values = []
         for path, column in self.columns:
             value, given = self._value(path, column, part), column[0]
@@ -93,7 +94,7 @@ class Flattened(Layout):
                 count = nothing.get(id(given), IGNORED if are_labels else None)
                 if count is not None:
                     value = value.clone()
-                    start = value.shape[dim] - shape[1] + self.rows.real_of(rows)
+                    start = value.shape[dim] - missing
                     value[(slice(None),) * dim + (slice(start, None),)] = count
             values.append(value)
         made = self.build(iter(values))
@@ -114,7 +115,7 @@ class Flattened(Layout):
     def _value(self, path: str, values: list[Any], part: _Part) -> Any:
         """What a field has for the documents of a part."""
         name, first = path.rpartition(".")[2], values[0]
-        if id(first) in self.shared:
+        if id(first) in self.whole:
             return the_same(path, values, self.batches)
         if name in LONGEST:
             longest = int(part.lengths.max())
@@ -243,3 +244,34 @@ class _Part:
         first = value.flatten()[0].clamp_min(0)
         anew = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
         return (anew.to(first.device) + first).to(value.dtype).view_as(found)
+
+
+# ---- several loader batches ---------------------------------------------------------
+
+
+def alike(fields: Sequence[Sequence[Field]], batches: Sequence[Any]) -> Any:
+    """Each field with its values in all batches; refuses other fields."""
+    paths = [[field.path for field in each] for each in fields]
+    for each in paths:
+        if each != paths[0]:
+            names = sorted({*each} ^ {*paths[0]})
+            raise unlike(names, batches, "must have the same fields")
+    columns = zip(*fields, strict=True)
+    return [(column[0].path, [f.value for f in column]) for column in columns]
+
+
+def the_same(path: str, values: Sequence[Any], batches: Sequence[Any]) -> Any:
+    """What every row of a pool's loader batches has in common, which must not
+    differ."""
+    if not all(are_equal(values[0], each) for each in values[1:]):
+        raise unlike(path, batches, "is shared by its rows, and differs")
+    return values[0]
+
+
+def unlike(name: Any, batches: Sequence[Any], why: str) -> TrainkitError:
+    """An error for loader batches that cannot be put together."""
+    return TrainkitError(
+        f"MicroBatching pool: loader batches are joined, and of these {name!r} {why}: "
+        f"{describe(batches[0])}, ..., {describe(batches[-1])}. Let the collate "
+        f"function make them alike, or leave pool out."
+    )

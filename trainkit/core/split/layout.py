@@ -1,43 +1,44 @@
-"""A batch whose rows are known, and batches of some of them: trimmed, filled up to one
-of few shapes, or put together with those of other batches.
+"""What becomes of each field of a batch: one declared rule.
 
-A row that fills is the last one again, without what the strategy counts. A column that
-fills has what its field has where it pads. A flattened row is filled by one more
-document, of ignored labels.
+A tensor, array or list as long as the batch has rows is cut. Everything else is shared
+by all micro-batches, and so is what `shared=` names. A field that is cut and as wide as
+a mask is trimmed to the columns that a micro-batch needs; whether the model computes
+the same without the others is measured before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.document_fields import IGNORED
-from trainkit.core.nested import Build, Field, are_equal, describe, is_list, lookup
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import (
-    columns_of,
-    filled_up,
-    first_fit,
-    longest_first,
-    width,
+from trainkit.core.nested import (
+    Build,
+    Field,
+    describe,
+    held_by,
+    is_array,
+    is_dense,
+    is_list,
+    leaves,
+    length_of,
+    lookup,
+    take_apart,
 )
-from trainkit.core.split.rows import Rows
-from trainkit.core.strategies import Strategies
+from trainkit.core.samples import are_samples, own_count
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.partition import columns_of
+from trainkit.core.split.rows import MASK, Rows, groups_of, marks_of
+from trainkit.core.strategies import AccumulationStrategy, PerSample, PerToken
 from trainkit.errors import TrainkitError
 
 Trims = Sequence[tuple[int, int]]
 """The dimensions of a field to trim, each with the number of the group whose columns it
 has."""
-
-Shape = tuple[int, int]
-"""Rows and columns."""
-
-Nothing = Mapping[str | int, float]
-"""The paths of what strategies count, each with the value that does not count."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,18 @@ class Layout:
     trims: Sequence[Trims | None]
     rows: Rows
 
+    @property
+    def divided(self) -> list[str]:
+        """The paths of the fields of which each micro-batch gets a part."""
+        pairs = zip(self.fields, self.trims, strict=True)
+        return [field.path for field, trims in pairs if trims is not None]
+
+    @property
+    def shared(self) -> list[Field]:
+        """The fields that every micro-batch gets whole."""
+        pairs = zip(self.fields, self.trims, strict=True)
+        return [field for field, trims in pairs if trims is None]
+
     def untrimmed(self) -> Layout:
         """A copy of this layout that gives every micro-batch all columns."""
         return replace(self, rows=self.rows.untrimmed())
@@ -65,249 +78,208 @@ class Layout:
         return self.build(iter(self.values(rows)))
 
     def values(self, rows: Sequence[int]) -> list[Any]:
-        """The fields of such a batch."""
+        """The fields of such a batch; its last row may be there several times."""
         columns = columns_of(self.rows.spans, rows) if self.rows.groups else []
-        values = []
+        index, values = list(rows), list[Any]()
+        first = index[0] if index else 0
+        is_run = index == list(range(first, first + len(index)))
+        where = None if is_run else torch.tensor(index)
         for (_, value), trims in zip(self.fields, self.trims, strict=True):
             for dim, group in trims or ():
-                value = value[(slice(None),) * dim + (slice(*columns[group]),)]
-            values.append(value if trims is None else _taken(value, rows, bool(trims)))
+                start, stop = columns[group]
+                if stop - start < value.shape[dim]:
+                    value = value[(slice(None),) * dim + (slice(start, stop),)]
+            if trims is None:
+                values.append(value)
+            elif isinstance(value, list | tuple):
+                values.append(type(value)([value[row] for row in index]))
+            elif not isinstance(value, Tensor):
+                values.append(value[index])  # an array
+            elif where is not None:
+                values.append(value.index_select(0, where.to(value.device)))
+            else:
+                value = value[first : first + len(index)]
+                # Models call view(), which works on a slice of rows but not of columns.
+                values.append(value.contiguous() if trims else value)
         return values
 
-    def filled(self, rows: Sequence[int], shape: Shape, nothing: Any) -> Any:
-        """Such a batch, filled up to a shape.
+
+class LayoutReader:
+    """Reads batches of rows, by names that do not change from one to the next.
+
+    Args:
+        options: where lengths are, what is shared, what else is ragged.
+        strategy: knows how many rows there are, and which labels count.
+    """
+
+    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
+        self._options, self._strategy = options, strategy
+        self._has_marks = options.lengths is not None or isinstance(strategy, PerToken)
+        self._always: dict[str, bool] = {}  # by path
+
+    def read(self, batch: Any, shared: Collection[int], length: int | None) -> Layout:
+        """Read one batch.
 
         Args:
-            rows: the rows.
-            shape: rows and columns.
-            nothing: the values, by the identity of a field, that do not count.
+            batch: any nesting of tensors.
+            shared: the identities of what every micro-batch gets whole.
+            length: the one that all of its tensors share, if that is known.
+
+        Raises:
+            TrainkitError: its number of rows is unclear; the text shows its structure.
         """
-        missing = shape[0] - len(rows)
-        taken = self.values([*rows, *[rows[-1]] * missing])
-        values = []
-        for place, (field, value) in enumerate(zip(self.fields, taken, strict=True)):
-            trims = self.trims[place]
-            if trims:
-                pads = padding_of(place, [self], nothing)
-                value = widened(field, value, trims, shape[1], pads)
-            if id(field.value) in nothing and trims is not None and missing:
-                value = value.clone()
-                value[len(rows) :] = nothing[id(field.value)]
-            values.append(value)
-        return self.build(iter(values))
+        rows = self.rows(batch, shared, length)
+        widths = {}
+        for place, group in enumerate(rows.groups):
+            widths[group.padded_length] = place
+        ragged = {}
+        for path, dims in self._options.ragged.items():
+            ragged[id(lookup(batch, path))] = dims
+        fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
+        trims: list[Trims | None] = []
+        for field in fields:
+            own, value = None, field.value
+            if id(value) not in shared:
+                size = length_of(value)
+                if size is None:
+                    _check_divisible(field, batch)
+                elif size == rows.num_rows:
+                    named = ragged.get(id(value))
+                    own = self._trims(field, named, widths, batch) if widths else ()
+            trims.append(own)
+        layout = Layout(fields, build, trims, rows)
+        return layout if self._options.trim else layout.untrimmed()
+
+    def rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
+        """How many rows a batch has, and how long they are; of what `read` takes."""
+        strategy, marks = self._strategy, []
+        if self._has_marks or isinstance(batch, Mapping) and MASK in batch:
+            marks = marks_of(batch, self._options.length_paths, strategy)
+        if isinstance(strategy, PerSample) and strategy.size is not None:
+            number = int(strategy.weight(batch))
+        elif marks:
+            number = len(marks[0].counts)
+        elif length is None or shared:
+            number = _rows_of(batch, shared)
+        else:
+            number = length
+        if not marks:
+            return Rows(number)
+        if self._options.lengths is None:
+            marks = [each for each in marks if len(each.counts) == number]
+        return Rows(number, groups_of(batch, marks, number))
+
+    def _is_whole(
+        self, rows: Rows, shared: Collection[int], path: str, value: Any
+    ) -> bool:
+        """Whether a container is shared, or is a list with one entry for each row.
+
+        Two tensors in a list may be two fields, or two rows that hold a tensor each. A
+        list whose length once differed from the number of rows holds fields.
+        """
+        if id(value) in shared or not is_list(value):
+            return id(value) in shared
+        if not path:
+            return isinstance(self._strategy, PerSample) and self._strategy.size == ""
+        fits = len(value) == rows.num_rows
+        if fits and path not in self._always:
+            if rows.num_rows < 2:
+                return True  # which says nothing of the next batch
+            if all(_lengths(each) == {rows.num_rows} for each in value):
+                raise TrainkitError(
+                    f"MicroBatching: field {path!r} is a list of {len(value)} entries "
+                    f"of {len(value)} rows each, and the batch has as many rows, so "
+                    f"that it may be one of fields or one of rows: {describe(value)}. "
+                    f"Put fields into a dict, or rows into one padded tensor; or begin "
+                    f"with a batch of another size, after which it is known."
+                )
+        return self._is_always(path, fits)
+
+    def _is_always(self, path: str, fits: bool) -> bool:
+        """Whether a size fits, in this batch and in all before; else, by chance."""
+        self._always[path] = fits and self._always.get(path, True)
+        return self._always[path]
+
+    def _trims(
+        self,
+        field: Field,
+        named: Any,
+        widths: Mapping[int, int],
+        batch: Any,
+    ) -> Trims:
+        """The dimensions as wide as a mask: dimension 1, and those in `ragged=`. A
+        field that once had another width is not trimmed where it has it by chance."""
+        shape: Any = getattr(field.value, "shape", ())
+        dims = set()
+        for dim in named or ():
+            size = shape[dim] if -len(shape) < dim < len(shape) else None
+            if size not in widths:
+                raise TrainkitError(
+                    f"MicroBatching: dimension {dim} of field {field.path!r} is "
+                    f"ragged, so it must be as long as the lengths say, "
+                    f"{sorted(widths)}, but is {size}, in the batch {describe(batch)}. "
+                    f"If dimension 1 is no sequence, say MicroBatching(ragged="
+                    f"{{{field.path!r}: ()}}); to give every micro-batch all columns, "
+                    f"trim=False."
+                )
+            dims.add(dim % len(shape))
+        if len(shape) > 1 and named != ():
+            dims |= {1} if self._is_always(field.path, shape[1] in widths) else set()
+        return [(dim, widths[shape[dim]]) for dim in sorted(dims)]
 
 
-def _taken(value: Any, rows: Sequence[int], is_trimmed: bool) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)([value[row] for row in rows])
-    if not isinstance(value, Tensor):
-        return value[list(rows)]  # an array
-    repeats = len(rows) > 1 and rows[-2] == rows[-1]  # a row that only fills
-    if repeats or rows and rows[-1] - rows[0] + 1 != len(rows):
-        return value.index_select(0, torch.tensor(rows, device=value.device))
-    value = value[rows[0] : rows[-1] + 1] if rows else value[:0]
-    # Models call view(), which works on a slice of rows but not of columns.
-    return value.contiguous() if is_trimmed else value
-
-
-def nothing_in(batch: Any, nothing: Nothing) -> dict[int, float]:
-    """The values that do not count, by the identity of a batch's fields."""
-    return {id(lookup(batch, path)): value for path, value in nothing.items()}
-
-
-def padding_of(
-    place: int, layouts: Sequence[Layout], nothing: Mapping[int, float]
-) -> Any:
-    """What the field at a place has where it pads, in one of these loader batches; what
-    counts as nothing in it, if that is known of the first."""
-    path, value = layouts[0].fields[place]
-    if id(value) in nothing:
-        return nothing[id(value)]
-    for layout in layouts:
-        trims = layout.trims[place]
-        group = layout.rows.groups[trims[0][1] if trims else 0]
-        for row, (start, stop) in enumerate(group.spans):
-            if stop < group.padded_length or start > 0:
-                column = stop if stop < group.padded_length else 0
-                return layout.fields[place].value[row, column]
-    are_numbers = isinstance(value, Tensor) and value.is_floating_point()
-    return IGNORED if "label" in path.lower() and not are_numbers else 0
-
-
-def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
-    """A field with so many columns."""
-    if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
-        raise TrainkitError(
-            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
-            f"to be filled up (shapes=, pool=), with one dimension of columns, "
-            f"received {describe(value)}. Make it one in the collate function."
-        )
-    made = value.new_empty((len(value), columns, *value.shape[2:]))
-    made[:, : value.shape[1]] = value
-    made[:, value.shape[1] :] = torch.as_tensor(pads, dtype=value.dtype)
-    return made
-
-
-def the_same(path: str, values: Sequence[Any], batches: Sequence[Any]) -> Any:
-    """What every row of a pool's loader batches has in common, which must not
-    differ."""
-    if not all(are_equal(values[0], each) for each in values[1:]):
-        raise unlike(path, batches, "is shared by its rows, and differs")
-    return values[0]
-
-
-def unlike(name: Any, batches: Sequence[Any], why: str) -> TrainkitError:
-    """An error for loader batches that cannot be put together."""
-    return TrainkitError(
-        f"MicroBatching pool: loader batches are joined, and of these {name!r} {why}: "
-        f"{describe(batches[0])}, ..., {describe(batches[-1])}. Let the collate "
-        f"function make them alike, or leave pool out."
-    )
-
-
-def alike(fields: Sequence[Sequence[Field]], batches: Sequence[Any]) -> Any:
-    """Each field with its values in all batches; refuses other fields."""
-    paths = [[field.path for field in each] for each in fields]
-    for each in paths:
-        if each != paths[0]:
-            names = sorted({*each} ^ {*paths[0]})
-            raise unlike(names, batches, "must have the same fields")
-    columns = zip(*fields, strict=True)
-    return [
-        (path, [f.value for f in c]) for path, c in zip(paths[0], columns, strict=True)
-    ]
-
-
-def all_rows(
-    layouts: Sequence[Layout], batches: Sequence[Any], nothing: Mapping[int, float]
-) -> Any:
-    """Loader batches as one, in their order.
-
-    Args:
-        layouts: of the batches.
-        batches: with the same fields.
-        nothing: the values, by the identity of a field, that do not count.
-    """
-    columns = alike([layout.fields for layout in layouts], batches)
-    values = [
-        _rows_together(path, column, place, layouts, batches, nothing)
-        for place, (path, column) in enumerate(columns)
-    ]
-    return layouts[0].build(iter(values))
-
-
-def _rows_together(
-    path: str,
-    values: list[Any],
-    place: int,
-    layouts: Sequence[Layout],
-    batches: Sequence[Any],
-    nothing: Mapping[int, float],
-) -> Any:
-    """A field with the rows of all batches."""
-    trims = [layout.trims[place] for layout in layouts]
-    if all(each is None for each in trims):
-        return the_same(path, values, batches)
-    if any(each is None for each in trims):
-        raise unlike(path, batches, "has a row for each of the batch in some only")
-    if all(trims):
-        groups = [own[0][1] for own in trims if own]
-        widths = [
-            layout.rows.groups[group].padded_length
-            for layout, group in zip(layouts, groups, strict=True)
-        ]
-        if len({*widths}) > 1:
-            pads = padding_of(place, layouts, nothing)
-            values = [
-                widened(Field(path, value), value, own or (), max(widths), pads)
-                for value, own in zip(values, trims, strict=True)
-            ]
-    if is_list(values[0]):
-        return type(values[0])([row for each in values for row in each])
-    if not all(isinstance(each, Tensor) for each in values):
-        raise unlike(path, batches, "must be a tensor or a list to be joined")
-    if len({each.shape[1:] for each in values}) > 1:
-        raise unlike(
-            path, batches, "differs in size, and no mask or labels tell its length"
-        )
-    return torch.cat(values)
-
-
-def shapes_of(options: MicroBatching, *, are_joined: bool = False) -> list[Shape]:
-    """The shapes that micro-batches may have, the narrowest first.
-
-    >>> shapes_of(MicroBatching(tokens=64, shapes=3))
-    [(16, 4), (4, 16), (1, 64)]
-    >>> shapes_of(MicroBatching(tokens=64, shapes=3), are_joined=True)
-    [(1, 16), (1, 32), (1, 64)]
-    >>> shapes_of(MicroBatching(tokens=64, shapes=(32, 20)))
-    [(3, 20), (2, 32)]
-
-    Args:
-        options: the budget of tokens, and how many shapes or which widths.
-        are_joined: whether rows are documents, one behind the other.
-    """
-    tokens, shapes = options.tokens or 0, options.shapes or 0
-    widths = shapes
-    if isinstance(widths, int):
-        widths = [tokens // (2 if are_joined else 4) ** i for i in range(widths)]
-    most = options.size or tokens
-    return [
-        (1 if are_joined else min(most, tokens // each), each)
-        for each in sorted(set(widths) - {0})
-    ]
-
-
-def nothing_of(strategies: Strategies) -> Nothing:
-    """What a row must have in which nothing counts."""
-    found: dict[str | int, float] = {}
-    for each in strategies.values():
-        mask, labels = getattr(each, "mask", None), getattr(each, "labels", None)
-        if mask is not None:
-            found[mask] = 0
-        elif labels is not None:
-            found[labels] = getattr(each, "ignore_index", IGNORED)
-    return found
-
-
-def shape_for(options: MicroBatching, rows: Rows, part: Sequence[int]) -> Shape:
-    """The least shape in which rows of a loader batch fit.
+def _rows_of(batch: Any, shared: Collection[int]) -> int:
+    """The one leading length of a batch's tensors, or of its arrays.
 
     Raises:
-        TrainkitError: there is none.
+        TrainkitError: there is none, or more than one.
     """
-    shapes = shapes_of(options, are_joined=rows.are_joined)
-    columns = rows.real_of(part) if rows.are_joined else width(rows.spans, part)
-    for shape in shapes:
-        if columns <= shape[1]:
-            return shape
+    found = _lengths(batch, shared)
+    if len(found) == 1:
+        return found.pop()
+    for field in take_apart(batch, lambda path, value: id(value) in shared)[0]:
+        if id(field.value) not in shared:
+            _check_divisible(field, batch)
+    has = f"has {sorted(found)}" if found else "has no tensor with rows"
     raise TrainkitError(
-        f"MicroBatching shapes: row {part[0]} of the loader batch has {columns} "
-        f"tokens, and the widest of the {len(shapes)} shapes has {shapes[-1][1]}. "
-        f"Shorten such rows in the data set; or let a shape hold them: a larger "
-        f"budget, tokens={columns}, and widths with it, shapes=({columns}, ...)."
+        f"MicroBatching: cannot tell the rows of the batch: its tensors must share one "
+        f"leading dimension, but the batch {has}. The batch is {describe(batch)}. Name "
+        f"what every micro-batch gets whole in shared=, or what has a row for each "
+        f"sample: PerSample(size='path.to.it'). A list of samples is cut before it is "
+        f"collated: MicroBatching(collate=your_collate_fn), and collate_fn=list for "
+        f"the loader; or PerSample(size='') if training_step takes lists."
     )
 
 
-def parts_in_shapes(options: MicroBatching, rows: Rows) -> list[list[int]]:
-    """The rows of as few micro-batches as the shapes allow.
+def _lengths(batch: Any, shared: Collection[int] = ()) -> set[int]:
+    """The leading lengths of a batch's tensors, or of its other arrays if it has no
+    tensor. Those in lists of samples do not count."""
 
-    All shapes cost about the budget, so each is filled, the longest rows first.
-    """
-    if len(rows.groups) > 1:
+    def is_whole(value: Any) -> bool:
+        may_be = isinstance(value, list) or is_list(value) and value is not batch
+        return id(value) in shared or may_be and are_samples(value)
+
+    found = [e for e in leaves(batch, is_whole) if is_array(e) and id(e) not in shared]
+    of_tensors = {each.shape[0] for each in found if isinstance(each, Tensor)}
+    return of_tensors or {each.shape[0] for each in found}
+
+
+def _check_divisible(field: Field, batch: Any) -> None:
+    """Refuse a field that may hold rows and that nothing says how to cut."""
+    value, kind = field.value, type(field.value).__name__
+    if isinstance(value, Tensor):
+        is_known = is_dense(value)
+        kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
+    else:
+        is_plain = isinstance(value, type) or not hasattr(value, "__dict__")
+        is_known = is_plain or not held_by(value) and own_count(value) is None
+    if not is_known:
+        name = f"field {field.path!r}" if field.path else "the batch"
         raise TrainkitError(
-            f"MicroBatching shapes: rows must have one length each, and the batch "
-            f"has {len(rows.groups)}, of {len(rows.groups)} masks. Name one of "
-            f"them, lengths='path.to.mask', or leave shapes out."
+            f"MicroBatching: {name} is a {kind}, whose rows cannot be told apart, in "
+            f"the batch {describe(batch)}. Make it a dense tensor, a dict or a "
+            f"dataclass; or let the loader yield lists of samples (collate_fn=list) "
+            f"and name what makes a batch of them: collate=Batch.from_data_list for "
+            f"torch_geometric, collate=dgl.batch; or name it in shared= if every "
+            f"micro-batch is to have all of it."
         )
-    lengths = [rows.real_of([row]) for row in range(rows.num_rows)]
-    if rows.are_joined:
-        widest = shapes_of(options, are_joined=True)[-1][1]
-        return first_fit(lengths, widest, options.size)
-
-    def fits(part: list[int]) -> bool:
-        # Rows that pad on different sides are together wider than each.
-        most, columns = shape_for(options, rows, part[:1])
-        return len(part) <= most and width(rows.spans, part) <= columns
-
-    return filled_up(longest_first(lengths), fits)

@@ -172,9 +172,8 @@ class MicroBatching(_Chosen):
     def _exclude(self, name: str, others: Sequence[str], why: str) -> None:
         """Refuse an option beside others."""
         given = {each: getattr(self, each) for each in (name, *others)}
-        for each in (name, *others):
-            default = type(self).__dataclass_fields__[each].default
-            if given[each] == default or given[each] in ((), {}):
+        for each, value in [*given.items()]:
+            if value in (type(self).__dataclass_fields__[each].default, (), {}):
                 del given[each]
         if name in given and len(given) > 1:
             options = ", ".join(f"{n}={value!r}" for n, value in given.items())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -48,7 +49,10 @@ def cut_lengths(
     num_rows, first, least, begin = len(lengths), 0, 0.0, [0]
     slopes = np.array([each + attention * each**2 for each in lengths], dtype=float)
     fixed = np.empty(num_rows)  # a line's value at row 0
-    ends = [i + most_rows(n, size, tokens, num_rows) for i, n in enumerate(lengths)]
+    ends, most = list[int](), size or num_rows
+    for start, length in enumerate(lengths):
+        fit = most if tokens is None else min(most, tokens // length)
+        ends.append(start + max(1, fit))  # a row that exceeds the budget is alone
     for start in range(num_rows):
         stop = start + 1
         fixed[start] = least + overhead - start * slopes[start]
@@ -146,8 +150,8 @@ def even_runs(num_rows: int, num_runs: int) -> list[Run]:
     [(0, 4), (4, 7), (7, 10)]
     """
     size, larger = divmod(num_rows, num_runs)
-    ends = [(i + 1) * size + min(i + 1, larger) for i in range(num_runs)]
-    return list(zip([0, *ends], ends, strict=False))
+    sizes = [size + 1] * larger + [size] * (num_runs - larger)
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def width(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> int:
@@ -168,15 +172,6 @@ def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Sp
     starts = [min([group[row][0] for row in rows]) for group in groups]
     stops = [max([group[row][1] for row in rows]) for group in groups]
     return list(zip(starts, stops, strict=True))
-
-
-def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
-    """How many rows of one length a run may have, at least 1."""
-    if size is not None:
-        most = min(most, size)
-    if tokens is not None:
-        most = min(most, tokens // length)
-    return max(1, most)
 
 
 def first_fit(
@@ -206,6 +201,21 @@ def first_fit(
         bins[number].append(place)
         rooms[number] -= lengths[place]
     return [sorted(each) for each in bins]
+
+
+def spread(lengths: Sequence[int], size: int | None) -> list[list[int]]:
+    """Documents in as few bins as hold so many each, the longest first, each where it
+    is emptiest.
+
+    >>> spread([5, 3, 4, 2], 2)
+    [[0, 3], [2, 1]]
+    """
+    most = size or len(lengths)
+    bins: list[list[int]] = [[] for _ in range(-(-len(lengths) // most))]
+    for place in longest_first(lengths):
+        free = [each for each in bins if len(each) < most]
+        min(free, key=lambda each: sum(lengths[n] for n in each)).append(place)
+    return bins
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

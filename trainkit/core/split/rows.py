@@ -23,6 +23,9 @@ from trainkit.core.split.partition import Span, width
 from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
 
+MASK = "attention_mask"
+"""The field that tells rows' lengths where nobody names one."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -60,13 +63,10 @@ class Rows:
     are_joined: bool = False
 
     @property
-    def has_lengths(self) -> bool:
-        return bool(self.groups) and self.num_rows > 0
-
-    @property
     def are_alike(self) -> bool:
-        """Whether no cut pads less than another: all have one length, or none."""
-        return all(len(set(group.spans)) <= 1 for group in self.groups)
+        """Whether rows of one length are padded alike, so that no cut pads less."""
+        spans = [group.spans for group in self.groups]
+        return not self.are_joined and all(len(set(each)) <= 1 for each in spans)
 
     @property
     def spans(self) -> list[Sequence[Span]]:
@@ -79,7 +79,7 @@ class Rows:
 
     def padded_of(self, rows: Sequence[int]) -> int:
         """How many tokens a micro-batch of these rows computes."""
-        if not self.has_lengths or not rows:
+        if not self.groups or not rows:
             return len(rows)
         if self.are_joined:
             return self.real_of(rows)
@@ -87,7 +87,7 @@ class Rows:
 
     def real_of(self, rows: Sequence[int]) -> int:
         """How many tokens of these rows are not padding."""
-        if not self.has_lengths:
+        if not self.groups:
             return len(rows)
         spans = [group.spans[row] for group in self.groups for row in rows]
         return sum([stop - start for start, stop in spans])
@@ -138,8 +138,8 @@ def marks_of(
     """
     labels, found = _labels(batch, strategy), []
     if not paths and isinstance(batch, Mapping):
-        mask: Any = batch.get("attention_mask")
-        paths = ["attention_mask"] if _is_mask(mask) and mask.ndim == 2 else []
+        mask: Any = batch.get(MASK)
+        paths = [MASK] if _is_mask(mask) and mask.ndim == 2 else []
     for path in paths:
         value = lookup(batch, path)
         if labels is not None and labels.tensor is value:
@@ -193,15 +193,12 @@ def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
     marks, width = (counts != 0).numpy(force=True), counts.shape[1]
     if marks.all():
         return [(0, width)] * len(marks)
-    firsts, after = marks.argmax(1).tolist(), marks[:, ::-1].argmax(1).tolist()
-    has_any: list[bool] = marks.max(1).tolist()
-    spans = []
-    for first, behind, any_ in zip(firsts, after, has_any, strict=True):
-        if any_:
-            spans.append((0 if are_labels else first, width - behind))
-        else:
-            spans.append((0, width if are_labels else 1))
-    return spans
+    starts, stops = marks.argmax(1), width - marks[:, ::-1].argmax(1)
+    if are_labels:
+        starts[:] = 0
+    else:
+        stops[~marks.any(1)] = 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _labels(batch: Any, strategy: AccumulationStrategy) -> Marks | None:

@@ -64,9 +64,12 @@ class OrderedCallback(Callback):
 
     Attributes:
         order: the lower, the earlier.
+        on_cut: a method that hears into how many micro-batches the loader batch that
+            is about to run was cut, again where it is run again in others; or None.
     """
 
     order: int
+    on_cut: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         return without_module(self)
@@ -81,10 +84,6 @@ class OrderedCallback(Callback):
     @abstractmethod
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         """The callback's rows in the table before training."""
-
-    def on_cut(self, num_micro_batches: int) -> None:
-        """The loader batch that is about to run was cut into so many micro-batches;
-        said again where it is run again in others."""
 
     def on_window_finished(self, trainer: Any, index: int) -> None:
         """`finish_window` has divided the window of an optimizer; what manual
@@ -137,6 +136,7 @@ class WindowOwner(OrderedCallback):
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         batch_is_unfinished: whether the batch under way has begun a backward pass.
         gradients_are_fresh: whether they were zeroed since the last window ended.
+        wants_weights: say in which windows each micro-batch's weight is kept.
     """
 
     order = 1

@@ -86,7 +86,7 @@ class FewRows:
         rows = Rows(-1)
         try:
             with _unheard():
-                rows = self._cutter.measure(self._batch)
+                rows = self._cutter.read(self._batch).rows
         except Exception as error:
             if not self.collates:
                 text = "the rows of the batch cannot be told apart"
@@ -104,7 +104,7 @@ class FewRows:
         self.can_widen = self._narrows and is_cut
         if options is not None and yields_samples:  # what the run refuses to cut
             cutter, few = Cutter(options, self._strategy), [*samples]
-            cutter.parts(few, cutter.measure(few), Limit(tokens=options.tokens))
+            cutter.parts(few, cutter.read(few).rows, Limit(tokens=options.tokens))
         alike = all(len(set(g.lengths)) == 1 for g in self._groups)
         self.has_one_length = bool(is_stream and pads and self._groups and alike)
 
@@ -122,17 +122,18 @@ class FewRows:
             return False
         number, cutter = len(self._samples), Cutter(self._options, self._strategy)
         with contextlib.suppress(Exception), _unheard():
-            num_rows = cutter.measure(batch).num_rows
+            read = cutter.read(batch)
+            num_rows = read.rows.num_rows
             if num_rows == 1 and self._options.pool is None:
                 return False  # it is never cut
             other = self._collated(range(number - (num_rows == number)))
-            return not set(cutter.divided(batch)) <= set(cutter.divided(other))
+            return not {*read.divided} <= {*cutter.read(other).divided}
         return False
 
     @property
     def divided(self) -> list[str]:
         """The fields that are cut where rows are; none where rows are collated."""
-        return [] if self.collates else self._cutter.divided(self._batch)
+        return [] if self.collates else self._cutter.read(self._batch).divided
 
     def with_whole(self, path: str) -> FewRows:
         """The rows, of which every batch has all of a field."""
@@ -181,7 +182,7 @@ class FewRows:
         cutter = Cutter(self._options or MicroBatching(size=1), self._strategy)
         with _unheard():
             batch = self.loader_batch(range(self.num_rows), alike=not self.collates)
-            measured = cutter.measure(batch)
+            measured = cutter.read(batch).rows
         found = []
         for rows in choices:
             parts = cutter.parts(batch, measured.of(rows), Limit(size))
@@ -192,7 +193,8 @@ class FewRows:
         """Rows of the batch, with the columns that are padding in all of them or
         without."""
         with _unheard():
-            return self._cutter.pair(self._batch, list(rows))[wide]
+            layout = self._cutter.read(self._batch)
+            return (layout.untrimmed() if wide else layout).of(list(rows))
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None

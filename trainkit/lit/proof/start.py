@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -88,7 +89,9 @@ class ProofAtStart:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
         split, has_padding = self._windows.split, False
         if split is not None and split.trims is None:
-            has_padding = split.has_padding(batch)
+            # A hook may add what is missing before the batch is cut.
+            with contextlib.suppress(TrainkitError):
+                has_padding = split.cutter.has_padding(batch)
         if has_padding is not False or not self._is_proven:
             self._rehearse(batch, has_padding)
         return split is None or split.trims is not None
@@ -130,8 +133,11 @@ class ProofAtStart:
             return windows.inside is not None
         if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
             return True
-        has_size = micro_batch_of(trainer.train_dataloader) is not None
-        return not (has_size and windows.split.is_one_micro_batch(batch))
+        size, number = windows.cut.size, math.inf
+        if size is not None and micro_batch_of(trainer.train_dataloader) is not None:
+            with contextlib.suppress(TrainkitError):
+                number = windows.split.cutter.read(batch).rows.num_rows
+        return size is None or number > size
 
     @property
     def _has_parts(self) -> bool:

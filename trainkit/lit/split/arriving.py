@@ -9,7 +9,9 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from trainkit.core.division import weights_by_term
 from trainkit.core.nested import tensors, with_tensors
+from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import as_hook, transfers_plainly
 from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.refusals import stop_iteration
@@ -25,50 +27,48 @@ class Transfer:
     Args:
         trainer: in `fit`.
         pl_module: the module that trains.
+        strategies: weigh micro-batches.
         may_repeat: whether the loader batch may be needed again. Then tensors that are
             on the device already are copied: micro-batches are views of the loader
             batch, and a training step may write into its batch.
 
     Attributes:
         is_plain: whether nobody has such a hook.
+        is_needed: whether something is done to micro-batches before they run.
     """
 
-    def __init__(self, trainer: Any, pl_module: Any, *, may_repeat: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        strategies: Strategies,
+        *,
+        may_repeat: bool,
+    ) -> None:
         self._module, self._may_repeat = pl_module, may_repeat
+        self._strategies = strategies
         self._device = trainer.strategy.root_device
         self._batch_to_device = trainer.strategy.batch_to_device
         self.is_plain = transfers_plainly(trainer, pl_module)
         is_host = self._device.type == "cpu"
-        self._is_there = self.is_plain and is_host and not may_repeat
+        self.is_needed = may_repeat or not is_host or not self.is_plain
 
-    def arrive(self, current: CutBatch) -> Sequence[Any]:
-        """Bring all micro-batches of a loader batch to the device at once."""
-        current.arrived = list(self._coming(current))
-        return current.arrived
-
-    def each(self, current: CutBatch) -> Iterator[Any]:
-        """Yield the micro-batches of a loader batch on the device, one after another;
-        each is then the one under way."""
-        coming: Any = current.arrived
-        if self._is_there:
-            coming = [part.batch for part in current.parts]
-        elif not coming:
-            coming = self._coming(current)
-        for index, batch in enumerate(coming):
-            current.index, current.batch = index, batch
-            yield batch
-            current.batch = None
-            if current.arrived:
-                current.arrived[index] = None  # it is not needed any more
-
-    def _coming(self, current: CutBatch) -> Iterator[Any]:
+    def bring(self, current: CutBatch) -> Iterator[Any]:
+        """The micro-batches of a loader batch on the device, one after another."""
         numbers = iter(range(len(current.parts)))
 
         def move(batch: Any) -> Any:
             current.index = next(numbers)
             return self._moved(batch)
 
-        return moved([part.batch for part in current.parts], move, self._device)
+        coming = moved([part.batch for part in current.parts], move, self._device)
+        if self.is_plain or current.are_said:
+            return coming
+        arrived, number = list(coming), current.num_counting
+        weights = weights_by_term(self._strategies, arrived[:number])
+        for term, each in weights.items():
+            current.weights[term][:number] = each
+        return (arrived.pop(0) for _ in current.parts)  # each is let go in its turn
 
     def _moved(self, batch: Any) -> Any:
         if self._may_repeat:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
@@ -58,8 +60,8 @@ class AutoSizes:
     Args:
         start: the size with which the search begins.
         found: what an earlier run has found, as the search's `state_dict` gives it.
-        hosts: of the ranks, which share what has happened after each window.
-        device: the device on which windows run.
+        ranks: that share what has happened after each window.
+        backend: Lightning's strategy object.
 
     Attributes:
         search: finds the size.
@@ -70,12 +72,14 @@ class AutoSizes:
         self,
         start: int | None,
         found: Mapping[str, Any] | None,
-        hosts: Hosts,
-        device: torch.device,
+        ranks: Ranks,
+        backend: Any,
     ) -> None:
         self.search = SizeSearch(start=start, found=found)
         self.shown: int | None = None
-        self._hosts, self._device = hosts, device
+        self._hosts, self._ddp = Hosts(ranks), ranks.ddp
+        self._device = backend.root_device
+        self._block = getattr(backend, "block_backward_sync", nullcontext)
         self._unit = "rows"
         self._whole = self._real = 0
         self._since = 0.0
@@ -87,8 +91,8 @@ class AutoSizes:
         if self.search.limit is None:
             (whole,) = map(int, self._hosts.largest([whole]))
         size = self.shown = self.search.begin(whole)
-        self._unit, self._since = "tokens" if rows.has_lengths else "rows", self._now()
-        return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
+        self._unit, self._since = "tokens" if rows.groups else "rows", self._now()
+        return Limit(tokens=size) if rows.groups else Limit(size=size)
 
     def run(
         self,
@@ -136,6 +140,22 @@ class AutoSizes:
                 parameter.grad = None if gradient is None else gradient.clone()
             drop()
             kept.restore()
+
+    @contextmanager
+    def apart(self, *, opens: bool, closes: bool) -> Iterator[None]:
+        """A context in which no forward or backward pass of DDP waits for other ranks.
+
+        Args:
+            opens: whether the window opens in it.
+            closes: whether it closes in it.
+        """
+        ddp = self._ddp
+        if ddp is not None and opens:
+            send_forward_messages(ddp)
+        with self._block():
+            yield
+        if ddp is not None and closes:
+            owe_forward_messages(ddp)
 
     def _came_through(self, failure: Failure | None) -> bool:
         """Whether no rank has run out of memory in the window; every rank calls this.

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core.division import weights_by_term
 from trainkit.core.documents import count_documents, documents_option
-from trainkit.core.nested import describe, is_array
-from trainkit.core.said_weight import Weighed
+from trainkit.core.nested import is_array
 from trainkit.core.split.cutting import Cutter, MicroBatch
-from trainkit.core.split.layout import nothing_of, shapes_of
+from trainkit.core.split.filling import nothing_of, shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Strategies, Uniform, Weight
+from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import ONE, leading, telling_lengths
-from trainkit.core.window import quotient
+from trainkit.core.window import quotient, vector
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.pools import num_cuts
+from trainkit.lit.split.refusals import (
+    announce_too_long,
+    refuse_other_weights,
+    refuse_shapes_that_count,
+)
 
 
 @dataclass
@@ -37,36 +40,28 @@ class CutBatch:
             equally many: they repeat the last one, with weight 0.
         weights: what they weigh, by term; NaN until that is known.
         are_said: whether `training_step` says the weights.
-        trims: whether columns that are only padding in a part are left out.
-        documents: what tells documents apart.
-        weighs_samples: whether the leading weights are numbers of samples.
-        is_told: whether the total of the window is known beforehand.
-        num_expected: how many micro-batches the window will have on this rank.
+        num_cuts: how often something is cut for one step.
         is_forward_only: whether there are no backward passes.
-        arrived: all of them on the device, where they travel before the first one runs.
         index: the micro-batch that is on its way to the device, or runs.
         batch: the one that runs, on the device.
-        terms: for each term, the losses so far.
-        extras: what was returned beside each loss; None beside a plain one.
+        losses: for each term, the losses so far.
+        extras: by micro-batch what was returned beside its loss.
         num_nothing: how many micro-batches returned None.
+        logged: by hook and name the logs, each the values of all micro-batches.
     """
 
     parts: list[MicroBatch]
     num_counting: int
     weights: dict[str, list[Weight]]
     are_said: bool
-    trims: bool
-    is_told: bool
-    num_expected: int
-    documents: str = "auto"
-    weighs_samples: bool = False
+    num_cuts: int
     is_forward_only: bool = False
-    arrived: list[Any] = field(default_factory=list)
     index: int = 0
     batch: Any = None
-    terms: dict[str, list[Tensor]] = field(default_factory=dict)
-    extras: list[dict[str, Any] | None] = field(default_factory=list)
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_nothing: int = 0
+    logged: dict[str, dict[str, list[list[Any]]]] = field(default_factory=dict)
 
     @property
     def is_filler(self) -> bool:
@@ -79,14 +74,13 @@ class CutBatch:
         return next(iter(self.weights.values()))
 
     @property
+    def num_expected(self) -> int:
+        """How many micro-batches the window will have on this rank."""
+        return self.num_cuts * len(self.parts)
+
+    @property
     def num_rows(self) -> int:
         return sum([len(each.rows) for each in self.parts[: self.num_counting]])
-
-    def weigh(self, strategies: Strategies, batches: Sequence[Any]) -> None:
-        """Weigh the micro-batches that count."""
-        weights = weights_by_term(strategies, batches[: self.num_counting])
-        for term, each in weights.items():
-            self.weights[term][: self.num_counting] = each
 
     def share(self) -> Weight:
         """The micro-batch's part of the loader batch's weight; of its rows, where
@@ -97,32 +91,39 @@ class CutBatch:
             return len(self.parts[self.index].rows) / self.num_rows
         return quotient(self.leading[self.index], sum(self.leading))
 
-    def add(self, terms: dict[str, Tensor], extras: dict[str, Any] | None) -> None:
-        """Add what `training_step` has returned for a micro-batch."""
-        part = self.parts[self.index]
-        if extras and part.num_fillers:
-            number = len(part.rows) + part.num_fillers
-            extras = {
-                name: value[: len(part.rows)] if _has_entries(value, number) else value
-                for name, value in extras.items()
-            }
-        self.extras.append(extras)
-        for name, value in terms.items():
-            self.terms.setdefault(name, []).append(value.reshape(()))
+    def add(self, terms: Mapping[str, Tensor], extras: dict[str, Any] | None) -> Tensor:
+        """Add what `training_step` has returned for a micro-batch; returns the loss in
+        the first term, to report."""
+        if extras is not None:
+            self.extras[self.index] = extras
+        values = []
+        for name, term in terms.items():
+            value = term.detach().reshape(())
+            # On a GPU the next step of a CUDA graph writes over it.
+            values.append(value.clone() if value.is_cuda else value)
+            self.losses.setdefault(name, []).append(values[-1])
+        return values[0]
 
-    def counts(self) -> dict[str, Weight]:
-        """The arguments of `Window.count`: tokens, padding among them, samples."""
-        padded = real = samples = 0
-        for each in self.parts[: self.num_counting]:
-            padded, real = padded + each.padded, real + each.real
-            if not self.weighs_samples:
-                documents = count_documents(each.bare, self.documents)  # several a row
-                samples += len(each.rows) if documents is None else int(documents)
-        if self.weighs_samples:
-            samples = sum(self.leading)
-        num_rows = self.num_rows
-        tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
-        return {"padding": padded - real, "tokens": tokens, "samples": samples}
+    def loss(self, strategies: Strategies) -> Tensor:
+        """The loss of the loader batch as one batch."""
+        found: Tensor | None = None
+        for name, losses in self.losses.items():
+            if self.num_nothing:
+                raise TrainkitError(
+                    f"training_step: it returned None for {self.num_nothing} "
+                    f"micro-batches of a loader batch and a loss for {len(losses)}. "
+                    f"Return a loss for all, one that weighs nothing where nothing "
+                    f"counts, such as 0.0 * output.sum(), or None for all."
+                )
+            if strategies[name].loss_reduction != "mean":
+                term = torch.stack(losses).sum()
+            elif len(losses) == 1:
+                term = losses[0]
+            else:
+                term = weighted_mean(losses, self.weights[name][: len(losses)])
+            found = term if found is None else found + term
+        assert found is not None
+        return found
 
 
 class MicroBatches:
@@ -155,118 +156,113 @@ class MicroBatches:
         weighs: bool,
     ) -> None:
         self._options, self._trainer = options, trainer
-        self._sizes, self._hosts, self._weighs = sizes, hosts, weighs
-        self._has_said_too_long = self._is_verified = False
+        self._strategies, self._hosts = strategies, hosts
+        self._limit = None if sizes is None else sizes.limit_for
+        self._are_said = says_weights(strategies)
+        self._weighs = weighs and not self._are_said
+        self._has_said_too_long = self._is_first_over = False
         of_lengths = telling_lengths(strategies)
-        self.cutter = Cutter(self._options, of_lengths, nothing_of(strategies))
-        self._strategies = strategies
+        self.cutter = Cutter(options, of_lengths, nothing_of(strategies))
         self._weighs_samples = counts_rows(leading(strategies))
         self._documents = documents_option(options, *strategies.values())
-        self._may_count_fillers = self._options.shapes is not None
-        self._are_said = says_weights(strategies)
+        self._may_count_fillers = options.shapes is not None
 
-    def of(self, batch: Any, *, trim: bool) -> CutBatch:
-        """The micro-batches of a loader batch; `trim` leaves out columns that are only
-        padding in one."""
-        limit = None
-        if self._sizes is not None:
-            limit = self._sizes.limit_for(self.cutter.measure(batch))
-        parts = self.cutter.cut(batch, limit, trim=trim)
+    def of(self, batch: Any, num_cuts: int, *, trim: bool) -> CutBatch:
+        """The micro-batches of a loader batch.
+
+        Args:
+            batch: the loader batch.
+            num_cuts: how often something is cut for one step.
+            trim: whether to leave out columns that are only padding in one.
+        """
+        parts = self.cutter.cut(batch, self._limit, trim=trim)
         number = most = len(parts)
         if self._hosts is not None:
             (most,) = map(int, self._hosts.largest([number]))
             if number < most:
-                parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
+                parts = self.cutter.cut(batch, at_least=most, trim=trim)
                 number = len(parts)
-        if self.cutter.longest_over_budget is not None and limit is None:
-            self._say_too_long(self.cutter.longest_over_budget)
-        num_loader_batches = num_cuts(self._trainer, self._options)
-        unknown = [*[math.nan] * number, *[0] * (most - number)]
-        current = CutBatch(
-            parts + parts[-1:] * (most - number),
-            number,
-            {term: [*unknown] for term in self._strategies},
-            self._are_said,
-            trim,
-            num_loader_batches == 1 and not self._are_said,
-            num_loader_batches * most,
-            self._documents,
-            self._weighs_samples,
-        )
-        if self._weighs and not self._are_said:
-            current.weigh(self._strategies, [each.batch for each in parts])
+        budget = None if self._has_said_too_long else self._options.tokens
+        if budget is not None and parts and parts[0].padded > budget:
+            self._has_said_too_long = True
+            announce_too_long(parts[0].padded)
+        weights: dict[str, list[Weight]]
+        if self._weighs:
+            batches = [part.batch for part in parts]
+            weights = weights_by_term(self._strategies, batches)
+        else:
+            weights = {term: [math.nan] * number for term in self._strategies}
+        if missing := most - number:
+            weights = {t: [*w, *[0] * missing] for t, w in weights.items()}
+            parts = parts + parts[-1:] * missing
+        current = CutBatch(parts, number, weights, self._are_said, num_cuts)
         if self._may_count_fillers:
-            self._refuse_fillers_that_count(parts)
+            refuse_shapes_that_count(self._strategies, parts[:number])
             # Loader batches may fill their shapes for a while, but documents seldom.
             has_some = any(each.num_fillers for each in parts)
-            are_joined = self.cutter.measure(batch).are_joined
-            self._may_count_fillers = not (has_some or are_joined)
-        if not self._is_verified:
-            self._is_verified = True
-            if self._weighs:
-                self._verify(batch, current.weights)
-            self._say_shared()
+            is_last = has_some or self.cutter.read(batch).rows.are_joined
+            self._may_count_fillers = not is_last
+        if not self._is_first_over:
+            self._look_at_first(batch, weights)
         return current
 
-    def _refuse_fillers_that_count(self, parts: Sequence[MicroBatch]) -> None:
-        """Refuse a strategy that counts what fills, before a step with such a row."""
-        for strategy in self._strategies.values():
-            for each in parts:
-                filled, bare = map(strategy.weight, (each.batch, each.bare))
-                if not math.isclose(float(filled), float(bare), rel_tol=1e-9):
-                    raise TrainkitError(
-                        f"MicroBatching shapes: rows and columns that fill a "
-                        f"micro-batch must weigh nothing under "
-                        f"{type(strategy).__name__}, and a micro-batch weighs "
-                        f"{float(filled):g} with them, {float(bare):g} without. "
-                        f"training_step's mean would count them as well. Use "
-                        f"PerToken(), or PerSample(mask='weights') with a weight for "
-                        f"each row, by which the loss is a weighted mean; or leave "
-                        f"shapes out."
-                    )
-
-    def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
-        """Refuse weights of the parts that do not add up to the loader batch's. A list
-        of samples has no weight before it is collated."""
-        for term, strategy in self._strategies.items():
-            is_known = not isinstance(strategy, Uniform | Weighed)
-            if not is_known or self._options.collate is not None:
-                continue
-            in_parts = sum(map(float, weights[term]))
-            in_all = float(strategy.weight(batch))
-            if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
-                raise TrainkitError(
-                    f"{type(strategy).__name__}: what micro-batches weigh must add up "
-                    f"to what their batch weighs, and {len(weights[term])} of them "
-                    f"weigh {in_parts:g} together, the batch {in_all:g}. The batch is "
-                    f"{describe(batch)}. Let weight() return a sum over rows."
-                )
-
-    def _say_shared(self) -> None:
-        """Say once what every micro-batch gets whole, since it is not as long as the
-        batch has rows, and nobody has named it."""
+    def _look_at_first(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
+        """Check the weights of the first loader batch, and say what every micro-batch
+        gets whole since it is not as long as the batch, and nobody has named it."""
+        self._is_first_over = True
+        # A list of samples has no weight before it is collated.
+        if self._weighs and self._options.collate is None:
+            refuse_other_weights(self._strategies, batch, weights)
         named = set(map(str, self._options.shared))
-        fields = [each for each in self.cutter.shared if is_array(each.value)]
+        fields = [e for e in self.cutter.read(batch).shared if is_array(e.value)]
         shared = [repr(each.path) for each in fields if each.path not in named]
         if shared and self._trainer.is_global_zero:
             row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
             say(self._trainer, row)
 
-    def _say_too_long(self, longest: int) -> None:
-        if not self._has_said_too_long:
-            self._has_said_too_long = True
-            warnings.warn(
-                f"MicroBatching: a sample of {longest} tokens alone exceeds the "
-                f"budget, and a sample cannot be cut, so it makes a micro-batch of its "
-                f"own. The step is that of its batch; if memory does not suffice, "
-                f"shorten such samples.",
-                stacklevel=2,
-            )
+    def counts(self, batch: Any, current: CutBatch) -> dict[str, Weight]:
+        """The arguments of `Window.count`: tokens, padding among them, samples."""
+        padded = real = rows = 0
+        parts = current.parts[: current.num_counting]
+        for part in parts:
+            padded += part.padded
+            real += part.real
+            rows += len(part.rows)
+        if self._weighs_samples:
+            samples = sum(current.leading)
+        else:
+            samples, collates = 0, self._options.collate is not None
+            bare = [(part.bare, len(part.rows)) for part in parts]
+            for each, number in bare if collates else [(batch, rows)]:
+                found = count_documents(each, self._documents)  # several share a row
+                samples += number if found is None else int(found)
+        tokens = 0 if padded == rows else padded  # equal: rows have no lengths
+        return {"padding": padded - real, "tokens": tokens, "samples": samples}
 
 
-def _has_entries(value: Any, number: int) -> bool:
-    has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
-    return bool(has_places) and len(value) == number
+def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
+    """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
+    nothing may be NaN. If all weigh nothing, they count alike."""
+    device, dtype = like(values)
+    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
+        # Plain numbers: one tensor operation costs more than all of this.
+        weights = weights if sum(weights) else [1] * len(values)
+        pairs = zip(weights, values, strict=True)
+        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
+        return torch.tensor(mean, dtype=dtype)
+    numbers, by = vector(values, device), vector(weights, device)
+    total = by.sum()
+    mean = numbers.where(by != 0, 0.0).dot(by) / total  # NaN * 0 is NaN
+    return torch.where(total == 0, numbers.mean(), mean).to(dtype)
+
+
+def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
+    """The device and the floating dtype for what is computed of several values."""
+    default = torch.get_default_dtype()
+    for each in values:
+        if isinstance(each, Tensor):
+            return each.device, each.dtype if each.is_floating_point() else default
+    return torch.device("cpu"), default
 
 
 def described(options: MicroBatching, *, is_step: bool, term: str = ONE) -> str:

@@ -1,19 +1,285 @@
-"""What `training_step` returned for micro-batches, put together for a loader batch."""
+"""What `training_step` logs and returns in micro-batches, put together for a loader
+batch, and the metrics that it updates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 
 from trainkit.core.nested import with_tensors
-from trainkit.core.strategies import Strategies, Weight
+from trainkit.core.split.cutting import MicroBatch
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import terms_of
 from trainkit.core.window import vector
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.micro_batches import CutBatch
+from trainkit.lit._compat import (
+    as_hook,
+    current_hook,
+    forget_computed,
+    replaced,
+    uncompiled,
+)
+from trainkit.lit.split.micro_batches import CutBatch, like, weighted_mean
+
+TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
+"""The hooks on a batch's way to the device, in which Lightning logs nothing."""
+
+OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""The parameters of Lightning's `log` after the name and the value."""
+
+
+@dataclass
+class _Logged:
+    """A value that a micro-batch has logged.
+
+    Attributes:
+        index: of the micro-batch.
+        original: the tensor itself, until the micro-batch has ended.
+        weight: what it weighs; a text is a term, whose weight it has.
+        is_sum: whether it is a loss that is a sum over rows.
+    """
+
+    index: int
+    value: Any
+    original: Tensor | None
+    weight: Weight | str
+    options: dict[str, Any]
+    is_sum: bool = False
+
+
+class HeldLogs:
+    """Combines the values of a window's micro-batches into those of one batch.
+
+    Means are weighed as the loss is, by the strategy, or by `weight=`. Sums are added
+    up, and of several extremes the extreme is taken. A metric object is logged once.
+
+    Args:
+        pl_module: whose logs.
+
+    Attributes:
+        log: stands in place of the module's `log`, and of the one that Lightning gives
+            each callback, while a window runs.
+        current: the loader batch that is being run.
+    """
+
+    def __init__(self, pl_module: Any) -> None:
+        self._module, self._has_said_step = pl_module, False
+        self.log = uncompiled(pl_module, self._hold)
+        self.current: Any = None
+
+    def _hold(
+        self, name: str, value: Any, *args: Any, weight: Any = None, **options: Any
+    ) -> None:
+        hook = current_hook(self._module)
+        if hook in TRANSFER or not is_loggable(value):  # Lightning refuses it by name
+            type(self._module).log(self._module, name, value, *args, **options)
+            return
+        current, original = self.current, None
+        if current.is_filler:
+            return
+        if isinstance(value, Tensor):
+            original = value.detach() if weight is None else None
+            value = value.detach().reshape(()).clone()  # it may be written over
+        options |= dict(zip(OPTIONS, args, strict=False))
+        weight = self._weight(name, weight)
+        logged = _Logged(current.index, value, original, weight, options)
+        # Several logs of one name in a micro-batch stay several.
+        logs = current.logged.setdefault(hook, {}).setdefault(name, [])
+        number = [each[-1].index for each in logs].count(logged.index)
+        if number == len(logs):
+            logs.append([])
+        logs[number].append(logged)
+
+    def _weight(self, name: str, weight: Any) -> Weight | str:
+        current = self.current
+        if weight is None:
+            return next(iter(current.weights))
+        if isinstance(weight, AccumulationStrategy):
+            return weight.weight(current.batch)
+        if isinstance(weight, str) and weight not in current.weights:
+            terms = sorted(filter(None, current.weights)) or "none"
+            raise TrainkitError(
+                f"self.log({name!r}, weight={weight!r}): there is no such term; the "
+                f"terms of self.accumulation are: {terms}. Name one of them, or pass a "
+                f"number or a strategy, such as PerSample()."
+            )
+        return weight
+
+    def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
+        """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
+        for _, _, several in self._all():
+            each = several[-1]
+            original, each.original = each.original, None
+            for term, tensor in terms.items():
+                if original is not None and _is_same(original, tensor):
+                    each.weight = term
+                    each.is_sum = strategies[term].loss_reduction != "mean"
+
+    def _all(self) -> Iterator[tuple[str, str, list[_Logged]]]:
+        """The logs of the loader batch, hook after hook: Lightning drops an epoch's
+        first logs of one that comes back."""
+        for hook, by_name in self.current.logged.items():
+            for name, logs in by_name.items():
+                yield from ((hook, name, several) for several in logs)
+
+    def combine(self) -> None:
+        """Log each name once, as from its hook."""
+        for hook, name, several in self._all():
+            options = several[-1].options
+            # By it Lightning weighs a mean over the epoch.
+            sizes = [each.options.get("batch_size") for each in several]
+            sizes = [size for size in sizes if size is not None]
+            options["batch_size"] = sum(sizes) if sizes else self.current.num_rows
+            with as_hook(self._module, hook):
+                self._module.log(name, self._combined(name, several), **options)
+
+    def _combined(self, name: str, several: list[_Logged]) -> Any:
+        values, last = [each.value for each in several], several[-1]
+        if len(values) == 1:
+            return values[0]
+        if isinstance(values[0], Metric):
+            if last.options.get("on_step") is not False:
+                self._say_step(name)
+            return values[-1]
+        reduce_fx = last.options.get("reduce_fx", "mean")
+        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        kind = "sum" if last.is_sum else kind
+        if kind in ("max", "min", "sum"):
+            device, dtype = like(values)
+            numbers = vector(values, device)
+            reduced = {"max": numbers.amax, "min": numbers.amin, "sum": numbers.sum}
+            return reduced[kind]().to(dtype)
+        weights = self.current.weights
+        return weighted_mean(
+            values,
+            [
+                weights[each.weight][each.index]
+                if isinstance(each.weight, str)
+                else each.weight
+                for each in several
+            ],
+        )
+
+    def _say_step(self, name: str) -> None:
+        """Say once that the step's value of a logged object is the last part's."""
+        if not self._has_said_step:
+            self._has_said_step = True
+            warnings.warn(
+                f"self.log({name!r}): the value of a metric object on a step is that "
+                f"of the last micro-batch; the epoch's is that of all rows. "
+                f"on_step=False logs the latter alone. Said once.",
+                stacklevel=2,
+            )
+
+
+def is_loggable(value: Any) -> bool:
+    """Whether Lightning can log the value; Lightning itself refuses other values."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Number | Metric)
+
+
+def _is_same(value: Tensor, term: Tensor) -> bool:
+    """Whether a value is a term, or the term detached: they share their storage."""
+    return value.data_ptr() == term.data_ptr() and value.dtype == term.dtype
+
+
+class WindowMetrics:
+    """Lets metric objects see the micro-batches of a window, one after another.
+
+    All of them add to one state, so the value of the epoch is right. The value that
+    Lightning logs for a step is that of the last micro-batch, which is said once. A
+    `MeanMetric` that gets one number for a micro-batch, such as a loss, counts it by
+    the micro-batch's share of the loader batch.
+
+    Args:
+        pl_module: the module that has the metrics, on its final device.
+        num_ranks: how many ranks share a window.
+
+    Attributes:
+        found: the metric objects, by name.
+    """
+
+    def __init__(self, pl_module: Any, num_ranks: int) -> None:
+        self._module, self._has_ranks = pl_module, num_ranks > 1
+        self._has_said: set[str] = set()
+        self.find()
+
+    def find(self) -> None:
+        """Look for metric objects; a `MetricTracker` makes one for each epoch."""
+        modules = self._module.named_modules()
+        self.found = {name: m for name, m in modules if isinstance(m, Metric)}
+        for name, metric in self.found.items():
+            if self._has_ranks and metric.dist_sync_on_step:
+                raise TrainkitError(
+                    f"metric {name}: with dist_sync_on_step=True it waits for the "
+                    f"other ranks in every micro-batch, and ranks may have different "
+                    f"numbers of them. Leave it out: the epoch's value is synchronised "
+                    f"all the same."
+                )
+
+    @contextmanager
+    def seeing(self, current: CutBatch) -> Iterator[None]:
+        """A context in which the micro-batches of a loader batch run."""
+        with ExitStack() as stack:
+            is_alone = len(current.parts) == 1 and not self._has_ranks
+            for name, metric in () if is_alone else self.found.items():
+                if self._has_ranks:  # compute() must not wait for the other ranks
+                    alone = replaced(metric, distributed_available_fn=lambda: False)
+                    stack.enter_context(alone)
+                    stack.callback(forget_computed, metric)
+                if isinstance(metric, MeanMetric):
+                    update = self._weighed(name, metric.update, current)
+                    update = uncompiled(self._module, update)
+                    stack.enter_context(replaced(metric, update=update))
+            yield
+
+    def _weighed(
+        self, name: str, update: Callable[..., Any], current: CutBatch
+    ) -> Callable[..., Any]:
+        def weighed(value: Any, weight: Any = None) -> None:
+            if weight is not None:
+                update(value, weight)
+            elif isinstance(value, Tensor) and value.ndim:
+                update(value)  # each entry counts once
+            else:
+                if current.are_said and len(current.parts) > 1:
+                    self._say_by_rows(name)
+                share = current.share()
+                update(_unless_nothing(value, share), share)
+
+        return weighed
+
+    def _say_by_rows(self, name: str) -> None:
+        if name not in self._has_said:
+            self._has_said.add(name)
+            warnings.warn(
+                f"metric {name}: the number that it gets for a micro-batch counts by "
+                f"the micro-batch's rows, since training_step has still to say what "
+                f"the loss weighs. Give it the weight: self.{name}(value, weight=n).",
+                stacklevel=2,
+            )
+
+
+def _unless_nothing(value: Any, share: Weight) -> Any:
+    """The mean of a micro-batch; 0 instead of NaN if its share is 0."""
+    if isinstance(share, Tensor):
+        number = torch.as_tensor(value, device=share.device)
+        return torch.where(share == 0, 0, number)
+    return value if share else 0.0
+
+
+# ---- what is returned ----------------------------------------------------------------
 
 
 def taken_apart(
@@ -32,74 +298,40 @@ def taken_apart(
             )
         beside = {name: value for name, value in output.items() if name != "loss"}
         output, extras = output["loss"], with_tensors(beside, Tensor.detach)
-    terms = terms_of(output, strategies, name="training_step's loss")
-    return dict(terms), extras
+    return dict(terms_of(output, strategies, name="training_step's loss")), extras
 
 
-def value_of(loss: Tensor) -> Tensor:
-    """A loss to report; on a GPU the next step of a CUDA graph overwrites it."""
-    value = loss.detach()
-    return value.clone() if value.is_cuda else value
+def put_together(batch: CutBatch) -> dict[str, Any]:
+    """What was returned beside the losses of a loader batch's micro-batches.
 
-
-def as_one(batch: CutBatch, strategies: Strategies) -> Any:
-    """What `training_step` would have returned for the whole loader batch.
-
-    None if it returned None for all micro-batches. Of what it returns beside the loss,
-    a value with one entry for each row is put into the loader batch's order. Single
+    A value with one entry for each row is put into the loader batch's order. Single
     floating numbers become their mean, weighed as the loss is; a text, a bool or None
     that is equal in all stays. Anything else, such as an int, which may be a count of
     rows, or logits of micro-batches of unlike widths, becomes a list with the values of
     all micro-batches, in the order in which they ran.
-
-    Args:
-        batch: the loader batch, of which all micro-batches have run.
-        strategies: weigh the terms of the loss.
     """
-    if not batch.extras:
-        return None
-    if batch.num_nothing:
-        raise TrainkitError(
-            f"training_step: it returned None for {batch.num_nothing} micro-batches of "
-            f"a loader batch and a loss for {len(batch.extras)}. Return a loss for "
-            f"all, one that weighs nothing where nothing counts, such as "
-            f"0.0 * output.sum(), or None for all."
-        )
-    terms = []
-    for name, losses in batch.terms.items():
-        if strategies[name].loss_reduction != "mean":
-            terms.append(torch.stack(losses).sum())
-        elif len(losses) == 1:
-            terms += losses
-        else:
-            terms.append(weighted_mean(losses, batch.weights[name][: len(losses)]))
-    loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-    extras = [each for each in batch.extras if each is not None]
-    if not extras:
-        return loss
-    rows = [each.rows for each in batch.parts[: batch.num_counting]]
-    return {"loss": loss, **put_together(extras, rows, batch.leading[: len(rows)])}
-
-
-def put_together(
-    extras: Sequence[Mapping[str, Any]],
-    rows: Sequence[Sequence[int]],
-    weights: Sequence[Weight],
-) -> dict[str, Any]:
-    """The extras of a window's micro-batches as those of one batch, as `as_one` says.
-
-    Args:
-        extras: what each micro-batch returned.
-        rows: its rows of the loader batch.
-        weights: its weight.
-    """
+    parts = [batch.parts[index] for index in batch.extras]
+    pairs = zip(batch.extras.values(), parts, strict=True)
+    extras = [_without_fillers(*each) for each in pairs]
     if len(extras) == 1:
-        return dict(extras[0])
+        return extras[0]
+    rows = [part.rows for part in parts]
+    weights = [batch.leading[index] for index in batch.extras]
     names = dict.fromkeys(name for each in extras for name in each)
     return {
         name: _joined([each.get(name) for each in extras], rows, weights)
         for name in names
     }
+
+
+def _without_fillers(extras: dict[str, Any], part: MicroBatch) -> dict[str, Any]:
+    """What was returned for the rows that do not only fill a micro-batch."""
+    stop, found = len(part.rows), dict(extras)
+    for name, value in extras.items() if part.num_fillers else ():
+        has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
+        if has_places and len(value) == stop + part.num_fillers:
+            found[name] = value[:stop]
+    return found
 
 
 def _joined(
@@ -129,28 +361,3 @@ def _joined(
         return whole
     index = torch.tensor(places, pin_memory=whole.is_cuda)
     return whole[index.to(whole.device, non_blocking=True)]
-
-
-def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
-    """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
-    nothing may be NaN. If all weigh nothing, they count alike."""
-    device, dtype = like(values)
-    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
-        # Plain numbers: one tensor operation costs more than all of this.
-        weights = weights if sum(weights) else [1] * len(values)
-        pairs = zip(weights, values, strict=True)
-        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
-        return torch.tensor(mean, dtype=dtype)
-    numbers, by = vector(values, device), vector(weights, device)
-    total = by.sum()
-    mean = numbers.where(by != 0, 0.0).dot(by) / total  # NaN * 0 is NaN
-    return torch.where(total == 0, numbers.mean(), mean).to(dtype)
-
-
-def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
-    """The device and the floating dtype for what is computed of several values."""
-    default = torch.get_default_dtype()
-    for each in values:
-        if isinstance(each, Tensor):
-            return each.device, each.dtype if each.is_floating_point() else default
-    return torch.device("cpu"), default

@@ -46,7 +46,13 @@ class Pools:
         before = trainer.accumulate_grad_batches
         is_scheduled = has_schedule(trainer)
         if before not in (1, pool) or is_scheduled:
-            raise _other_size(pool, before, is_scheduled=is_scheduled)
+            raise TrainkitError(
+                f"MicroBatching pool={pool}: it makes one step of {pool} loader "
+                f"batches, so accumulate_grad_batches must be 1 or {pool}, received "
+                f"{int(before)}"
+                f"{', and a schedule that changes it' if is_scheduled else ''}. Leave "
+                f"it out of the Trainer, and leave schedules of it out."
+            )
         trainer.accumulate_grad_batches, self._said_size = pool, before
 
     def start(self, options: Any) -> None:
@@ -105,12 +111,3 @@ class Pools:
 
 def _size_of(options: Any) -> int | None:
     return options.pool if isinstance(options, MicroBatching) else None
-
-
-def _other_size(pool: int, asked: int, *, is_scheduled: bool = False) -> TrainkitError:
-    return TrainkitError(
-        f"MicroBatching pool={pool}: it makes one step of {pool} loader batches, so "
-        f"accumulate_grad_batches must be 1 or {pool}, received {int(asked)}"
-        f"{', and a schedule that changes it' if is_scheduled else ''}. Leave it out "
-        f"of the Trainer, and leave schedules of it out."
-    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -11,14 +15,21 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
 from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.generators import random_kept
 from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
+from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Strategies, Uniform
+from trainkit.core.strategies import Strategies, Uniform, Weight
+from trainkit.data.filler import Filler
+from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import combined_loader
 from trainkit.lit.callback.base import fetches_batches
+from trainkit.lit.probe.rows import rows_at
+from trainkit.lit.proof.copying import read_apart
 from trainkit.lit.split.pools import num_cuts
 
 
@@ -143,6 +154,121 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     )
 
 
+# ---- weights that do not add up ------------------------------------------------------
+
+
+def refuse_other_weights(
+    strategies: Strategies, batch: Any, weights: Mapping[str, Sequence[Weight]]
+) -> None:
+    """Refuse weights of the parts that do not add up to the loader batch's."""
+    for term, strategy in strategies.items():
+        if isinstance(strategy, Uniform):
+            continue
+        in_parts = sum(map(float, weights[term]))
+        in_all = float(strategy.weight(batch))
+        if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
+            raise TrainkitError(
+                f"{type(strategy).__name__}: what micro-batches weigh must add up to "
+                f"what their batch weighs, and {len(weights[term])} of them weigh "
+                f"{in_parts:g} together, the batch {in_all:g}. The batch is "
+                f"{describe(batch)}. Let weight() return a sum over rows."
+            )
+
+
+def refuse_shapes_that_count(
+    strategies: Strategies, parts: Sequence[MicroBatch]
+) -> None:
+    """Refuse a strategy that counts what fills, before a step with such a row."""
+    for strategy in strategies.values():
+        for each in parts:
+            filled, bare = map(strategy.weight, (each.batch, each.bare))
+            if not math.isclose(float(filled), float(bare), rel_tol=1e-9):
+                raise TrainkitError(
+                    f"MicroBatching shapes: rows and columns that fill a micro-batch "
+                    f"must weigh nothing under {type(strategy).__name__}, and a "
+                    f"micro-batch weighs {float(filled):g} with them, "
+                    f"{float(bare):g} without. training_step's mean would count them "
+                    f"as well. Use PerToken(), or PerSample(mask='weights') with a "
+                    f"weight for each row, by which the loss is a weighted mean; or "
+                    f"leave shapes out."
+                )
+
+
+def announce_too_long(longest: int) -> None:
+    warnings.warn(
+        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
+        f"sample cannot be cut, so it makes a micro-batch of its own. The step is that "
+        f"of its batch; if memory does not suffice, shorten such samples.",
+        stacklevel=2,
+    )
+
+
+def refuse_fillers_that_count(
+    trainer: Any,
+    pl_module: Any,
+    strategies: Strategies,
+    micro_batching: MicroBatching | None,
+) -> None:
+    """Weigh one filler of each training loader that will give some.
+
+    It is read from a copy of the data set, collated alone, and weighed as it is then.
+
+    Raises:
+        TrainkitError: it has a weight. In manual optimization, where the module may
+            give weights itself, and among several loaders, this is a warning, and so
+            is a filler that cannot be weighed.
+    """
+    # Uniform() counts every micro-batch in any case; a total has no denominator.
+    weighing = [
+        each
+        for each in strategies.values()
+        if not isinstance(each, Uniform) and each.loss_reduction != "total"
+    ]
+    combined = combined_loader(trainer)
+    loaders = combined.flattened if weighing else ()
+    is_sure = len(loaders) == 1 and pl_module.automatic_optimization
+    for loader in loaders:
+        is_ours = isinstance(loader, ResumableLoader) and loader.gives_fillers
+        if not is_ours or trainer.num_training_batches < len(loader):
+            continue  # there are none before the epoch ends
+        for strategy in weighing:
+            weight: float | None = None
+            try:
+                with random_kept(trainer.strategy.root_device):
+                    batch = _filler(loader, combined, micro_batching)
+                    weight = float(strategy.weight(batch))
+                found = f"it weighs {weight:g}"
+            except Exception as error:
+                found = f"this cannot be seen ({type(error).__name__}: {error})"
+            if weight == 0:
+                continue
+            how, instead = "weigh_nothing=", "no weigh_nothing="
+            if loader.last == "pad":
+                how, instead = "last='pad'", "last='weight'"
+            text = (
+                f"{type(strategy).__name__}: a row with which ResumableLoader({how}) "
+                f"fills a place must weigh nothing, and {found}. Use "
+                f"PerSample(mask=...) with a field that weigh_nothing sets to 0, or "
+                f"PerToken() with labels that it sets to ignore_index; or {instead}."
+            )
+            if weight is not None and is_sure:
+                raise TrainkitError(text)
+            if trainer.is_global_zero:
+                warnings.warn(text, stacklevel=2)
+
+
+def _filler(
+    loader: ResumableLoader, combined: Any, micro_batching: MicroBatching | None
+) -> Any:
+    """A batch of one filler, in the place of each of the loaders."""
+    batch = loader.collate_fn(list(rows_at(read_apart(loader.dataset), [Filler(0)])))
+    if micro_batching is not None and micro_batching.collate is not None:
+        batch = micro_batching.collate(batch)
+    again = copy.copy(combined)
+    again.flattened = [batch] * len(combined.flattened)
+    return again.iterables
+
+
 # ---- errors of the user's code -------------------------------------------------------
 
 MOST_SHOWN = 8
@@ -159,7 +285,9 @@ def stop_iteration(where: str) -> TrainkitError:
     )
 
 
-def add_note(error: Exception, loader_batch: Any, current: Any) -> None:
+def add_note(
+    error: Exception, loader_batch: Any, current: Any, *, is_trimmed: bool
+) -> None:
     """Add a note to an error of the user's code: what the code got, and which option
     changes that.
 
@@ -170,14 +298,14 @@ def add_note(error: Exception, loader_batch: Any, current: Any) -> None:
     if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
         return
     try:
-        text = _note(loader_batch, current)
+        text = _note(loader_batch, current, is_trimmed=is_trimmed)
     except Exception:  # a batch of the user's own class may raise anything
         return
     if text:
         write(text)
 
 
-def _note(loader_batch: Any, current: Any) -> str:
+def _note(loader_batch: Any, current: Any, *, is_trimmed: bool) -> str:
     part, number = current.parts[current.index], len(current.parts)
     shape, rows = describe(part.batch), ", ".join(map(str, part.rows[:MOST_SHOWN]))
     if number == 1 and shape == describe(loader_batch):
@@ -189,7 +317,7 @@ def _note(loader_batch: Any, current: Any) -> str:
         f"rows: {shape}. MicroBatching(shared=...) names what every micro-batch is to "
         f"get whole."
     )
-    if not current.trims:
+    if not is_trimmed:
         return note
     return (
         f"{note} Columns that are only padding in it were left out: trim=False keeps "

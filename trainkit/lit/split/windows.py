@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window import WindowStats
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
@@ -30,10 +28,14 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
-from trainkit.lit.split.outputs import as_one, taken_apart, value_of
-from trainkit.lit.split.pools import Pools, num_cuts
+from trainkit.lit.split.outputs import (
+    HeldLogs,
+    WindowMetrics,
+    put_together,
+    taken_apart,
+)
+from trainkit.lit.split.pools import Pools
 
 KEPT = ("num_loader_batches", "sizes", "trims", "_options")
 """The attributes that stay after training."""
@@ -64,6 +66,7 @@ class Split:
         found: the size that an earlier run has found, as `state_dict` gives it.
 
     Attributes:
+        cutter: cuts loader batches.
         sizes: find the limit for micro-batches, for `"auto"`.
         current: the loader batch that is being run, if one is.
         num_loader_batches: how many loader batches the open window has on this rank.
@@ -91,8 +94,8 @@ class Split:
         self.sizes: AutoSizes | None = None
         if is_auto := options.is_auto:
             refusals.refuse_auto(trainer, self._ranks, run_alike=run_alike)
-            device = trainer.strategy.root_device
-            self.sizes = AutoSizes(options.start, found, Hosts(self._ranks), device)
+            backend = trainer.strategy
+            self.sizes = AutoSizes(options.start, found, self._ranks, backend)
         # In windows that may run again gradients stay on their ranks in all passes.
         self._is_apart = is_auto and self._ranks.backend_sums
         self.current: CutBatch | None = None
@@ -101,14 +104,15 @@ class Split:
         self.trims: bool | None = may_trim if options.trim else False
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, self._ranks.size)
-        self._transfer = Transfer(trainer, pl_module, may_repeat=is_auto)
-        of = options, trainer, strategies, self.sizes
+        self._transfer = Transfer(trainer, pl_module, strategies, may_repeat=is_auto)
         hosts = Hosts(self._ranks) if run_alike else None
-        weighs = self._transfer.is_plain
-        self._micro_batches = MicroBatches(*of, hosts, weighs=weighs)
+        of = options, trainer, strategies, self.sizes, hosts
+        self._micro_batches = MicroBatches(*of, weighs=self._transfer.is_plain)
+        self.cutter = self._micro_batches.cutter
         self._plain: Any = trainer.strategy.training_step, trainer.strategy.backward
         self._batch_to_device = trainer.strategy.batch_to_device
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
+        self._meets = self._ranks.backend_sums and not self._is_apart
         self._own: list[Tensor] = []
         self._stash: list[tuple[Tensor, Tensor | None]] = []
         self._is_complete = False
@@ -141,23 +145,6 @@ class Split:
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
         return None if self.sizes is None else self.sizes.search.state_dict()
-
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        try:
-            return self._micro_batches.cutter.has_padding(batch)
-        except TrainkitError:  # a hook may add what is missing before it is cut
-            return False
-
-    def is_one_micro_batch(self, batch: Any) -> bool:
-        """Whether a size was asked for, and a loader batch has no more rows."""
-        size = self._options.size
-        try:
-            rows = self._micro_batches.cutter.measure(batch)
-        except TrainkitError:
-            return False
-        return isinstance(size, int) and rows.num_rows <= size
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -201,120 +188,142 @@ class Split:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         trainer, accumulator = self._trainer, self._accumulator
-        self._drop_unstepped()
+        size = trainer.accumulate_grad_batches
+        # Lightning takes an epoch that only computes BatchNorm's statistics for one
+        # window, so its size is not 1.
+        is_forward_only = size > 1 and skips_backward(trainer)
+        closes = size == 1 or window_ends(trainer, trainer.fit_loop.batch_idx, size)
+        has_pool = self._options.pool is not None
+        num_cuts = 1 if has_pool else size
         self._own = parameters_of(trainer.optimizers[0])
+        if accumulator.window.is_open and (self._is_complete or num_cuts == 1):
+            # The module's `optimizer_step` has left the step of a complete window out,
+            # and Lightning zeroes its gradients now.
+            held = accumulator.drop()
+            if self._ranks.index == 0:
+                say_dropped(held)
+        self._is_complete = False
         if not accumulator.window.is_open:
             self.num_loader_batches = 0
             for parameter in self._own:
                 parameter.grad = None
-        is_forward_only = skips_backward(trainer)
         self.num_loader_batches += not is_forward_only
-        size = trainer.accumulate_grad_batches
-        closes = window_ends(trainer, trainer.fit_loop.batch_idx, size)
-        if self._options.pool is not None and not is_forward_only:
+        if has_pool and not is_forward_only:
             if not closes:
                 self._pools.waiting.append(batch)
                 # Lightning takes None for a mistake on several ranks.
                 return torch.zeros((), device=trainer.strategy.root_device)
             pool = [*self._pools.waiting, batch]
             self.num_loader_batches = len(pool)
-            batch = self._micro_batches.cutter.join(pool)
-        attempt = partial(self._attempt, batch, args, kwargs, is_forward_only)
-        apart = self._apart(closes=closes) if self._is_apart else NOTHING
+            batch = self.cutter.join(pool)
+        sizes, apart = self.sizes, NOTHING
+        if sizes is not None and self._is_apart:
+            opens = not accumulator.window.is_open
+            apart = sizes.apart(opens=opens, closes=closes)
+        attempt = partial(self._attempt, batch, args, kwargs, num_cuts, is_forward_only)
         try:
-            with self._logs.taken(trainer.callbacks), apart:
-                if is_forward_only or self.sizes is None:
+            with self._holding_logs(), apart:
+                if sizes is None or is_forward_only:
                     attempt()
                 else:
                     wide = accumulator.gradients.wide
                     held = self._own if wide is None else [*self._own, *wide.stand_ins]
-                    self.sizes.run(
-                        attempt, self._module, accumulator, held, self._forget
-                    )
+                    sizes.run(attempt, self._module, accumulator, held, self._forget)
             self._is_complete = closes
             found = self._end()
             self._pools.waiting = []
             return found
         finally:
-            self.current = None
-            self._metrics.close()
+            self.current = self._logs.current = None
 
-    def _drop_unstepped(self) -> None:
-        """Drop a complete window whose step the module's `optimizer_step` has left out;
-        Lightning zeroes its gradients now."""
-        is_complete, self._is_complete = self._is_complete, False
-        if not self._accumulator.window.is_open:
-            return
-        if is_complete or num_cuts(self._trainer, self._options) == 1:
-            held = self._accumulator.drop()
-            if self._ranks.index == 0:
-                say_dropped(held)
+    @contextmanager
+    def _holding_logs(self) -> Iterator[None]:
+        """A context in which logs are held, of the module and of callbacks, to each of
+        which Lightning gives the module's `log`."""
+        owners = [self._module, *self._trainer.callbacks]
+        before = [vars(each).get("log") for each in owners]
+        for each in owners:
+            vars(each)["log"] = self._logs.log
+        try:
+            yield
+        finally:
+            for each, log in zip(owners, before, strict=True):
+                if log is None:
+                    vars(each).pop("log", None)
+                else:
+                    vars(each)["log"] = log
 
     def _attempt(
-        self, batch: Any, args: Any, kwargs: Any, is_forward_only: bool
+        self, batch: Any, args: Any, kwargs: Any, num_cuts: int, is_forward_only: bool
     ) -> None:
-        """Cut a loader batch, and run all its micro-batches."""
-        trim = bool(self.trims) or self._options.shapes is not None
-        current = self._micro_batches.of(batch, trim=trim)
-        self.current, current.is_forward_only = current, is_forward_only
+        """Cut a loader batch, and run all its micro-batches, with these further
+        arguments of `training_step`."""
         trainer = self._trainer
+        trim = bool(self.trims) or self._options.shapes is not None
+        current = self._micro_batches.of(batch, num_cuts, trim=trim)
+        current.is_forward_only = is_forward_only
+        self.current = self._logs.current = current
         if trainer.fit_loop.batch_idx < trainer.accumulate_grad_batches:
             self._metrics.find()
-        self._metrics.open(current)
-        self._logs.open(current)
+        seeing = self._metrics.seeing(current) if self._metrics.found else NOTHING
         try:
             try:
-                if not self._transfer.is_plain and not current.are_said:
-                    arrived = self._transfer.arrive(current)
-                    current.weigh(self._accumulator.strategies, arrived)
+                coming: Iterable[Any] = [part.batch for part in current.parts]
+                if self._transfer.is_needed:
+                    coming = self._transfer.bring(current)
             finally:  # in it ranks exchange, also one whose memory has run out
                 if not is_forward_only:
-                    self._announce(current)
-            for part in self._transfer.each(current):
-                self._pass(current, part, args, kwargs)
+                    self._announce(batch, current)
+            with seeing:
+                for current.index, current.batch in enumerate(coming):
+                    self._pass(current, args, kwargs)
+                    current.batch = None
         except StopIteration as error:
             raise refusals.stop_iteration("training_step") from error
         except Exception as error:
-            refusals.add_note(error, batch, current)
+            refusals.add_note(error, batch, current, is_trimmed=trim)
             raise
 
-    def _announce(self, current: CutBatch) -> None:
+    def _announce(self, batch: Any, current: CutBatch) -> None:
         """Tell the accumulator and other callbacks what comes, so that ranks begin to
         exchange it."""
-        accumulator = self._accumulator
-        if current.is_told:
+        accumulator, trainer = self._accumulator, self._trainer
+        if current.num_cuts == 1 and not current.are_said:
             accumulator.tell(current.weights)
         else:
-            number = num_cuts(self._trainer, self._options)
-            refusals.refuse_several_terms(accumulator.strategies, number)
-            first = current.leading[0]
-            if current.are_said:
-                first = len(current.parts[0].rows)
+            refusals.refuse_several_terms(accumulator.strategies, current.num_cuts)
             # Where the weight is said later, the first backward pass does this. But a
             # rank whose memory runs out would not come there.
             if self._is_apart or not current.are_said:
-                device = self._trainer.strategy.root_device
+                rows = len(current.parts[0].rows)
+                first = rows if current.are_said else current.leading[0]
+                device = trainer.strategy.root_device
                 accumulator.division.agree(first, current.num_expected, device)
-        accumulator.window.count(**current.counts())
-        for callback in self._trainer.callbacks:
-            if isinstance(callback, OrderedCallback):
+        accumulator.window.count(**self._micro_batches.counts(batch, current))
+        for callback in trainer.callbacks:
+            if isinstance(callback, OrderedCallback) and callback.on_cut is not None:
                 callback.on_cut(current.num_counting)
 
     def _forget(self) -> MicroBatch | None:
         """Drop what was collected in a pass in which memory ran out, on some rank;
         returns the micro-batch that was under way."""
         current, self.current = self.current, None
-        self._metrics.close()
         self._windows.forget_means()
         return None if current is None else current.parts[current.index]
 
     def _end(self) -> Any:
-        """Combine the logs and outputs of the micro-batches into one batch's."""
-        assert self.current is not None
-        self._metrics.close()
-        found = as_one(self.current, self._accumulator.strategies)
-        self._logs.close()
-        if found is None and num_cuts(self._trainer, self._options) == 1:
+        """Combine the logs and outputs of the micro-batches into one batch's; None if
+        `training_step` returned None for all of them."""
+        current = self.current
+        assert current is not None
+        found = None
+        if current.losses:
+            found = current.loss(self._accumulator.strategies)
+            if current.extras:
+                found = {"loss": found, **put_together(current)}
+        if current.logged:
+            self._logs.combine()
+        if found is None and current.num_cuts == 1:
             self._accumulator.drop()  # else others of the window follow
         return found
 
@@ -323,9 +332,9 @@ class Split:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window of an optimizer or of parameters; returns its numbers, and
         how many loader batches it had on all ranks."""
-        slots = 0
-        if self._windows.slots_of(1):  # else the host would wait for the other ranks
-            if accumulator.told is not None:
+        slots, windows = 0, self._windows
+        if windows.wants_weights and windows.slots_of(1):
+            if accumulator.told is not None:  # the host waits for the other ranks
                 slots = accumulator.told.most_micro_batches()
             elif self._ranks.size == 1:  # else ranks do not know each other's numbers
                 slots = accumulator.num_micro_batches
@@ -334,67 +343,58 @@ class Split:
 
     # ---- a micro-batch ---------------------------------------------------------------
 
-    def _pass(self, current: CutBatch, batch: Any, args: Any, kwargs: Any) -> None:
+    def _pass(self, current: CutBatch, args: Any, kwargs: Any) -> None:
         """Run a micro-batch forward and backward, with these further arguments of
         `training_step`."""
         undone = block = said = NOTHING
-        if is_filler := current.is_filler:
+        if current.is_filler:
             undone = Kept(self._module, generators=False)
         if current.are_said:  # training_step may say what its loss weighs
             said = self._windows.said.open()
         # The ranks' gradients meet in the backward pass of the last micro-batch.
-        is_last = current.index + 1 == len(current.parts)
-        if self._ranks.backend_sums and not self._is_apart and not is_last:
+        if self._meets and current.index + 1 < len(current.parts):
             block = self._block()
         training_step, backward = self._plain
         with undone, block, said:
-            output = training_step(batch, *args, **kwargs)
-            loss = self._taken(current, batch, output, is_filler=is_filler)
+            output = training_step(current.batch, *args, **kwargs)
+            loss = self._taken(current, output, is_filler=undone is not NOTHING)
             if loss is not None and not current.is_forward_only:
                 self._windows.batch_is_unfinished = True
                 backward(loss, self._trainer.optimizers[0])
 
     def _taken(
-        self, current: CutBatch, batch: Any, output: Any, *, is_filler: bool
+        self, current: CutBatch, output: Any, *, is_filler: bool
     ) -> Tensor | None:
         """Take what `training_step` has returned for a micro-batch; returns its loss,
         whose backward pass will be weighed."""
-        accumulator = self._accumulator
+        accumulator, index = self._accumulator, current.index
+        strategies = accumulator.strategies
         if current.are_said and not is_filler:
-            ((term, strategy),) = accumulator.strategies.items()
+            ((term, strategy),) = strategies.items()
             assert isinstance(strategy, Weighed)
-            said = self._windows.said
-            current.weights[term][current.index] = (
-                0 if output is None else said.take(strategy, self._module, batch)
-            )
+            said, of = self._windows.said, (strategy, self._module, current.batch)
+            current.weights[term][index] = 0 if output is None else said.take(*of)
         if output is None:
             current.num_nothing += 1
             return None
-        terms, extras = taken_apart(output, accumulator.strategies)
-        values = {name: value_of(term) for name, term in terms.items()}
+        terms: Any = dict.fromkeys(strategies, output)
+        extras = value = None
+        if len(terms) > 1 or not isinstance(output, Tensor) or output.numel() != 1:
+            terms, extras = taken_apart(output, strategies)
+        loss, *others = terms.values()
         if not is_filler:
-            self._logs.know_terms(terms, accumulator.strategies)
-            current.add(values, extras)
-        (loss, value), *others = zip(terms.values(), values.values(), strict=True)
+            if current.logged:
+                self._logs.know_terms(terms, strategies)
+            value = current.add(terms, extras)
         if current.is_forward_only:
             return loss
         if others:
-            loss = accumulator.join(terms)
-            value = value_of(loss)
+            loss, value = accumulator.join(terms), None
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        weight = None if current.is_told else current.leading[current.index]
-        accumulator.weigh(loss, weight, value=value, expected=current.num_expected)
+        if accumulator.told is not None:
+            accumulator.weigh(loss, value=value)
+        else:
+            of = {"value": value, "expected": current.num_expected}
+            accumulator.weigh(loss, current.leading[index], **of)
         return loss
-
-    @contextmanager
-    def _apart(self, *, closes: bool) -> Iterator[None]:
-        """A context in which no forward or backward pass of DDP waits for other ranks;
-        `closes`: whether the window closes in it."""
-        ddp = self._ranks.ddp
-        if ddp is not None and not self._accumulator.is_open:
-            send_forward_messages(ddp)
-        with self._block():
-            yield
-        if ddp is not None and closes:
-            owe_forward_messages(ddp)

@@ -30,10 +30,9 @@ from trainkit.lit.proof.start import first_batches
 from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
-from trainkit.lit.split.fillers import refuse_fillers_that_count
+from trainkit.lit.split import refusals as of_split
 from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.pools import Pools, num_cuts
-from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.skipped_steps import (
@@ -104,7 +103,7 @@ class WindowCallback(WindowOwner):
         self._pools.begin(trainer, self.asked_of(pl_module))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        refuse_wrong_type(self.micro_batching)
+        of_split.refuse_wrong_type(self.micro_batching)
         self._pools.start(self.micro_batching)
         moved = cut_inside(trainer, pl_module, trainer.callbacks, self.micro_batching)
         self.moved_inside = moved if moved is not self.micro_batching else None
@@ -118,7 +117,7 @@ class WindowCallback(WindowOwner):
             refuse_several_unweighed(trainer, pl_module, self)
         refuse_said_terms(self.strategies)
         split = options if self.is_split else None
-        refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
+        of_split.refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
         if split is None:
@@ -138,7 +137,7 @@ class WindowCallback(WindowOwner):
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
         if split is None:
-            refuse_several_terms(self.strategies, num_expected, is_split=False)
+            of_split.refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
         else:
             of = trainer, pl_module, split, self, self._pools

@@ -1,0 +1,252 @@
+"""Batches that are filled up: micro-batches to one of few shapes, for compiled models,
+and the loader batches of a pool to one width, to be joined.
+
+A row that fills is the last one again, without what the strategy counts. A column that
+fills has what its field has where it pads. A flattened row is filled by one more
+document, of ignored labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.document_fields import IGNORED
+from trainkit.core.nested import Field, describe, is_list, lookup
+from trainkit.core.split.flattening import Flattened, alike, the_same, unlike
+from trainkit.core.split.layout import Layout, Trims
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.partition import filled_up, first_fit, longest_first, width
+from trainkit.core.split.rows import Rows
+from trainkit.core.strategies import Strategies
+from trainkit.errors import TrainkitError
+
+Shape = tuple[int, int]
+"""Rows and columns."""
+
+Nothing = Mapping[str | int, float]
+"""The paths of what strategies count, each with the value that does not count."""
+
+
+def nothing_of(strategies: Strategies) -> Nothing:
+    """What a row must have in which nothing counts."""
+    found: dict[str | int, float] = {}
+    for each in strategies.values():
+        mask, labels = getattr(each, "mask", None), getattr(each, "labels", None)
+        if mask is not None:
+            found[mask] = 0
+        elif labels is not None:
+            found[labels] = getattr(each, "ignore_index", IGNORED)
+    return found
+
+
+def nothing_in(batch: Any, nothing: Nothing) -> dict[int, float]:
+    """The values that do not count, by the identity of a batch's fields."""
+    return {id(lookup(batch, path)): value for path, value in nothing.items()}
+
+
+def shapes_of(options: MicroBatching, *, are_joined: bool = False) -> list[Shape]:
+    """The shapes that micro-batches may have, the narrowest first.
+
+    >>> shapes_of(MicroBatching(tokens=64, shapes=3))
+    [(16, 4), (4, 16), (1, 64)]
+    >>> shapes_of(MicroBatching(tokens=64, shapes=3), are_joined=True)
+    [(1, 16), (1, 32), (1, 64)]
+    >>> shapes_of(MicroBatching(tokens=64, shapes=(32, 20)))
+    [(3, 20), (2, 32)]
+
+    Args:
+        options: the budget of tokens, and how many shapes or which widths.
+        are_joined: whether rows are documents, one behind the other.
+    """
+    tokens, widths = options.tokens or 0, options.shapes or 0
+    if isinstance(widths, int):
+        widths = [tokens // (2 if are_joined else 4) ** i for i in range(widths)]
+    most = options.size or tokens
+    return [
+        (1 if are_joined else min(most, tokens // each), each)
+        for each in sorted(set(widths) - {0})
+    ]
+
+
+def shape_for(options: MicroBatching, rows: Rows, part: Sequence[int]) -> Shape:
+    """The least shape in which rows of a loader batch fit.
+
+    Raises:
+        TrainkitError: there is none.
+    """
+    shapes = shapes_of(options, are_joined=rows.are_joined)
+    columns = rows.real_of(part) if rows.are_joined else width(rows.spans, part)
+    for shape in shapes:
+        if columns <= shape[1]:
+            return shape
+    raise TrainkitError(
+        f"MicroBatching shapes: row {part[0]} of the loader batch has {columns} "
+        f"tokens, and the widest of the {len(shapes)} shapes has {shapes[-1][1]}. "
+        f"Shorten such rows in the data set; or let a shape hold them: a larger "
+        f"budget, tokens={columns}, and widths with it, shapes=({columns}, ...)."
+    )
+
+
+def parts_in_shapes(options: MicroBatching, rows: Rows) -> list[list[int]]:
+    """The rows of as few micro-batches as the shapes allow.
+
+    All shapes cost about the budget, so each is filled, the longest rows first.
+    """
+    if len(rows.groups) > 1:
+        raise TrainkitError(
+            f"MicroBatching shapes: rows must have one length each, and the batch "
+            f"has {len(rows.groups)}, of {len(rows.groups)} masks. Name one of "
+            f"them, lengths='path.to.mask', or leave shapes out."
+        )
+    lengths = [rows.real_of([row]) for row in range(rows.num_rows)]
+    if rows.are_joined:
+        widest = shapes_of(options, are_joined=True)[-1][1]
+        return first_fit(lengths, widest, options.size)
+
+    def fits(part: list[int]) -> bool:
+        # Rows that pad on different sides are together wider than each.
+        most, columns = shape_for(options, rows, part[:1])
+        return len(part) <= most and width(rows.spans, part) <= columns
+
+    return filled_up(longest_first(lengths), fits)
+
+
+def filled(
+    layout: Layout, rows: Sequence[int], shape: Shape, nothing: Mapping[int, float]
+) -> Any:
+    """A batch of some rows, ascending, filled up to a shape.
+
+    Args:
+        layout: of the loader batch.
+        rows: the rows.
+        shape: rows and columns.
+        nothing: the values, by the identity of a field, that do not count.
+    """
+    if isinstance(layout, Flattened):
+        return layout.filled(rows, shape[1], nothing)
+    missing = shape[0] - len(rows)
+    values = layout.values([*rows, *[rows[-1]] * missing])
+    for place, (field, trims) in enumerate(
+        zip(layout.fields, layout.trims, strict=True)
+    ):
+        if trims:
+            pads = padding_of(place, [layout], nothing)
+            values[place] = widened(field, values[place], trims, shape[1], pads)
+        if trims is not None and missing and id(field.value) in nothing:
+            values[place] = values[place].clone()
+            values[place][len(rows) :] = nothing[id(field.value)]
+    return layout.build(iter(values))
+
+
+# ---- the loader batches of a pool ----------------------------------------------------
+
+
+def joined(
+    layouts: Sequence[Layout], batches: Sequence[Any], nothing: Mapping[int, float]
+) -> Any:
+    """Loader batches as one, in their order. Rows of several widths are padded;
+    flattened batches are put one behind the other.
+
+    Args:
+        layouts: of the batches.
+        batches: with the same fields.
+        nothing: the values, by the identity of a field, that do not count.
+
+    Raises:
+        TrainkitError: a field differs in a way in which no rows or columns do.
+    """
+    flat = [each.documents[0] for each in layouts if isinstance(each, Flattened)]
+    if len(flat) == len(batches):
+        whole = Flattened.read(batches, flat)
+        return whole.of(range(whole.rows.num_rows))
+    if flat:
+        raise unlike("documents", batches, "are told apart in some of them only")
+    columns = alike([layout.fields for layout in layouts], batches)
+    values = []
+    for place, (path, column) in enumerate(columns):
+        trims = [layout.trims[place] for layout in layouts]
+        if all(each is None for each in trims):
+            values.append(the_same(path, column, batches))
+        elif any(each is None for each in trims):
+            why = "has a row for each of the batch in some only"
+            raise unlike(path, batches, why)
+        else:
+            if all(trims):
+                column = _as_wide(path, column, place, layouts, nothing)
+            values.append(_below_each_other(path, column, batches))
+    return layouts[0].build(iter(values))
+
+
+def _as_wide(
+    path: str,
+    values: list[Any],
+    place: int,
+    layouts: Sequence[Layout],
+    nothing: Mapping[int, float],
+) -> list[Any]:
+    """The columns of a field, padded to those of the widest batch."""
+    trims = [list(layout.trims[place] or ()) for layout in layouts]
+    widths = [
+        layout.rows.groups[own[0][1]].padded_length
+        for layout, own in zip(layouts, trims, strict=True)
+    ]
+    if len({*widths}) == 1:
+        return values
+    pads = padding_of(place, layouts, nothing)
+    return [
+        widened(Field(path, value), value, own, max(widths), pads)
+        for value, own in zip(values, trims, strict=True)
+    ]
+
+
+def _below_each_other(path: str, values: list[Any], batches: Sequence[Any]) -> Any:
+    """A field with the rows of all batches."""
+    if is_list(values[0]):
+        return type(values[0])([row for each in values for row in each])
+    if not all(isinstance(each, Tensor) for each in values):
+        raise unlike(path, batches, "must be a tensor or a list to be joined")
+    if len({each.shape[1:] for each in values}) > 1:
+        raise unlike(
+            path, batches, "differs in size, and no mask or labels tell its length"
+        )
+    return torch.cat(values)
+
+
+# ---- columns -------------------------------------------------------------------------
+
+
+def padding_of(
+    place: int, layouts: Sequence[Layout], nothing: Mapping[int, float]
+) -> Any:
+    """What the field at a place has where it pads, in one of these loader batches; what
+    counts as nothing in it, if that is known of the first."""
+    path, value = layouts[0].fields[place]
+    if id(value) in nothing:
+        return nothing[id(value)]
+    for layout in layouts:
+        trims = layout.trims[place]
+        group = layout.rows.groups[trims[0][1] if trims else 0]
+        for row, (start, stop) in enumerate(group.spans):
+            if stop < group.padded_length or start > 0:
+                column = stop if stop < group.padded_length else 0
+                return layout.fields[place].value[row, column]
+    are_numbers = isinstance(value, Tensor) and value.is_floating_point()
+    return IGNORED if "label" in path.lower() and not are_numbers else 0
+
+
+def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
+    """A field with so many columns."""
+    if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
+        raise TrainkitError(
+            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
+            f"to be filled up (shapes=, pool=), with one dimension of columns, "
+            f"received {describe(value)}. Make it one in the collate function."
+        )
+    made = value.new_empty((len(value), columns, *value.shape[2:]))
+    made[:, : value.shape[1]] = value
+    made[:, value.shape[1] :] = torch.as_tensor(pads, dtype=value.dtype)
+    return made
