@@ -42,12 +42,12 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """A module and those in it, in any order, sooner than with their paths."""
     found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [module]
+    waiting = [module]
     while waiting:
         each = waiting.pop()
-        if each is not None and each not in found:
+        if each not in found:
             found[each] = None
-            waiting += each._modules.values()
+            waiting += each.children()
     return list(found)
 
 
