@@ -36,8 +36,11 @@ example:
 """
 BY_NOISE = "gain"
 """The rule that goes by the noise scale."""
-Rates = dict[str, float]
-"""The learning rate of the planned batch by each rule."""
+BETAS = (0.9, 0.999)
+"""Adam's, as torch has them."""
+Rates = dict[str, float | None]
+"""The learning rate of the planned batch by each rule; None by one that cannot reach it
+with these betas."""
 
 
 def main(argv: list[str]) -> int:
@@ -74,10 +77,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(report, indent=2))
         return 0
     rows = [*tried, *_about_plan(plan), *([] if epoch is None else _about(epoch))]
-    for rule, rate in rates.items():
-        changes_adam = rule in RULES and RULES[rule].beta1 is not None
-        also = ", and LRScaling changes Adam's betas and eps" * changes_adam
-        rows.append((f"lr, {rule}", f"{rate:.6g}{also}"))
+    rows += [(f"lr, {rule}", _said(rule, rate)) for rule, rate in rates.items()]
     if args.noise_scale is not None:
         rows += _about_noise(args.noise_scale, plan)
     note = " (the rate for the reference batch is an argument of your module)"
@@ -118,16 +118,31 @@ def _rates(plan: BatchPlan, args: argparse.Namespace) -> Rates:
     if args.lr is None:
         return {}
     check_size("trainkit plan --reference", args.reference)
-    found = {
-        rule: plan.scaled_rate(args.lr, reference_batch=args.reference, rule=rule)
-        for rule in RULES
-        if args.rule in (None, rule)
-    }
+    found: Rates = {}
+    for name, rule in RULES.items():
+        if args.rule in (None, name):
+            own = {"reference_batch": args.reference, "rule": name}
+            found[name] = plan.scaled_rate(args.lr, **own)
+            try:
+                rule.check_reach(*BETAS, plan.effective_batch.over(args.reference))
+            except TrainkitError:
+                if args.rule is not None:
+                    raise
+                found[name] = None
     if args.noise_scale is not None and args.rule in (None, BY_NOISE):
         times = gain(args.noise_scale.samples, args.reference, plan.effective)
         found[f"{BY_NOISE} with SGD"] = args.lr * times
         found[f"{BY_NOISE} with Adam"] = args.lr * math.sqrt(times)
     return found
+
+
+def _said(rule: str, rate: float | None) -> str:
+    """A rate, and what its rule changes besides."""
+    if rate is None:
+        beta1, beta2 = BETAS
+        return f"so far from --reference not with betas of {beta1} and {beta2}"
+    changes_betas = rule in RULES and RULES[rule].beta2 is not None
+    return f"{rate:.6g}{', and LRScaling changes betas' * changes_betas}"
 
 
 def _rate_words(args: argparse.Namespace) -> list[str]:

@@ -40,7 +40,7 @@ def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> Non
         "trainkit | effective batch: 512 samples a step, exactly the target",
         "trainkit | epoch: 98 optimizer steps, 782 micro-batches on each rank",
         "trainkit | last window: 340 samples",
-        "trainkit | lr, adam-sde: 0.141421, and LRScaling changes Adam's betas and eps",
+        "trainkit | lr, adam-sde: 0.141421, and LRScaling changes betas",
         "trainkit | Hydra: trainkit train trainer=ddp trainer.devices=4 "
         "data.batch_size=16 trainer.accumulate_grad_batches=8 optimizer.lr=0.1 "
         "lr_scaling=adam_sde lr_scaling.reference_batch=256",
@@ -52,6 +52,17 @@ def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> Non
     ]
     main([*PLAN, "--dataset-size", "51200"])
     assert "last window: full\n" in capsys.readouterr().out
+
+
+def test_a_rule_that_cannot_reach_the_batch_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    far = [*PLAN, "--lr", "0.1", "--reference", "16"]
+    assert report(capsys, *far)["rates"]["adam-sde"] is None
+    main(far)
+    assert "lr, adam-sde: so far from --reference not" in capsys.readouterr().out
+    with pytest.raises(TrainkitError, match="every beta must stay above 0"):
+        main([*far, "--rule", "adam-sde"])
 
 
 def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
