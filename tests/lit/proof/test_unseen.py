@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.lit.proof.starting import fit, images
+from tests.zoo import causes
 from tests.zoo.causes import Images
-from trainkit import MicroBatching, PerToken, TrainkitError
+from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
 
 
 def unlabelled(size: int = 4) -> Any:
@@ -40,3 +41,23 @@ def test_a_loss_may_count_rows_that_weigh_nothing(cut: MicroBatching | None) -> 
     fit(Images(over_labels), unlabelled(), PerToken(1), cut, proof="require")
     with pytest.raises(TrainkitError, match=r"by what PerSample\(\) counts"):
         fit(Images(over_rows), unlabelled(), PerToken(1), cut, proof="require")
+
+
+class Probed(Images):
+    """A probe with BatchNorm, whose gradient is a millionth of all."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__(causes.classified)
+        self.probe = nn.Sequential(norm(8), nn.Linear(8, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pooled = self.net(batch[0]).detach().mean((2, 3))
+        probe = F.cross_entropy(self.probe(pooled), batch[1])
+        return 1e6 * super().training_step(batch, batch_idx) + probe
+
+
+def test_a_small_share_of_the_gradient_may_be_wrong() -> None:
+    """Adam moves it as far as any other."""
+    fit(Probed(nn.LayerNorm), images(4), PerSample(), proof="require")
+    with pytest.raises(TrainkitError, match="BatchNorm"):
+        fit(Probed(), images(4), PerSample(), proof="require")

@@ -189,7 +189,7 @@ def _rehearsed(
         except Exception as error:  # not every operation knows float64
             failed.append(error)
             continue
-        if dtype is torch.float64 or found[2].off_from(whole) <= SURELY_ROUNDING:
+        if dtype is torch.float64 or window.is_surely(whole, SURELY_ROUNDING):
             break
     if found is None:
         raise failed[0]
