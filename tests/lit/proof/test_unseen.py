@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from tests.lit.proof.starting import fit, images
@@ -61,3 +62,18 @@ def test_a_small_share_of_the_gradient_may_be_wrong() -> None:
     fit(Probed(nn.LayerNorm), images(4), PerSample(), proof="require")
     with pytest.raises(TrainkitError, match="BatchNorm"):
         fit(Probed(), images(4), PerSample(), proof="require")
+
+
+def test_functions_of_a_lambda_callback_are_rehearsed() -> None:
+    def clip(trainer: Any, module: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+    clips = LambdaCallback(on_after_backward=clip)
+    with pytest.raises(TrainkitError, match="on_after_backward of LambdaCallback"):
+        fit(
+            Images(causes.classified),
+            images(4),
+            PerSample(),
+            callbacks=(clips,),
+            proof="require",
+        )

@@ -228,11 +228,11 @@ class Rehearsal:
 def may_change_steps(callback: Any) -> bool:
     """Whether a callback of the user's has hooks of a step."""
     kind = type(callback).__module__
-    if kind.startswith((*LIGHTNINGS, "trainkit.")):
-        return False
+    is_theirs = kind.startswith((*LIGHTNINGS, "trainkit."))
     # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing.
     hooks = OF_A_STEP[2:] if isinstance(callback, Checkpoint) else OF_A_STEP
-    return any(has_own(callback, hook) for hook in hooks)
+    given = vars(callback)  # as LambdaCallback keeps functions of the user's
+    return any(h in given or not is_theirs and has_own(callback, h) for h in hooks)
 
 
 def _matters(callback: Any, *, has_driver: bool) -> bool:
