@@ -85,8 +85,11 @@ class States:
     def are(self, other: States) -> bool:
         """Whether nothing was drawn between two moments."""
         pairs = zip(self._of_torch.values(), other._of_torch.values(), strict=True)
-        is_same = pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
-        return is_same and all([torch.equal(*pair) for pair in pairs])
+        return self.of_host_are(other) and all([torch.equal(*pair) for pair in pairs])
+
+    def of_host_are(self, other: States) -> bool:
+        """Whether neither Python's nor NumPy's generator was drawn from."""
+        return pickle.dumps(self._of_host) == pickle.dumps(other._of_host)
 
 
 def read_states(device: torch.device) -> dict[str, Any]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from tests.lit.proof.starting import fit, images
+from tests.lit.proof.starting import fit, images, said
 from tests.zoo import causes
 from tests.zoo.causes import Images
+from tests.zoo.modules import Stream
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
 
 
@@ -77,3 +82,31 @@ def test_functions_of_a_lambda_callback_are_rehearsed() -> None:
             callbacks=(clips,),
             proof="require",
         )
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: float(torch.rand(()))]
+)
+def test_draws_that_make_no_difference_here_are_named(
+    draw: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Seldom(Images):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if draw() < 1e-6:
+                batch = [batch[0].roll(1, 0), *batch[1:]]
+            return super().training_step(batch, batch_idx)
+
+    fit(Seldom(causes.classified), images(4), PerSample())
+    assert said(capsys).endswith("in float32; left out: random draws")
+
+
+class Clipping(Precision):
+    """A plugin of the user's, which a copy runs without."""
+
+
+def test_later_batches_and_plugins_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows: Any = torch.utils.data.DataLoader(Stream(list(images().dataset)), 4)
+    fit(Images(causes.classified), rows, PerSample(), plugins=[Clipping()])
+    assert said(capsys).endswith("left out: later batches, Clipping")

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from trainkit.core._compat import alone_among_ranks
-from trainkit.core.generators import random_kept, seed_all
+from trainkit.core.generators import States, random_kept, seed_all
 from trainkit.core.nested import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -169,8 +169,10 @@ class Rehearsal:
         kept = random_kept(self.trainer.strategy.root_device)
         with kept, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
+            seeded = States([])
             with contextlib.suppress(Ended):
                 trainer.fit(module, **self._data(loader))
+            draws.are_of_host = not seeded.of_host_are(States([]))
         if not taken.num_calls:
             raise NotMeasured("the optimizer took no step after these rows")
         return taken
