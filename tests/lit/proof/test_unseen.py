@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.lit.proof.starting import fit, images, said
 from tests.zoo import causes
@@ -47,6 +49,23 @@ def test_a_loss_may_count_rows_that_weigh_nothing(cut: MicroBatching | None) -> 
     fit(Images(over_labels), unlabelled(), PerToken(1), cut, proof="require")
     with pytest.raises(TrainkitError, match=r"by what PerSample\(\) counts"):
         fit(Images(over_rows), unlabelled(), PerToken(1), cut, proof="require")
+
+
+def over_groups(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return losses(module, maps, batch).sum() / len(batch[2].unique())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_beside_each_other_may_belong_together(size: int) -> None:
+    """The control: groups of one row."""
+    rows: Any = [
+        (image, label, torch.tensor(row // size))
+        for row, (image, label, *_) in enumerate(images().dataset)
+    ]
+    refused = pytest.raises(TrainkitError, match="not the big batch")
+    with refused if size > 1 else contextlib.nullcontext():
+        loader = DataLoader(rows, batch_size=5)
+        fit(Images(over_groups), loader, PerSample(), proof="require")
 
 
 class Probed(Images):
@@ -107,6 +126,6 @@ class Clipping(Precision):
 def test_later_batches_and_plugins_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows: Any = torch.utils.data.DataLoader(Stream(list(images().dataset)), 4)
+    rows: Any = DataLoader(Stream(list(images().dataset)), 4)
     fit(Images(causes.classified), rows, PerSample(), plugins=[Clipping()])
     assert said(capsys).endswith("left out: later batches, Clipping")
