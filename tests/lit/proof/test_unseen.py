@@ -20,6 +20,8 @@ from tests.zoo import causes
 from tests.zoo.causes import Images
 from tests.zoo.modules import Stream
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
+from trainkit.lit.proof.parts import chosen_parts
+from trainkit.lit.proof.rows import FewRows
 
 
 def unlabelled(size: int = 4) -> Any:
@@ -66,6 +68,22 @@ def test_rows_beside_each_other_may_belong_together(size: int) -> None:
     with refused if size > 1 else contextlib.nullcontext():
         loader = DataLoader(rows, batch_size=5)
         fit(Images(over_groups), loader, PerSample(), proof="require")
+
+
+def test_only_what_is_collated_makes_a_row_wide() -> None:
+    """A text beside the tokens has a length of its own."""
+    lengths = [3] * 10 + [5, 7]
+    ids = [torch.arange(1, 1 + length) for length in lengths]
+    samples = [
+        {"ids": each, "labels": each, "text": " " * (50 + 7 * row % 12)}
+        for row, each in enumerate(ids)
+    ]
+    rows = FewRows(
+        causes.padded(samples), None, PerSample(), samples=samples,
+        collate=causes.padded, pads=True,
+    )  # fmt: skip
+    parts = chosen_parts(rows, (1, 2, 3), PerSample())
+    assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
 
 
 class Probed(Images):
