@@ -84,10 +84,15 @@ class States:
 
     def are(self, other: States) -> bool:
         """Whether nothing was drawn between two moments."""
+        return self.of_host_are(other) and all(
+            map(torch.equal, self._of_torch.values(), other._of_torch.values())
+        )
+
+    def of_host_are(self, other: States) -> bool:
+        """Whether neither Python's nor NumPy's generator was drawn from."""
         (of_python, of_numpy), (python, numpy) = self._of_host, other._of_host
-        if of_python != python or pickle.dumps(of_numpy) != pickle.dumps(numpy):
-            return False
-        return all(map(torch.equal, self._of_torch.values(), other._of_torch.values()))
+        is_same = of_python == python
+        return is_same and pickle.dumps(of_numpy) == pickle.dumps(numpy)
 
 
 def read_states(device: torch.device) -> dict[str, Any]:

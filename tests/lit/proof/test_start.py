@@ -483,7 +483,7 @@ def test_stream_of_one_length_is_exact_where_padding_is_not_seen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fit(Tokens(), stream(packed()), PerToken(), proof="require")
-    assert said(capsys).endswith("left out: the collate function, other lengths")
+    assert said(capsys).endswith("left out: the collate function, later batches")
 
 
 def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
@@ -567,7 +567,7 @@ def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -
     left_out = "left out: dropout, precision bf16-mixed, clipping"
     assert said(capsys).endswith(left_out)
     fit(Tokens(), stream(causes.sequences()), PerToken())
-    assert said(capsys).endswith("left out: the collate function")
+    assert said(capsys).endswith("left out: the collate function, later batches")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class Draws(TorchFunctionMode):
 
     Attributes:
         has_dropout: whether some dropout was turned off.
+        are_of_host: whether Python's or NumPy's generator was drawn from.
         unlike: the places of draws that are not by row, each with their shapes.
         seeds: for each place that draws from a generator of the user's own, its seeds.
     """
@@ -81,13 +82,19 @@ class Draws(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._by_row, self._known = by_row, frozenset(by_row)
-        self.has_dropout = False
+        self.has_dropout = self.are_of_host = False
         self.unlike: dict[str, set[torch.Size]] = {}
         self.seeds: dict[str, set[int]] = {}
         self._rows_now = rows_now
         self._widens, self._shared = dtype is torch.float64, shared
         self._micro_batch, self._num_calls, self._fixes = None, 0, fixes
         self._chunk, self._begun = slice(None), dict[Any, int]()
+
+    @property
+    def left_out(self) -> list[str]:
+        """What another step would do otherwise, in words."""
+        are_shared = bool(self.unlike) or self.are_of_host
+        return ["dropout"] * self.has_dropout + ["random draws"] * are_shared
 
     def turn_off(self, module: nn.Module) -> None:
         """Turn off the dropout of layers, whose calls no mode can see."""

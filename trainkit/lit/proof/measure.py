@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
@@ -23,6 +24,7 @@ from trainkit.lit.proof.samples import collates_by_itself
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
+from trainkit.lit.quiet import LIGHTNINGS
 
 FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
 
@@ -102,8 +104,6 @@ def _unlike(
                 ignored = getattr(leading(subject.strategies), "ignore_index", -100)
                 doubt = f"{CANNOT_TELL}; {REFUSED.format(ignored)}"
             continue
-        if rows.has_one_length:
-            unlike = replace(unlike, left_out=(*unlike.left_out, "other lengths"))
         if changed.has_classes:
             unlike = replace(unlike, notes=(ONE_CLASS, *unlike.notes))
         return unlike, f"{doubt or ONE_LENGTH}; {off.format(unlike.deviation)}"
@@ -189,7 +189,7 @@ def _rehearsed(
         except Exception as error:  # not every operation knows float64
             failed.append(error)
             continue
-        if dtype is torch.float64 or found[2].off_from(whole) <= SURELY_ROUNDING:
+        if dtype is torch.float64 or window.is_surely(whole, SURELY_ROUNDING):
             break
     if found is None:
         raise failed[0]
@@ -206,13 +206,18 @@ def _causes(subject: Subject, whole: Taken, window: Taken) -> tuple[Cause, ...]:
 def _left_out(subject: Subject) -> tuple[str, ...]:
     """What a rehearsal has not done as the run does it, in words."""
     trainer, precision = subject.trainer, str(subject.trainer.precision)
-    found = ["dropout"] if subject.has_dropout else []
+    found = sorted({*subject.left_out})
     if precision not in FULL_PRECISIONS:
         found.append(f"precision {precision}")
     if trainer.gradient_clip_val and subject.module.automatic_optimization:
         found.append("clipping")
     if not subject.rows.collates and collates_by_itself(trainer.train_dataloader):
         found.append("the collate function")
+    if isinstance(getattr(trainer.train_dataloader, "dataset", None), IterableDataset):
+        found.append("later batches")
+    for kind in map(type, (trainer.precision_plugin, trainer.strategy)):
+        if not kind.__module__.startswith(LIGHTNINGS):  # a copy runs without it
+            found.append(kind.__name__)
     return tuple(found)
 
 

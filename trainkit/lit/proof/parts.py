@@ -90,8 +90,9 @@ def chosen_parts(
     Args:
         rows: of which some are chosen.
         sizes: how many rows each part gets.
-        own: what the run counts, if the parts should differ from that above all. Rows
-            that count nothing by it are left out where others suffice.
+        own: what the run counts, if the parts should differ from that above all. Where
+            others suffice, one row is chosen that counts nothing by it, beside others:
+            the loss may count it, and in a part by itself it has no mean.
         is_split: whether the run itself cuts the rows that are chosen.
     """
     pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
@@ -101,13 +102,15 @@ def chosen_parts(
     weighs = [each.weigh for each in named]
     counts = rows.counts(pool, weighs if own is None else [own.weight, *weighs])
     meant = sum(each.simplicity <= MEANT for each in named) + (own is not None)
-    places = list(range(len(pool)))
-    if own is not None:
-        counting = [place for place in places if float(counts[place, 0]) > 0]
-        places = counting if len(counting) >= number else places
+    places, idle = list(range(len(pool))), list[int]()
+    is_counted = [own is None or float(count[0]) > 0 for count in counts]
+    if sum(is_counted) >= number:
+        idle = [place for place in places if not is_counted[place]][: number > 2]
+        places = [place for place in places if is_counted[place]]
     draw, bounds = random.Random(0), [0, *itertools.accumulate(sizes)]
     tries = TRIES // 8 if is_split else TRIES
-    orders = [draw.sample(places, number) for _ in range(tries)]
+    few = number - len(idle)  # the last part, which gets it, has two rows or more
+    orders = [draw.sample(places, few) + idle for _ in range(tries)]
     if is_split:
         chosen = [[pool[place] for place in sorted(order)] for order in orders]
         cuts = rows.cuts(chosen, max(sizes))
@@ -122,7 +125,8 @@ def chosen_parts(
         widths = {max(lengths[place] for place in part) for part in parts}
         # Parts of one class each would look alike to what counts classes.
         kinds = {_kind(labels, part) for part in parts}
-        return len(widths), len(kinds), *apart[choice]
+        is_heard = all(any(is_counted[place] for place in part) for part in parts)
+        return is_heard, len(widths), len(kinds), *apart[choice]
 
     best = choices[max(range(len(choices)), key=merit)]
     return [[pool[place] for place in part] for part in best]

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from trainkit.core._compat import alone_among_ranks
-from trainkit.core.generators import random_kept, seed_all
+from trainkit.core.generators import States, random_kept, seed_all
 from trainkit.core.nested import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -169,8 +169,10 @@ class Rehearsal:
         kept = random_kept(self.trainer.strategy.root_device)
         with kept, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
+            seeded = States([])
             with contextlib.suppress(Ended):
                 trainer.fit(module, **self._data(loader))
+            draws.are_of_host = not seeded.of_host_are(States([]))
         if not taken.num_calls:
             raise NotMeasured("the optimizer took no step after these rows")
         return taken
@@ -228,11 +230,11 @@ class Rehearsal:
 def may_change_steps(callback: Any) -> bool:
     """Whether a callback of the user's has hooks of a step."""
     kind = type(callback).__module__
-    if kind.startswith((*LIGHTNINGS, "trainkit.")):
-        return False
+    is_theirs = kind.startswith((*LIGHTNINGS, "trainkit."))
     # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing.
     hooks = OF_A_STEP[2:] if isinstance(callback, Checkpoint) else OF_A_STEP
-    return any(has_own(callback, hook) for hook in hooks)
+    given = vars(callback)  # as LambdaCallback keeps functions of the user's
+    return any(h in given or not is_theirs and has_own(callback, h) for h in hooks)
 
 
 def _matters(callback: Any, *, has_driver: bool) -> bool:

@@ -145,7 +145,7 @@ class FewRows:
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
         if self.collates:
-            return [num_elements(sample) for sample in self._samples]
+            return [num_elements(self._collated([n])) for n in range(self.num_rows)]
         return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
 
     @property

@@ -17,15 +17,16 @@ from trainkit.lit.proof.copying import read_apart
 
 
 def samples_across(loader: Any, number: int, collate: Any) -> list[Any]:
-    """Rows from all over a data set; none where it cannot be read like that, or where
-    the collate function draws at random, so that no two batches of them are alike."""
+    """Rows from all over a data set, and the next of each; none if it cannot be read,
+    or if the collate function draws at random, so that no two batches are alike."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return []
     if isinstance(loader.dataset, IterableDataset):
         return []
     with contextlib.suppress(Exception), random_kept():
         last: int = len(loader.dataset) - 1  # type: ignore[arg-type]
-        indices = {round(n * last / (number - 1)) for n in range(number)}
+        firsts = {round(n * last / (number // 2)) for n in range(number // 2 + 1)}
+        indices = firsts | {min(each + 1, last) for each in firsts}
         rows = list(rows_at(read_apart(loader.dataset), sorted(indices)))
         return rows if _repeats(collate, rows) else []
     return []

@@ -29,7 +29,7 @@ class Subject:
         has_batches: whether the run's window has several loader batches. Each part is
             one, but for split windows, whose last part is one, and all others another.
         are_alike: whether parts keep the width of the whole.
-        has_dropout: is set where a rehearsal has turned dropout off.
+        left_out: is filled with what rehearsals have left out.
     """
 
     rehearsal: Rehearsal
@@ -39,7 +39,7 @@ class Subject:
     parts: Parts
     has_batches: bool
     are_alike: bool = False
-    has_dropout: list[bool] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def trainer(self) -> Any:
@@ -108,7 +108,7 @@ class Subject:
                     how["options"] = MicroBatching(size=2**30, collate=collate)
         batch = make(rows, alike=self._keeps_width)
         taken = self.rehearsal.run([batch], [rows], **how)
-        self.has_dropout += [True] * taken.draws.has_dropout
+        self.left_out += taken.draws.left_out
         return taken
 
     def window(self) -> Taken:

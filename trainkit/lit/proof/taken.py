@@ -44,6 +44,14 @@ class Taken:
         size, off = whole.size, math.hypot(*whole.apart(self).values())
         return off / size if size else float(off > 0)
 
+    def is_surely(self, whole: Taken, rounding: float) -> bool:
+        """Whether these gradients are another's but for rounding, in sum and in each
+        parameter that is not tiny beside all others."""
+        told = {k: o for k, o in self.apart(whole).items() if o > 1e-7 * whole.size}
+        of = whole.gradients
+        are_alike = all(k in of and o < 1e-3 * _norm(of[k]) for k, o in told.items())
+        return are_alike and self.off_from(whole) <= rounding
+
     def apart(self, other: Taken) -> dict[Key, float]:
         """How far another's gradients are from these, one by one."""
         found = {}
