@@ -317,3 +317,28 @@ def test_state_moved_once_a_step_equals_the_big_batch(way: str, wrong: str) -> N
     whole, start = trained(ONCE, merged(RAGGED), 1), weights(Moving(ONCE, way))
     assert deviation(trained(ONCE), whole, start) < 1e-7
     assert deviation(trained(wrong), whole, start) > NAIVE
+
+
+def clips(self: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+def adds(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+    loss.backward()
+    torch.cat([p.flatten() for p in self.parameters()]).square().sum().backward()
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback"])
+@pytest.mark.parametrize("hook", [{"on_after_backward": clips}, {"backward": adds}])
+def test_a_window_of_one_micro_batch_is_plain_lightning_s_step(
+    hook: dict[str, Any], front: str
+) -> None:
+    """To the bit, whatever hooks do to its gradient. In windows of several, which are
+    the control, they do it to a part."""
+
+    def trained(front: str, window: int) -> torch.Tensor:
+        fitted = fit(front, hooked(Plain, **hook), window=window, max_epochs=1)
+        return weights(fitted.lightning_module)
+
+    assert torch.equal(trained(front, 1), trained("plain", 1))
+    assert not torch.allclose(trained(front, 2), trained("plain", 2))

@@ -11,7 +11,8 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import num_samples
+from trainkit.core.strategies import checked_weight, num_samples
+from trainkit.core.terms import ONE
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import counts_rows
@@ -91,6 +92,9 @@ class Streamed:
             clear_gradients(trainer.optimizers[0])
         windows.batch_is_unfinished = True
         number = trainer.accumulate_grad_batches  # Lightning has divided by it
+        if number == 1 and accumulator.ranks.size == 1 and not accumulator.is_open:
+            # Its total is known: the step is plain Lightning's, whatever hooks see.
+            accumulator.tell({ONE: [checked_weight(windows.weight)]})
         how = {"divided_by": number, "expected": number, "value": loss.detach()}
         accumulator.weigh(loss, windows.weight, **how)
         return self._plain_backward(loss, *args, **kwargs)
