@@ -60,6 +60,17 @@ def check_quickly(module: Any, data: Any, *args: Any, **options: Any) -> Report:
     return check(module, data, *args, **{"rows": 10, **options})
 
 
+class Recurrent(Tokens):
+    """Its dropout is within a call that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(16, 16, 2, dropout=0.5, batch_first=True)
+
+    def features(self, batch: dict[str, Any]) -> torch.Tensor:
+        return self.layers(super().features(batch))[0]
+
+
 EXACT: list[tuple[Any, Any, Any, Any]] = [
     (Tokens, token_loader, PerToken(), None),
     (Tokens, token_loader, PerToken(), SPLIT),
@@ -88,6 +99,7 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (wrongs.Overwriting, image_loader, PerSample(), None),
     (ByHand, image_loader, PerSample(), None),
     (TwoTerms, token_loader, TERMS, SPLIT),
+    (Recurrent, token_loader, PerToken(), None),
 ]
 
 
@@ -184,6 +196,7 @@ OTHERS: list[tuple[Any, Any, str, str, str]] = [
     (Pooling, PerSample(), "padding", "head", "mask padding"),
     (WithMomentumCopy, MASKED, "state", "target.weight", MOVE),
     (WithCentre, PerToken(), "state", "centre", MOVE),
+    (wrongs.Bootstrap, PerSample(), "state", "on_train_batch_end of", MOVE),
 ]  # fmt: skip
 WRONG = [(m, s, "denominator", "", line) for m, s, line in DENOMINATORS] + OTHERS
 

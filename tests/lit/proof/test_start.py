@@ -376,7 +376,8 @@ def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
 
 def with_label_mask(rows: list[Any]) -> Any:
     batch = causes.padded(rows)
-    return {**batch, "label_mask": torch.ones_like(batch["ids"])}
+    ones = torch.ones_like(batch["ids"])
+    return {**batch, "label_mask": ones, "segments": ones - 1}
 
 
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
