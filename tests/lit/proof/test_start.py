@@ -161,6 +161,9 @@ OFF: dict[str, tuple[Any, ...]] = {
      "on_after_batch_transfer"),
     "forward hook": (wrongs.CentringHook, tokens, PerToken(), None, "body"),
     "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
+    "padding, no mask": (wrongs.Bidirectional, lambda: tokens(collate=lambda rows:
+     {name: causes.padded(rows)[name] for name in ("ids", "labels")}), PerToken(),
+     None, "padded to"),
     "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
      PerSample(), None, "padded to"),
     "left padding": (Positioned, lambda: tokens(collate=causes.padded_left), PerToken(),
