@@ -320,6 +320,19 @@ def test_several_causes_are_all_found() -> None:
     ]
 
 
+@pytest.mark.parametrize(("by", "num"), [(PerSample(), 7), (Uniform(), 8)])
+def test_a_hook_is_seen_that_looks_before_the_window_is_divided(
+    by: Any, num: int
+) -> None:
+    """Windows of four rows need no division, and hide it; the last one is of three.
+    The control: windows that weigh 1 are never divided."""
+    data = DataLoader([*image_loader().dataset][:num], batch_size=4)  # type: ignore[misc]
+    how = {"strategy": by, "micro_batches": MicroBatching(inside="net", size=2)}
+    trainer = plain_trainer([wrongs.ClipsInCallback()])
+    report = check(Images(causes.classified), data, rows=4, trainer=trainer, **how)
+    assert report.exact == (by == Uniform())
+
+
 def test_dropout_and_noise_are_told_apart_from_causes() -> None:
     report = check(Noisy(), token_loader(), strategy=PerSample())
     (cause,) = report.causes

@@ -269,14 +269,6 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
     assert reads[0] == reads[1]
 
 
-def test_a_hook_is_seen_that_looks_before_the_window_is_divided() -> None:
-    """Windows of four rows need no division, and hide it; the last one is of three."""
-    data = DataLoader(list(causes.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]
-    cut, clips = MicroBatching(inside="net", size=2), wrongs.ClipsInCallback()
-    with pytest.warns(UserWarning, match=ALARM):
-        fit(IMAGES(), data, PerSample(), cut, callbacks=(clips,))
-
-
 def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
