@@ -282,6 +282,9 @@ def are_equal(value: Any, other: Any) -> bool:
     (True, False)
     >>> are_equal(torch.ones(2), torch.ones(2)), are_equal(torch.ones(2), torch.ones(3))
     (True, False)
+    >>> array = torch.ones(2).numpy()
+    >>> are_equal(array, array), are_equal(array, array.copy())
+    (True, False)
     """
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(value, other)

@@ -79,7 +79,11 @@ def test_one_that_fails_leaves_the_training(
     assert (summary["status"], summary["test"]) == ("finished", None)
 
 
-def test_a_signal_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     number = signal.SIGTERM
 
     def stop(*args: object) -> None:
@@ -89,7 +93,9 @@ def test_a_signal_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run = trained(tmp_path, "test=true", status=128 + number)
     summary = summary_of(run)
     assert (summary["status"], summary["test"]) == ("finished", None)
+    capsys.readouterr()
     assert trainkit("test", run) == 128 + number
+    assert "stopped by SIGTERM" in capsys.readouterr().out
     assert not (run / "test.json").exists()
 
 

@@ -189,6 +189,8 @@ def test_of_places(
     for content in (b"", b"text", last.read_bytes()[:-50]):
         last.write_bytes(content)
         assert refused("must be a readable checkpoint, received", last)
+    torch.save({"weights": {}}, last)
+    assert refused("must be a readable checkpoint, received", last)
     assert trainkit("test", tmp_path / "two" / "checkpoints") == 0  # the control
 
 

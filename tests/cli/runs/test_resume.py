@@ -92,6 +92,16 @@ def test_which_run_goes_on_and_with_which_words(
     assert expand(words) == [each.replace(THERE, here) for each in known]
 
 
+def test_a_run_of_an_experiment_on_the_search_path_goes_on() -> None:
+    experiment = Path("elsewhere/experiment/mine.yaml")
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nname: code_lm\n")
+    made("a", ["seed=1"], at=1)
+    where = f"hydra.searchpath=[file://{Path('elsewhere').absolute()}]"
+    words = expand([where, "experiment=mine", "ckpt_path=last"])
+    assert words[0] == "seed=1"
+
+
 def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_run_leaves_its_folder(
     assert summary["windows"]["windows"] == 2
     assert summary["effective_batch"]["size"] == 8
     assert summary["micro_batching"] is None
+    assert summary["checkpoint"] == f"{run}/checkpoints/last.ckpt"
     assert summary["metrics"]["val/loss"] > 0
     assert summary["plain_accumulation"]["mean"] > 0
     assert summary["versions"]["torch"] == version("torch")

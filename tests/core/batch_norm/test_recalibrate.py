@@ -268,11 +268,23 @@ def test_far_from_zero_in_single_precision_equals_double_precision() -> None:
     torch.testing.assert_close(layer.running_var, var, rtol=1e-3, atol=0)
 
 
+class Elsewhere(Tensor):
+    """It is on a device for which torch has no kernel of these statistics."""
+
+    device = torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", [Tensor, Elsewhere])
 @pytest.mark.parametrize("shape", [(9, 4), (9, 4, 2, 1, 3)])
-def test_joined_statistics_equal_those_of_the_whole(shape: tuple[int, ...]) -> None:
+def test_joined_statistics_equal_those_of_the_whole(
+    shape: tuple[int, ...], kind: type[Tensor]
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64) * 3 + 100
-    parts = [statistics_of(part) for part in x.split([2, 1, 0, 6])]
+    parts = [
+        statistics_of(part.as_subclass(kind)).as_subclass(Tensor)
+        for part in x.split([2, 1, 0, 6])
+    ]
     count, mean, squares = joined(torch.stack(parts)).split([1, 4, 4])
     over = [0, *range(2, x.ndim)]
     assert count == x.numel() / 4

@@ -60,6 +60,17 @@ def check_quickly(module: Any, data: Any, *args: Any, **options: Any) -> Report:
     return check(module, data, *args, **{"rows": 10, **options})
 
 
+class Recurrent(Tokens):
+    """Its dropout is within a call that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(16, 16, 2, dropout=0.5, batch_first=True)
+
+    def features(self, batch: dict[str, Any]) -> torch.Tensor:
+        return self.layers(super().features(batch))[0]
+
+
 EXACT: list[tuple[Any, Any, Any, Any]] = [
     (Tokens, token_loader, PerToken(), None),
     (Tokens, token_loader, PerToken(), SPLIT),
@@ -88,6 +99,7 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (wrongs.Overwriting, image_loader, PerSample(), None),
     (ByHand, image_loader, PerSample(), None),
     (TwoTerms, token_loader, TERMS, SPLIT),
+    (Recurrent, token_loader, PerToken(), None),
 ]
 
 
@@ -184,6 +196,7 @@ OTHERS: list[tuple[Any, Any, str, str, str]] = [
     (Pooling, PerSample(), "padding", "head", "mask padding"),
     (WithMomentumCopy, MASKED, "state", "target.weight", MOVE),
     (WithCentre, PerToken(), "state", "centre", MOVE),
+    (wrongs.Bootstrap, PerSample(), "state", "on_train_batch_end of", MOVE),
 ]  # fmt: skip
 WRONG = [(m, s, "denominator", "", line) for m, s, line in DENOMINATORS] + OTHERS
 
@@ -305,6 +318,19 @@ def test_several_causes_are_all_found() -> None:
         "rows",
         "denominator",
     ]
+
+
+@pytest.mark.parametrize(("by", "num"), [(PerSample(), 7), (Uniform(), 8)])
+def test_a_hook_is_seen_that_looks_before_the_window_is_divided(
+    by: Any, num: int
+) -> None:
+    """Windows of four rows need no division, and hide it; the last one is of three.
+    The control: windows that weigh 1 are never divided."""
+    data = DataLoader([*image_loader().dataset][:num], batch_size=4)  # type: ignore[misc]
+    how = {"strategy": by, "micro_batches": MicroBatching(inside="net", size=2)}
+    trainer = plain_trainer([wrongs.ClipsInCallback()])
+    report = check(Images(causes.classified), data, rows=4, trainer=trainer, **how)
+    assert report.exact == (by == Uniform())
 
 
 def test_dropout_and_noise_are_told_apart_from_causes() -> None:

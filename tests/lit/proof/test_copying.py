@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -43,8 +44,10 @@ def copied(module: Any, **options: Any) -> Copies:
 
 
 def test_a_copy_is_its_own() -> None:
-    module = Rich()
+    module, fabric = Rich(), Fabric(accelerator="cpu")
+    module.fabric = fabric
     copy = copied(module).module
+    assert copy._fabric is None
     assert copy.data is module.data
     assert copy.backend is math
     assert torch.equal(copy.graph, module.graph)

@@ -198,13 +198,21 @@ def test_the_strategy_is_that_of_module_or_trainer() -> None:
 
 class OfTwo(Tokens):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch["tokens"], batch_idx)
+        tokens = batch["tokens"] if isinstance(batch, dict) else batch[0]
+        return super().training_step(tokens, batch_idx)
 
 
-@pytest.mark.parametrize("combined", [dict, CombinedLoader])
-def test_several_loaders_are_no_batch(combined: Any) -> None:
-    loaders = combined({"tokens": token_loader(), "others": token_loader()})
-    labels = "tokens.labels"
+@pytest.mark.parametrize(
+    ("combined", "labels"),
+    [
+        (dict, "tokens.labels"),
+        (CombinedLoader, "tokens.labels"),
+        (lambda loaders: [*loaders.values()], "0.labels"),
+        (lambda loaders: tuple(loaders.values()), "0.labels"),
+    ],
+)
+def test_several_loaders_are_no_batch(combined: Any, labels: str) -> None:
+    loaders = combined({"tokens": token_loader(), "others": [*token_loader()]})
     assert check(OfTwo(), loaders, strategy=PerToken(labels=labels)).exact
     assert not check(OfTwo(), loaders, strategy=PerSample()).exact
 

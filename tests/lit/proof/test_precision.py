@@ -86,6 +86,31 @@ def test_what_knows_no_float64_is_measured_in_float32() -> None:
     assert not check(module, token_loader(), strategy=PerSample()).exact
 
 
+class Casts(Tokens):
+    """Names the type of its features."""
+
+    def __init__(self, cast: Any) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        return self.cast(super().features(batch))
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        Tensor.float,
+        lambda x: x.type(torch.float32),
+        lambda x: x.to("cpu", torch.float32),
+        lambda x: x.to(device="cpu", dtype=torch.float32),
+    ],
+)
+def test_a_step_that_names_float32_is_measured_in_float64(cast: Any) -> None:
+    report = check(Casts(cast), token_loader(), strategy=PerToken())
+    assert (report.exact, report.precision) == (True, "float64")
+
+
 def test_a_copy_in_float64_takes_at_most_a_gibibyte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import trainkit
 from tests.helpers import raise_rank_errors, run_ranks, trainer
@@ -16,7 +20,8 @@ from tests.lit.proof.test_start import BATCH_NORM, IMAGES, INSIDE
 from tests.zoo import causes
 from tests.zoo.causes import NormalisedTokens, Tokens
 from tests.zoo.wrongs import ClipsEarly
-from trainkit import BatchNormGuard, PerSample, PerToken, TrainkitError
+from trainkit import BatchNormGuard, PerSample, PerToken, Report, TrainkitError
+from trainkit.lit.proof.measure import of_all_ranks
 
 
 class FussyOnOne(Tokens):
@@ -139,3 +144,19 @@ def test_both_ranks_say_what_one_has_found() -> None:
     assert other["exact BatchNorm"] == ""
     assert ALARM in one["required"]
     assert ALARM in other["required"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_off_is_shown_before_one_that_cannot_tell(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = Report(False, 0.1, 0.0, 8, "float32", ())
+    both = [replace(off, deviation=0.9, doubt="nothing says where rows end")]
+    both.insert(rank, off)
+
+    def gather(each: list[Any], own: Any) -> None:
+        each[:] = both
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert of_all_ranks(SimpleNamespace(world_size=2), lambda: both[0]) == (off, rank)

@@ -161,6 +161,9 @@ OFF: dict[str, tuple[Any, ...]] = {
      "on_after_batch_transfer"),
     "forward hook": (wrongs.CentringHook, tokens, PerToken(), None, "body"),
     "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
+    "padding, no mask": (wrongs.Bidirectional, lambda: tokens(collate=lambda rows:
+     {name: causes.padded(rows)[name] for name in ("ids", "labels")}), PerToken(),
+     None, "padded to"),
     "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
      PerSample(), None, "padded to"),
     "left padding": (Positioned, lambda: tokens(collate=causes.padded_left), PerToken(),
@@ -266,14 +269,6 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
     assert reads[0] == reads[1]
 
 
-def test_a_hook_is_seen_that_looks_before_the_window_is_divided() -> None:
-    """Windows of four rows need no division, and hide it; the last one is of three."""
-    data = DataLoader(list(causes.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]
-    cut, clips = MicroBatching(inside="net", size=2), wrongs.ClipsInCallback()
-    with pytest.warns(UserWarning, match=ALARM):
-        fit(IMAGES(), data, PerSample(), cut, callbacks=(clips,))
-
-
 def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -376,7 +371,8 @@ def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
 
 def with_label_mask(rows: list[Any]) -> Any:
     batch = causes.padded(rows)
-    return {**batch, "label_mask": torch.ones_like(batch["ids"])}
+    ones = torch.ones_like(batch["ids"])
+    return {**batch, "label_mask": ones, "segments": ones - 1}
 
 
 DOUBTFUL: dict[str, tuple[Any, ...]] = {

@@ -35,7 +35,7 @@ class SaidWeight:
     @contextmanager
     def open(self) -> Iterator[None]:
         """A context for one run of `training_step`, in which a weight may be said."""
-        self._said, self._is_open = None, True
+        self._is_open = True
         try:
             yield
         finally:

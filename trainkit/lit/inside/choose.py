@@ -56,7 +56,7 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
     try:
         rows = FewRows(batch, None, None)
         few = list(range(min(ROWS, rows.num_rows)))
-        own = rows.make(few, alike=True)
+        own = rows.make(few)
     except (TrainkitError, NotMeasured) as error:
         raise _unfit(
             pl_module,
