@@ -323,10 +323,10 @@ class Accumulator:
         window, gradients, step = self.window, self.gradients, self.num_windows
         owners, is_written = optimizer_or_parameters, self.division.has_scaler
         found = gradients.end(window, owners, may_be_written=is_written)
-        self._refuse_ranks(is_apart=is_apart)
         window.refuse_division(is_apart=is_apart)
         if self.told is not None:
             self.told.refuse_unfinished()
+        self._refuse_ranks(is_apart=is_apart)
         row = window.row(self.device, slots=slots)
         table, totals = row.unsqueeze(0), row
         if self.ranks.size > 1:
