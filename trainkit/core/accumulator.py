@@ -141,8 +141,6 @@ class Accumulator:
                 (loss,) = terms_of(loss, self.strategies).values()
             if weight is None and self.told is None:
                 weight = self.strategy.weight(batch)
-        refusals.refuse_loss(loss, self.strategy.loss_reduction)
-        assert isinstance(loss, Tensor)
         if backward is None:
             self.pass_back(loss, weight)
             return
