@@ -104,6 +104,7 @@ def test_what_half_precision_has_rounded_is_not_rounded_again(
     [
         ([[1]], 2, "to have 1 micro-batches on this rank, and another one came"),
         ([[1, 1]], 1, "was to have 2 .* and had 1: its gradient"),
+        ([[1, 1]], 0, "was to have 2 .* and had 0: its gradient"),
         ([[]], 0, r"expect\(\): received no micro-batches"),
         ([[1], [1]], 0, r"expect\(\): must announce a window before it begins"),
         ([None, [1]], 0, r"expect\(\): must announce a window before it begins"),

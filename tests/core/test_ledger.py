@@ -71,6 +71,17 @@ def test_samples_are_unknown_after_a_window_that_counted_none() -> None:
     assert account.weight > 0
 
 
+def test_a_saved_account_does_not_depend_on_the_order_of_columns() -> None:
+    ledger, resumed = entered(windows(3)), Ledger()
+    saved = ledger.state_dict()
+    backwards = dict(reversed(saved[0]["sums"].items()))
+    resumed.load_state_dict({0: {**saved[0], "sums": backwards}})
+    assert numbers(resumed) == numbers(ledger)
+    in_some_order = [*saved[0]["sums"].values()]
+    resumed.load_state_dict({0: {**saved[0], "sums": in_some_order}})
+    assert resumed.of() is None  # it begins anew
+
+
 def test_an_optimizer_without_windows_has_no_account() -> None:
     assert entered(windows(2)).of(1) is None
 

@@ -11,6 +11,7 @@ import torch
 from tests.core.common import Toy, cut, fresh_net, relative, run_window
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerToken, WindowStats
+from trainkit.core.window import Window
 
 # ---- windows whose law can be told by heart ------------------------------------------
 
@@ -145,3 +146,12 @@ def test_window_of_weight_zero_has_loss_zero() -> None:
     toy = Toy()
     stats = toy.window((float("nan"), 0), (1, 0))
     assert float(stats.loss) == float(stats.weight) == 0
+
+
+def test_numbers_on_the_host_stay_there_whatever_device_is_the_default() -> None:
+    """A model on the CPU, beside others that a default puts elsewhere."""
+    window = Window("mean")
+    window.add(torch.tensor(2.0), 123457)
+    with torch.device("meta"):
+        row = window.row(torch.device("cpu"))
+    assert row.tolist() == window.row(torch.device("cpu")).tolist()

@@ -141,8 +141,6 @@ class Accumulator:
                 (loss,) = terms_of(loss, self.strategies).values()
             if weight is None and self.told is None:
                 weight = self.strategy.weight(batch)
-        refusals.refuse_loss(loss, self.strategy.loss_reduction)
-        assert isinstance(loss, Tensor)
         if backward is None:
             self.pass_back(loss, weight)
             return
@@ -323,10 +321,10 @@ class Accumulator:
         window, gradients, step = self.window, self.gradients, self.num_windows
         owners, is_written = optimizer_or_parameters, self.division.has_scaler
         found = gradients.end(window, owners, may_be_written=is_written)
-        self._refuse_ranks(is_apart=is_apart)
         window.refuse_division(is_apart=is_apart)
         if self.told is not None:
             self.told.refuse_unfinished()
+        self._refuse_ranks(is_apart=is_apart)
         row = window.row(self.device, slots=slots)
         table, totals = row.unsqueeze(0), row
         if self.ranks.size > 1:

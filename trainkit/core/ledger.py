@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.window import (
+    COLUMNS,
     COUNT,
     NUM_COLUMNS,
     SAMPLES,
@@ -75,15 +76,17 @@ class Account:
 
     def state_dict(self) -> dict[str, Any]:
         """The account as plain numbers; waits for the device."""
-        vectors = {"sums": self.sums.tolist(), "extremes": self.extremes.tolist()}
-        return {**vars(self), **vectors}
+        # By name: a later version may order the columns differently.
+        sums = dict(zip(COLUMNS, self.sums.tolist(), strict=True))
+        return {**vars(self), "sums": sums, "extremes": self.extremes.tolist()}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Account:
         """The account that `state_dict` has saved."""
+        sums = [state["sums"][column] for column in COLUMNS]
         vectors = {
-            name: torch.tensor(state[name], dtype=torch.float64)
-            for name in ("sums", "extremes")
+            name: torch.tensor(numbers, dtype=torch.float64)
+            for name, numbers in (("sums", sums), ("extremes", state["extremes"]))
         }
         return cls(**{**state, **vectors})
 
@@ -137,7 +140,11 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Continue; accounts of other versions begin anew."""
-        mine = {i: each for i, each in state.items() if "extremes" in each}
+        mine = {
+            i: each
+            for i, each in state.items()
+            if isinstance(each.get("sums"), Mapping) and "extremes" in each
+        }
         self._accounts = {i: Account.restored(each) for i, each in mine.items()}
 
 

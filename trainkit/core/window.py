@@ -259,7 +259,7 @@ def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _on_host(numbers: tuple[float, ...]) -> Tensor:
     """Numbers that are often the same, such as a window's counts; not to be written."""
-    return torch.tensor(numbers, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:

@@ -198,6 +198,28 @@ def test_padded_batches_become_one_as_wide_as_the_widest() -> None:
     assert join(batches[:1]) is batches[0]
 
 
+def test_a_token_behind_the_last_label_is_no_padding() -> None:
+    """Labels alone tell lengths here, and each row ends with a token that has none."""
+    rows, wide = [[5, 6, 7], [8, 9, 4]], torch.tensor([[1, 2, 3, 4]])
+    labels = torch.tensor([[5, 6, -100], [8, -100, -100]])
+    batch = {"ids": torch.tensor(rows), "labels": labels}
+    found = join([batch, {"ids": wide, "labels": wide}])
+    assert found["ids"].tolist() == [[*rows[0], 0], [*rows[1], 0], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_pool_is_padded_with_what_its_fields_have_where_they_pad(trim: bool) -> None:
+    batches = [
+        {"ids": ids, "attention_mask": (ids != 9).long(), "targets": -ids}
+        for ids in (torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([[1, 2, 3, 4]]))
+    ]
+    cutter = Cutter(MicroBatching(size=2, pool=2, trim=trim), PerSample())
+    found = cutter.join(batches)
+    assert found["ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9], [1, 2, 3, 4]]
+    assert found["targets"].tolist() == (-found["ids"]).tolist()
+    assert found["attention_mask"].tolist() == (found["ids"] != 9).long().tolist()
+
+
 @pytest.mark.parametrize("drop", [(), ("seq_idx", "position_ids"), ("cu_seq_lens_q",)])
 def test_flattened_batches_become_one_row(drop: tuple[str, ...]) -> None:
     """By offsets, positions or numbers, which are those of the whole row."""

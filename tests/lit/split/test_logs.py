@@ -152,6 +152,18 @@ class Late(Split):
         self.log("after_backward", 1.0)
 
 
+class AddsUp(Split):
+    """Adds its losses to the first one, in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if batch_idx == 0 and not hasattr(self, "total"):
+            self.total = loss.detach()
+        else:
+            self.total += loss.detach()
+        return loss
+
+
 class LogsByItself(LambdaCallback):
     """Logs by the `log` that Lightning gives a callback, not by the module's."""
 
@@ -185,6 +197,7 @@ TWICE = {"val_check_interval": 2, "validation": loader_batches((4, 4))}
         (Samples, "size", {"loss"}, {}),
         (Renaming, "size", {"mine/loss_step"}, {}),
         (Late, "size", {"late", "loss_epoch"}, {}),
+        (AddsUp, "size", set(), {}),
         (Split, "size", {"by_callback"}, {"callbacks": lambda: [LogsByItself()]}),
         (Validated, "size", {"val_exact"}, TWICE),
     ],

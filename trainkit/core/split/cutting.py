@@ -89,6 +89,11 @@ class Cutter:
         Raises:
             TrainkitError: its number of rows is unclear; the text shows its structure.
         """
+        layout = self._padded(batch)
+        return layout if self._options.trim else layout.untrimmed()
+
+    def _padded(self, batch: Any) -> Layout:
+        """The layout of a batch, which knows the columns that pad."""
         options = self._options
         if (collate := options.collate) is not None:
             rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
@@ -133,7 +138,7 @@ class Cutter:
             return batches[0]
         if self._options.collate is not None:
             return [sample for each in batches for sample in each]
-        layouts = [self.read(each) for each in batches]
+        layouts = [self._padded(each) for each in batches]
         return joined(layouts, batches, nothing_in(batches[0], self._nothing))
 
     def cut(

@@ -196,7 +196,8 @@ def _as_wide(
     ]
     if len({*widths}) == 1:
         return values
-    pads = padding_of(place, layouts, nothing)
+    # Behind the last label there may be tokens, which the model sees.
+    pads = padding_of(place, layouts, nothing, by_labels=False)
     return [
         widened(Field(path, value), value, own, max(widths), pads)
         for value, own in zip(values, trims, strict=True)
@@ -220,17 +221,29 @@ def _below_each_other(path: str, values: list[Any], batches: Sequence[Any]) -> A
 
 
 def padding_of(
-    place: int, layouts: Sequence[Layout], nothing: Mapping[int, float]
+    place: int,
+    layouts: Sequence[Layout],
+    nothing: Mapping[int, float],
+    *,
+    by_labels: bool = True,
 ) -> Any:
     """What the field at a place has where it pads, in one of these loader batches; what
-    counts as nothing in it, if that is known of the first."""
+    counts as nothing in it, if that is known of the first.
+
+    Args:
+        place: of the field.
+        layouts: of the loader batches.
+        nothing: the values, by the identity of a field, that do not count.
+        by_labels: whether labels alone can tell where it pads.
+    """
     path, value = layouts[0].fields[place]
     if id(value) in nothing:
         return nothing[id(value)]
     for layout in layouts:
         trims = layout.trims[place]
         group = layout.rows.groups[trims[0][1] if trims else 0]
-        for row, (start, stop) in enumerate(group.spans):
+        spans = group.spans if by_labels or not group.by_labels else ()
+        for row, (start, stop) in enumerate(spans):
             if stop < group.padded_length or start > 0:
                 column = stop if stop < group.padded_length else 0
                 return layout.fields[place].value[row, column]

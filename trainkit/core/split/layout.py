@@ -147,8 +147,7 @@ class LayoutReader:
                     named = ragged.get(id(value))
                     own = self._trims(field, named, widths, batch) if widths else ()
             trims.append(own)
-        layout = Layout(fields, build, trims, rows)
-        return layout if self._options.trim else layout.untrimmed()
+        return Layout(fields, build, trims, rows)
 
     def rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
         """How many rows a batch has, and how long they are; of what `read` takes."""

@@ -35,10 +35,13 @@ class Group:
         padded_length: the number of columns in the loader batch.
         spans: for each row the first column that is not padding, and the column behind
             the last.
+        by_labels: whether labels alone tell them, behind the last of which there may
+            be tokens.
     """
 
     padded_length: int
     spans: Sequence[Span]
+    by_labels: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -95,7 +98,7 @@ class Rows:
     def of(self, rows: Sequence[int]) -> Rows:
         """Some of these rows, in this order."""
         groups = [
-            Group(each.padded_length, [each.spans[row] for row in rows])
+            replace(each, spans=[each.spans[row] for row in rows])
             for each in self.groups
         ]
         return Rows(len(rows), groups, self.are_joined)
@@ -104,8 +107,10 @@ class Rows:
         """A copy of these rows, in which all columns of a group count."""
         if self.are_joined:
             return self
-        wide = [group.padded_length for group in self.groups]
-        full = [Group(each, [(0, each)] * self.num_rows) for each in wide]
+        full = [
+            replace(each, spans=[(0, each.padded_length)] * self.num_rows)
+            for each in self.groups
+        ]
         return Rows(self.num_rows, full)
 
 
@@ -174,7 +179,7 @@ def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:
         alike = [each.counts for each in marks if each.width == mark.width]
         counts = alike[0] if len(alike) == 1 else torch.stack(alike).any(0)
         spans = spans_of(counts, are_labels=mark.are_labels)
-        groups.append(Group(mark.width, spans))
+        groups.append(Group(mark.width, spans, mark.are_labels))
     return groups
 
 

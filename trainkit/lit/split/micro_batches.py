@@ -98,9 +98,9 @@ class CutBatch:
             self.extras[self.index] = extras
         values = []
         for name, term in terms.items():
-            value = term.detach().reshape(())
-            # On a GPU the next step of a CUDA graph writes over it.
-            values.append(value.clone() if value.is_cuda else value)
+            # The module may add the next losses to it in place, and on a GPU the next
+            # step of a CUDA graph writes over it.
+            values.append(term.detach().reshape(()).clone())
             self.losses.setdefault(name, []).append(values[-1])
         return values[0]
 
