@@ -319,6 +319,14 @@ class ClipsInCallback(pl.Callback):
         nn.utils.clip_grad_value_(pl_module.parameters(), 0.01)
 
 
+class ClipsAtTheEnd(ClipsInCallback):
+    """Clips once a window, before it is divided."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_after_backward(trainer, pl_module)
+
+
 class Held(Tokens):
     """Holds what cannot be copied."""
 
