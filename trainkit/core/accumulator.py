@@ -221,7 +221,8 @@ class Accumulator:
             window.is_apart = self._has_module and self.ranks.holds_back_gradients
         self.gradients.begin(window, loss)
         joined, self._joined = self._joined, None
-        if joined is None and loss.dtype in HALF:
+        is_whole = told is not None and told.is_whole and window.reduction != "sum"
+        if joined is None and loss.dtype in HALF and not is_whole:
             told = None  # it would round w / W: divided when the window closes
         if not division.is_open:
             division.open(told, window.reduction, loss.device)

@@ -279,6 +279,7 @@ class Told:
 
     Attributes:
         leading: the name of the first term.
+        is_whole: whether the window is one micro-batch, so that w / W is 1.
     """
 
     def __init__(
@@ -295,6 +296,7 @@ class Told:
             for row in zip(*weights.values(), strict=True)
         ]
         self.num_micro_batches = len(self._rows)
+        self.is_whole = ranks.size == 1 and self.num_micro_batches == 1
         self.num_begun = 0
         self._totals: dict[str, Weight] | None = None
         self._most: int | None = None

@@ -330,14 +330,16 @@ def adds(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("front", ["mixin", "callback"])
 @pytest.mark.parametrize("hook", [{"on_after_backward": clips}, {"backward": adds}])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_a_window_of_one_micro_batch_is_plain_lightning_s_step(
-    hook: dict[str, Any], front: str
+    precision: str, hook: dict[str, Any], front: str
 ) -> None:
     """To the bit, whatever hooks do to its gradient. In windows of several, which are
     the control, they do it to a part."""
+    how: dict[str, Any] = {"max_epochs": 1, "precision": precision}
 
     def trained(front: str, window: int) -> torch.Tensor:
-        fitted = fit(front, hooked(Plain, **hook), window=window, max_epochs=1)
+        fitted = fit(front, hooked(Plain, **hook), window=window, **how)
         return weights(fitted.lightning_module)
 
     assert torch.equal(trained(front, 1), trained("plain", 1))

@@ -64,8 +64,8 @@ class OrderedCallback(Callback):
 
     Attributes:
         order: the lower, the earlier.
-        on_cut: a method that hears into how many micro-batches the loader batch that
-            is about to run was cut, again where it is run again in others; or None.
+        on_cut: None, or a method that is called with the number of micro-batches of
+            the loader batch that runs next; once more if that is cut anew.
     """
 
     order: int

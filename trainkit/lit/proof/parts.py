@@ -125,8 +125,8 @@ def chosen_parts(
         widths = {max(lengths[place] for place in part) for part in parts}
         # Parts of one class each would look alike to what counts classes.
         kinds = {_kind(labels, part) for part in parts}
-        is_heard = all(any(is_counted[place] for place in part) for part in parts)
-        return is_heard, len(widths), len(kinds), *apart[choice]
+        each_counts = all(any(is_counted[place] for place in part) for part in parts)
+        return each_counts, len(widths), len(kinds), *apart[choice]
 
     best = choices[max(range(len(choices)), key=merit)]
     return [[pool[place] for place in part] for part in best]

@@ -231,10 +231,11 @@ def may_change_steps(callback: Any) -> bool:
     """Whether a callback of the user's has hooks of a step."""
     kind = type(callback).__module__
     is_theirs = kind.startswith((*LIGHTNINGS, "trainkit."))
-    # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing; a
-    # function there reads as a rule, and writes what it has read into no copy.
-    is_quiet = is_theirs or isinstance(callback, Checkpoint)
-    hooks = OF_A_STEP[2:] if is_quiet else OF_A_STEP
+    # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing. The
+    # function of a LambdaCallback mostly collects numbers there: into the user's list,
+    # which has no copy.
+    is_skipped = is_theirs or isinstance(callback, Checkpoint)
+    hooks = OF_A_STEP[2:] if is_skipped else OF_A_STEP
     given = vars(callback)  # as LambdaCallback keeps functions of the user's
     return any(h in given or not is_theirs and has_own(callback, h) for h in hooks)
 
