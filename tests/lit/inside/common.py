@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,12 +27,12 @@ class Foreign(pl.LightningModule):
         self,
         loss: Loss = nt_xent,
         *,
+        net: Any = None,
         calls: int = 1,
         optimizer: str = "sgd",
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.net = Net(dropout=dropout).double()
+        self.net: Any = (net or Net()).double()
         self.scale = torch.nn.Parameter(torch.ones(CLASSES, dtype=torch.float64))
         self._loss, self._calls, self._optimizer = loss, calls, optimizer
         self.logged: list[float] = []
@@ -65,24 +64,23 @@ def data(rows: int = 66, size: int = 22) -> DataLoader[Any]:
 
 def fit(
     module: Any,
-    options: MicroBatching | None,
+    options: MicroBatching | None = None,
     *callbacks: Any,
+    by: Any = None,
+    proof: Any = "warn",
     loader: Any = None,
-    seed: int = 5,
     accumulate: int = 1,
     **how: Any,
 ) -> Any:
-    """The Trainer of two epochs, with an inner cut or as Lightning does it."""
+    """The Trainer of two epochs: with an inner cut, weighed by a strategy, or as
+    Lightning does it."""
     own: Sequence[Any] = ()
-    if options is not None and isinstance(module, AccumulationMixin):
+    if isinstance(module, AccumulationMixin):
         module.micro_batching = options
-    elif options is not None:
-        own = [AccumulationCallback(micro_batching=options)]
-    torch.manual_seed(seed)
+    elif options is not None or by is not None:
+        how_ours: Any = {"micro_batching": options, "proof": proof}
+        own = [AccumulationCallback(by, **how_ours)]
+    torch.manual_seed(5)
     run = trainer(accumulate, max_epochs=2, callbacks=[*own, *callbacks], **how)
     run.fit(module, data() if loader is None else loader)
     return run
-
-
-def copies(module: Any, number: int) -> list[Any]:
-    return [copy.deepcopy(module) for _ in range(number)]

@@ -13,30 +13,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.core.inside.common import Net, batch, nt_xent
 from tests.lit.inside.common import Foreign, Own, data, fit
+from tests.zoo.modules import hooked
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
 
-AUTO, NAMED = (MicroBatching(size=4, inside=inside) for inside in ("auto", "net"))
+AUTO, NAMED, SELF = (
+    MicroBatching(size=4, inside=inside) for inside in ("auto", "net", "self")
+)
 
 
-class Fixed(Foreign):
+def of_all_rows(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """Its loss needs all rows of the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0]).view(2, 11, 5).diff(dim=0).square().mean()
+    return self(batch[0]).view(2, 11, 5).diff(dim=0).square().mean()
 
 
-class Both(Foreign):
-    """Gets the batches of two loaders."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return sum(nt_xent(self(x), labels) for x, labels in batch.values())  # type: ignore[return-value]
+def of_two_loaders(self: Any, batch: Any, batch_idx: int) -> Any:
+    return sum(nt_xent(self(x), labels) for x, labels in batch.values())
 
 
-class Listed(Foreign):
-    """Gets lists of samples."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nt_xent(self(torch.stack([x for x, _ in batch])), batch)
+def of_lists(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return nt_xent(self(torch.stack([x for x, _ in batch])), batch)
 
 
 def two_loaders() -> Any:
@@ -48,23 +43,23 @@ def lists() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "loader", "words"),
+    ("step", "loader", "words"),
     [
         (
-            Fixed,
+            of_all_rows,
             data,
             r"on 5 rows of the batch, and that failed: RuntimeError: .*2, 11",
         ),
-        (Both, two_loaders, r"cannot be cut from dict\(a: "),
-        (Listed, lists, r"cannot be cut from list\(tuple\("),
+        (of_two_loaders, two_loaders, r"cannot be cut from dict\(a: "),
+        (of_lists, lists, r"cannot be cut from list\(tuple\("),
     ],
 )
 def test_a_step_of_which_no_few_rows_can_run(
-    kind: Any, loader: Any, words: str
+    step: Any, loader: Any, words: str
 ) -> None:
-    with pytest.raises(
-        TrainkitError, match=f'^MicroBatching inside="auto": .*{words}'
-    ) as e:
+    kind = hooked(Foreign, training_step=step)
+    words = f'^MicroBatching inside="auto": .*{words}'
+    with pytest.raises(TrainkitError, match=words) as e:
         fit(kind(), AUTO, loader=loader())
     assert str(e.value).endswith("Name the submodules: inside='net'.")
     fit(kind(), NAMED, loader=loader())
@@ -85,41 +80,35 @@ def test_what_a_module_holds_is_not_moved() -> None:
     """Its copy is."""
     found, other = Moving(), Moving()
     fit(found, AUTO)
-    fit(other, None)
+    fit(other)
     assert found.logged == pytest.approx(other.logged, rel=1e-12)
 
 
-class Leaving(Net):
+def leaves(net: Any, x: Tensor) -> Tensor:
     """Leaves a tensor that the step reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x)
-        self.largest = out.detach().abs().amax(1)
-        return self.head(out)
+    out = net.body(x)
+    net.largest = out.detach().abs().amax(1)
+    return net.head(out)
 
 
 class Reading(Foreign):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Leaving().double()
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss + len(self.net.largest)  # type: ignore[arg-type]
+        return loss + len(self.net.largest)
 
 
 def test_a_module_that_leaves_tensors_is_not_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module, plain = Reading(), Reading()
+    module, plain = Reading(net=Net(leaves)), Reading(net=Net(leaves))
     fit(module, AUTO)
     assert 'found by inside="auto": net.body, net.head' in capsys.readouterr().out
-    fit(plain, None)
+    fit(plain)
     assert int(module.logged[0] - 0.5) == int(plain.logged[0] - 0.5)
 
 
 def test_why_a_module_is_not_taken_is_said() -> None:
-    class Only(Net):
+    class Only(torch.nn.Module):
         """Has no submodule to go to."""
 
         def __init__(self) -> None:
@@ -130,32 +119,24 @@ def test_why_a_module_is_not_taken_is_said() -> None:
             self.largest = x.abs().amax(1)
             return x @ self.weight
 
-    module = Foreign()
-    module.net = Only().double()
     with pytest.raises(TrainkitError, match="net: its forward leaves values in"):
-        fit(module, AUTO)
+        fit(Foreign(net=Only()), AUTO)
 
 
 def test_warnings_while_it_looks_are_not_for_the_user() -> None:
-    class Counting(Leaving):
-        """Warns of few rows."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) < 6:
-                warnings.warn("only few rows", stacklevel=2)
-            return self.head(self.body(x))
+    def warns(net: Any, x: Tensor) -> Tensor:
+        if len(x) < 6:
+            warnings.warn("only few rows", stacklevel=2)
+        return net.plain(x)
 
     def heard(options: MicroBatching) -> list[str]:
-        module = Foreign()
-        module.net = Counting().double()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            callback = AccumulationCallback(micro_batching=options, proof="off")
-            fit(module, None, callback)
+            fit(Foreign(net=Net(warns)), options, proof="off")
         return [str(w.message) for w in found if "few rows" in str(w.message)]
 
     assert not heard(MicroBatching(size=22, inside="auto"))
-    assert heard(MicroBatching(size=4, inside="net"))
+    assert heard(NAMED)
 
 
 class Logging(Foreign):
@@ -178,15 +159,13 @@ class Logging(Foreign):
     ("proof", "how"), [("warn", "log"), ("off", "log_dict"), ("require", "log")]
 )
 def test_logging_within_a_cut_is_refused(proof: Any, how: str) -> None:
-    options = MicroBatching(size=4, inside="self")
-    callback = AccumulationCallback(micro_batching=options, proof=proof)
     words = f"self.{how} within self, which runs in chunks .* log it in training_step"
     module = Logging(how)
     with pytest.raises(TrainkitError, match=words):
-        fit(module, None, callback)
+        fit(module, SELF, proof=proof)
     assert "log" not in vars(module)
     with pytest.raises(TrainkitError, match=words):
-        check(module, batch(), micro_batches=options)
+        check(module, batch(), micro_batches=SELF)
 
 
 def test_a_log_of_the_instance_is_its_own_again() -> None:
@@ -197,31 +176,30 @@ def test_a_log_of_the_instance_is_its_own_again() -> None:
 
     module = Logging("none")
     vars(module)["log"] = log
-    fit(module, MicroBatching(size=4, inside="self"))
+    fit(module, SELF)
     assert vars(module)["log"] is log
     assert len(logged) >= 6
     module.how = "log"
     with pytest.raises(TrainkitError, match=r"self\.log within self"):
-        fit(module, MicroBatching(size=4, inside="self"))
+        fit(module, SELF)
     assert vars(module)["log"] is log
 
 
-def test_logging_outside_of_a_cut_is_not() -> None:
-    run = fit(Logging(), MicroBatching(size=4, inside="net"))
+def test_logging_outside_of_a_cut_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """And "auto" goes around what logs."""
+    run = fit(Logging(), NAMED)
     assert {"norm", "loss"} <= set(run.callback_metrics)
-    run = fit(Logging("none"), MicroBatching(size=4, inside="self"))
+    run = fit(Logging("none"), SELF)
     assert "loss" in run.callback_metrics
-
-
-def test_auto_goes_around_what_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(Logging(), MicroBatching(size=4, inside="auto"))
+    capsys.readouterr()
+    fit(Logging(), AUTO)
     assert 'found by inside="auto": net\n' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [Foreign, Own])
 def test_windows_of_several_batches_need_a_strategy(kind: Any) -> None:
     with pytest.raises(TrainkitError, match="needs no strategy where one loader"):
-        fit(kind(), MicroBatching(size=4, inside="net"), accumulate=2)
+        fit(kind(), NAMED, accumulate=2)
 
 
 class Twice(Foreign):
@@ -230,12 +208,6 @@ class Twice(Foreign):
     def __init__(self) -> None:
         super().__init__()
         self.again = self.net
-
-
-class ByHand(Foreign):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 @pytest.mark.parametrize(
@@ -248,7 +220,11 @@ class ByHand(Foreign):
             {"inside": "net", "tokens": 9, "lengths": ("a", "b")},
             r"with inside= it names one argument .*, received \('a', 'b'\)",
         ),
-        (ByHand, {"inside": "auto"}, "would take a step with. Name the submodules"),
+        (
+            hooked(Foreign, automatic_optimization=False),
+            {"inside": "auto"},
+            "would take a step with. Name the submodules",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -270,15 +246,12 @@ def test_no_strategy_is_refused_with_the_inner_cut_as_a_way(has_mixin: bool) -> 
 def test_why_the_proof_is_not_measured_is_a_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Odd(Foreign):
-        """Refuses few rows, at length."""
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[0]) < 8:
+            raise ValueError(f"{'few rows ' * 40}. And more.")
+        return Foreign.training_step(self, batch, batch_idx)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch[0]) < 8:
-                raise ValueError(f"{'few rows ' * 40}. And more.")
-            return super().training_step(batch, batch_idx)
-
-    fit(Odd(), MicroBatching(size=4, inside="net"))
+    fit(hooked(Foreign, training_step=step)(), NAMED)
     line = next(x for x in capsys.readouterr().out.splitlines() if "not meas" in x)
     assert line.endswith(("few rows ...", "few ...")), line
     assert len(line) < 300

@@ -12,15 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.core.inside.test_documents import WORDS, Llama, Reader, loss, means
-from tests.helpers import NAIVE, deviation, trainer
-from trainkit import (
-    AccumulationCallback,
-    MicroBatching,
-    PackCollate,
-    PerSample,
-    TrainkitError,
-    check,
-)
+from tests.helpers import NAIVE, deviation
+from tests.lit.inside.common import fit
+from trainkit import MicroBatching, PackCollate, PerSample, TrainkitError, check
 
 GENERATOR = torch.Generator().manual_seed(3)
 DOCUMENTS: Any = [
@@ -69,9 +63,8 @@ def loader() -> DataLoader[Any]:
     return DataLoader(DOCUMENTS, batch_size=12, collate_fn=collated)  # type: ignore[arg-type]
 
 
-def fit(module: Any, cut: MicroBatching, *strategy: Any) -> Any:
-    callback = AccumulationCallback(*strategy, micro_batching=cut)
-    trainer(callbacks=[callback]).fit(module, loader())
+def trained(module: Any, cut: MicroBatching, by: Any = None) -> Any:
+    fit(module, cut, by=by, loader=loader())
     return module
 
 
@@ -93,7 +86,7 @@ def test_a_fit_is_plain_torch_on_whole_rows(
 ) -> None:
     start, cut = make(), MicroBatching(inside=path, **limit)
     whole = by_hand(copy.deepcopy(start))
-    found = fit(copy.deepcopy(start), cut)
+    found = trained(copy.deepcopy(start), cut)
     assert "proof: exact on 7 of your rows: off by " in capsys.readouterr().out
     assert deviation(found, whole, start) <= 1e-10
     assert check(start, loader(), micro_batches=cut).exact
@@ -103,7 +96,7 @@ def test_a_fit_is_plain_torch_on_whole_rows(
 def test_a_cut_of_the_batch_is_off() -> None:
     start = Contrastive()
     whole = by_hand(copy.deepcopy(start))
-    cut = fit(copy.deepcopy(start), MicroBatching(tokens=20), PerSample())
+    cut = trained(copy.deepcopy(start), MicroBatching(tokens=20), PerSample())
     assert deviation(cut, whole, start) > NAIVE
 
 
@@ -113,7 +106,8 @@ def test_what_tells_documents_apart_can_be_named(
 ) -> None:
     how: dict[str, Any] = {"documents": "ends"}
     cut = MicroBatching(size=5, inside="net", **(how if of == "cut" else {}))
-    module = fit(Contrastive(told="ends"), cut, *[PerSample(**how)] * (of != "cut"))
+    by = PerSample(**how) if of == "strategy" else None
+    module = trained(Contrastive(told="ends"), cut, by)
     assert len(module.net.widths) > 2 * 4 * 3
     assert "chunks of at most 5 documents or packed rows," in capsys.readouterr().out
 
@@ -128,7 +122,7 @@ def test_what_tells_documents_apart_can_be_named(
 )
 def test_a_leak_or_what_is_not_told_is_refused(module: Any, words: str) -> None:
     with pytest.raises(TrainkitError, match=words):
-        fit(module, MicroBatching(tokens=20, inside="net"))
+        trained(module, MicroBatching(tokens=20, inside="net"))
 
 
 def test_a_submodule_that_is_not_called_is_not_said_to_lack_documents() -> None:
@@ -141,4 +135,4 @@ def test_a_submodule_that_is_not_called_is_not_said_to_lack_documents() -> None:
             return loss(self.net.head, states, pooled, ids)
 
     with pytest.warns(UserWarning, match="net ran whole. .* calls it with 0. Only"):
-        fit(Around(), MicroBatching(tokens=20, inside="net"))
+        trained(Around(), MicroBatching(tokens=20, inside="net"))

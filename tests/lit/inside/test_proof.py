@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,58 +12,44 @@ from torch.utils.data import DataLoader
 
 from tests.core.inside.common import CLASSES, WIDTH, Net, batch, nt_xent
 from tests.lit.inside.common import Foreign, data, fit
-from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
+from trainkit import MicroBatching, TrainkitError, check
 
 OPTIONS = MicroBatching(size=4, inside="net")
 
 
-class Drawing(Net):
+def draws(net: Any, x: Tensor) -> Tensor:
     """Noise drawn by row, as in a variational encoder."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out + 0.3 * torch.randn_like(out)
+    out = net.plain(x)
+    return out + 0.3 * torch.randn_like(out)
 
 
-class Counting(Net):
+def counts(net: Any, x: Tensor) -> Tensor:
     """Counts its rows, which a few rows do not show, since it draws as well."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + len(x) / 50) + 1e-9 * torch.rand(len(x), 1)
+    return net.plain(x) * (1 + len(x) / 50) + 1e-9 * torch.rand(len(x), 1)
 
 
-class Mixing(Net):
+def mixes(net: Any, x: Tensor) -> Tensor:
     """Rows that see each other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out - out.mean(0)
+    out = net.plain(x)
+    return out - out.mean(0)
 
 
 def mean_of_squares(out: Tensor, labels: Tensor) -> Tensor:
     return out.square().mean()
 
 
-def with_net(net: nn.Module, **how: Any) -> Foreign:
-    module = Foreign(**how)
-    module.net = net.double()  # type: ignore[assignment]
-    return module
-
-
-@pytest.mark.parametrize("net", [Net(dropout=0.5), Drawing()])
+@pytest.mark.parametrize("net", [Net(dropout=0.5), Net(draws)])
 def test_a_fit_says_exact_where_it_was_measured(
     net: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(with_net(net, calls=2), OPTIONS)
+    fit(Foreign(net=net, calls=2), OPTIONS)
     assert "proof: exact on 7 of your rows" in capsys.readouterr().out
 
 
 class ByHand(Foreign):
     """Steps by itself, and knows nothing of windows."""
 
-    def __init__(self, net: nn.Module, loss: Any) -> None:
-        super().__init__(loss)
-        self.net, self.automatic_optimization = net.double(), False  # type: ignore[assignment]
+    automatic_optimization = False  # type: ignore[assignment]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
@@ -72,44 +59,41 @@ class ByHand(Foreign):
 
 
 @pytest.mark.parametrize(
-    ("net", "loss"), [(Net(), nt_xent), (Counting(), mean_of_squares)]
+    ("net", "loss"), [(Net(), nt_xent), (Net(counts), mean_of_squares)]
 )
 def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
     net: nn.Module, loss: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its loss is no mean over rows, so parts that step alone would be off."""
-    module = ByHand(net, loss)
-    if is_off := isinstance(net, Counting):
-        with pytest.warns(UserWarning, match="Chunks of rows do not give"):
-            fit(module, OPTIONS)
-    else:
-        fit(module, OPTIONS)
+    is_off = loss is mean_of_squares
+    warns = pytest.warns(UserWarning, match="Chunks of rows do not give")
+    with warns if is_off else nullcontext():
+        fit(ByHand(loss, net=net), OPTIONS)
     assert ("proof: exact on 7 of your rows" in capsys.readouterr().out) is not is_off
 
 
 def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:
-    callback = AccumulationCallback(micro_batching=OPTIONS, proof="require")
+    module = Foreign(mean_of_squares, net=Net(counts))
     with pytest.raises(TrainkitError, match="proof=.require.: .* not the big batch"):
-        fit(with_net(Counting(), loss=mean_of_squares), None, callback)
+        fit(module, OPTIONS, proof="require")
 
 
 @pytest.mark.parametrize(
     ("net", "why"),
     [
-        (Mixing(), "its output of a row depends on other rows"),
+        (Net(mixes), "its output of a row depends on other rows"),
         (nn.Sequential(Net(), nn.BatchNorm1d(CLASSES)), "BatchNorm"),
     ],
 )
 def test_rows_that_see_each_other_are_refused_by_name(net: nn.Module, why: str) -> None:
     with pytest.raises(TrainkitError, match=f"^net: .*{why}"):
-        fit(with_net(net), OPTIONS)
+        fit(Foreign(net=net), OPTIONS)
 
 
 def test_auto_goes_around_what_mixes_rows() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Net())
-    module = with_net(net)
-    report = check(module, batch(), micro_batches=MicroBatching(size=4, inside="auto"))
-    assert report.exact
+    cut = MicroBatching(size=4, inside="auto")
+    assert check(Foreign(net=net), batch(), micro_batches=cut).exact
 
 
 def test_auto_refuses_where_all_rows_see_each_other() -> None:
@@ -118,8 +102,7 @@ def test_auto_refuses_where_all_rows_see_each_other() -> None:
             x, _ = batch
             return (self.net(x) @ x.T).square().mean()
 
-    module = Whole()
-    module.net = nn.BatchNorm1d(WIDTH).double()  # type: ignore[assignment]
+    module = Whole(net=nn.BatchNorm1d(WIDTH))
     module.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(
         TrainkitError,
@@ -128,9 +111,10 @@ def test_auto_refuses_where_all_rows_see_each_other() -> None:
         fit(module, MicroBatching(size=4, inside="auto"))
 
 
-@pytest.mark.parametrize(("net", "exact"), [(Drawing(), True), (Counting(), False)])
+@pytest.mark.parametrize(("net", "exact"), [(Net(draws), True), (Net(counts), False)])
 def test_check_follows_the_cut(net: nn.Module, exact: bool) -> None:
-    report = check(with_net(net, loss=mean_of_squares), batch(), micro_batches=OPTIONS)
+    module = Foreign(mean_of_squares, net=net)
+    report = check(module, batch(), micro_batches=OPTIONS)
     assert report.exact == exact
     assert {cut.name for cut in report.cuts} == {"inner cut"}
     if not exact:
@@ -177,16 +161,13 @@ def unlike(rows: list[Any]) -> Any:
 def test_a_submodule_that_gets_a_list_of_samples_is_said_to_run_whole(
     collate: Any,
 ) -> None:
-    class Listing(Net):
-        def forward(self, x: Any) -> Tensor:
-            return super().forward(torch.stack([each[0] for each in x]))
+    def lists(net: Any, x: Any) -> Tensor:
+        return net.plain(torch.stack([each[0] for each in x]))
 
     class Lists(Foreign):
         def forward(self, x: Any) -> Tensor:
             return self.net([each.view(-1, each.shape[-1]) for each in x])
 
-    module = Lists()
-    module.net = Listing().double()  # type: ignore[assignment]
     loader = DataLoader(data().dataset, batch_size=22, collate_fn=collate)
     with pytest.warns(UserWarning, match="net ran whole. Of a loader batch of 22 rows"):
-        fit(module, OPTIONS, loader=loader)
+        fit(Lists(net=Net(lists)), OPTIONS, loader=loader)
