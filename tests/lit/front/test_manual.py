@@ -109,8 +109,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:optimizer 0. it stepped with")
 @pytest.mark.parametrize(
-    ("name", "clip"),
-    [*zip(CASES, cycle([None, 0.05]), strict=False), ("scaled", None)],
+    ("name", "clip"), [*zip(CASES, cycle([None, 0.05]), strict=False), ("scaled", None)]
 )
 def test_manual_windows_equal_big_batches(name: str, clip: float | None) -> None:
     """Also the epoch's short last window, of two batches where others have four; but
