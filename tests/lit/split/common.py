@@ -89,6 +89,13 @@ def samples(size: int = 16, collate: Any = list) -> DataLoader[Any]:
     return DataLoader(SEQUENCES, size, collate_fn=collate)  # type: ignore[arg-type]
 
 
+def off(module: Any, whole: Any, *callbacks: pl.Callback, **how: Any) -> float:
+    """How far one module ends from another that is trained likewise."""
+    fit(module, *callbacks, **how)
+    fit(whole, **how)
+    return deviation(module, whole, START)
+
+
 class Seen(pl.Callback):
     """Writes down what callbacks are told of the loop: each hook and at which step it
     came; the rows of batches, the outputs of steps, and the weights after them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from itertools import cycle, product
 from typing import Any
@@ -41,15 +40,7 @@ from tests.lit.split.common import (
 from tests.lit.windows.moving import ONCE, WAYS, Moving
 from tests.lit.windows.test_modules import Partial
 from tests.lit.windows.test_refusals import lbfgs
-from tests.zoo.modules import (
-    Mixed,
-    Plain,
-    Rows,
-    hooked,
-    on_front,
-    pad_and_mask,
-    sample_loss,
-)
+from tests.zoo.modules import Mixed, Rows, hooked, on_front, pad_and_mask, sample_loss
 from trainkit import AccumulationSchedule, MicroBatching, PerSample, PerToken, Uniform
 
 MANY = (6, 3, 9, 1, 8, 4, 9)
@@ -84,21 +75,10 @@ def reference(strategy: str, window: int = 1, **how: Any) -> Run:
     return big_batch(SEQUENCES, sizes, LOSSES[strategy], window=window, **how)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cut", "window", "optimizer", "clip", "reduction", "dtype"),
-    CASES,
-    ids=str,
-)
-def test_every_cut_equals_big_batch(
-    strategy: str,
-    cut: str,
-    window: int,
-    optimizer: str,
-    clip: Any,
-    reduction: Any,
-    dtype: torch.dtype,
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_cut_equals_big_batch(case: Any) -> None:
     """Weights after each epoch, and every window's loss."""
+    strategy, cut, window, optimizer, clip, reduction, dtype = case
     how: Any = {"optimizer": optimizer, "dtype": dtype}
     expected = reference(strategy, window, clip=clip, **how)
     right = {"strategy": make_strategy(strategy, reduction), "reduction": reduction}
@@ -133,8 +113,9 @@ def test_micro_batches_that_count_alike_train_something_else(
 def test_with_the_callback_no_line_of_somebody_elses_module_changes(cut: str) -> None:
     module, ours = on_front("callback", cut=CUTS[cut], optimizer="adamw")
     fit(module, *ours)
-    expected = reference("PerToken", optimizer="adamw")
-    assert deviation(module, expected.end, START) <= 1e-10
+    assert (
+        deviation(module, reference("PerToken", optimizer="adamw").end, START) <= 1e-10
+    )
 
 
 @pytest.mark.parametrize("size", [1, 16, 100])
@@ -173,11 +154,6 @@ class Checkpointed(Split):
         return self.loss(net if self.again else logits, batch)
 
 
-def mixed(kind: type[Plain]) -> Callable[..., Any]:
-    """Makes a module of a kind that knows nothing of trainkit, with the mixin."""
-    return lambda **how: on_front("mixin", kind, **how)[0]
-
-
 class Sometimes(Split):
     """Uses a part for long rows alone, so in some micro-batches not at all."""
 
@@ -191,10 +167,6 @@ class Sometimes(Split):
         if long.any():
             loss = loss + (self.bias.exp().sum() * long.sum()) / len(long)
         return loss
-
-
-def without_index(self: Any, batch: Any) -> Any:
-    return self.loss_of(batch)
 
 
 class OfFirst(Split):
@@ -228,11 +200,13 @@ SCHEDULES = [
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"kind": Checkpointed},
-    "frozen and unused parameters": {"kind": mixed(Partial)},
+    "frozen and unused parameters": {
+        "kind": lambda **how: on_front("mixin", Partial, **how)[0]
+    },
     "a parameter that some micro-batches leave out": {"kind": Sometimes},
     "rows without labels": WITHOUT,
     "and windows of two": {**WITHOUT, "window": 2, "sizes": (9, 8, 12, 11)},
-    "no index": {"kind": hooked(Split, training_step=without_index)},
+    "no index": {"kind": hooked(Split, training_step=Split.loss_of)},
     "several loaders": {"kind": OfFirst, "data": TWO_LOADERS},
     "an early closure": {"kind": hooked(Split, optimizer_step=closure_twice)},
     # Its closure runs the whole window again; the control does not settle.
@@ -301,10 +275,10 @@ def test_lists_of_vectors_are_counted_where_they_are_named() -> None:
 
 
 def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
-    cut = MicroBatching(size=4, collate=pad_and_mask)
-    module, whole = Split(cut=cut), Split(cut=None)
-    fit(module, data=samples())
-    fit(whole, data=samples(collate=pad_and_mask))
+    fit(
+        module := Split(cut=MicroBatching(size=4, collate=pad_and_mask)), data=samples()
+    )
+    fit(whole := Split(cut=None), data=samples(collate=pad_and_mask))
     assert deviation(module, whole, START) <= 1e-10
 
 

@@ -25,7 +25,7 @@ from tests.lit.split.common import (
     logging_loss,
     relabelled,
 )
-from tests.lit.windows.test_precision import precise
+from tests.lit.windows.test_half_precision import precise
 from tests.zoo.modules import Plain, Terms, hooked
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError, Uniform
 

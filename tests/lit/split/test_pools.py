@@ -15,13 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.helpers import (
-    NAIVE,
-    deviation,
-    ragged_sequences,
-    trainer,
-    weights,
-)
+from tests.helpers import NAIVE, deviation, ragged_sequences, trainer, weights
 from tests.lit.split.common import START, Seen, Split, fit, logging_loss
 from tests.zoo.callbacks import Ending, Saving, Table
 from tests.zoo.modules import Plain, Stream, hooked, on_front, pad_and_mask

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from tests.helpers import (
     NAIVE,
@@ -22,14 +20,7 @@ from tests.helpers import (
     run_ranks,
 )
 from tests.lit.split.common import EXACT
-from tests.lit.split.rank_cases import (
-    SHARES,
-    Case,
-    Result,
-    reference,
-    train,
-    train_all,
-)
+from tests.lit.split.rank_cases import SHARES, Case, Result, reference, train, train_all
 from tests.lit.split.short_of_memory import Memory, Place
 from trainkit import MicroBatching, TrainkitError
 from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto

@@ -11,11 +11,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import (
-    NAIVE,
-    deviation,
-    trainer,
-)
+from tests.helpers import NAIVE, deviation, trainer
 from tests.lit.fronts import cut as parted
 from tests.lit.split.common import SEQUENCES, SIZES, START, Split, assert_as_whole, fit
 from tests.zoo.modules import hooked, pad_and_mask

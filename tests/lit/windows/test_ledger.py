@@ -86,8 +86,7 @@ def test_totals_count_the_windows_that_are_not_logged_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "total"),
-    [(PerSample(), totals(1)[-1][1]), (Uniform(), 10)],
+    ("strategy", "total"), [(PerSample(), totals(1)[-1][1]), (Uniform(), 10)]
 )
 def test_what_was_seen_is_in_the_unit_of_the_strategy(
     strategy: Any, total: Any

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    LambdaCallback,
-    LearningRateFinder,
-)
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from tests.helpers import deviation, loader, trainer, weights

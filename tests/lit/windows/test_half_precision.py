@@ -1,10 +1,11 @@
-"""Steps that a gradient scaler skips: no more than in plain Lightning, and counted."""
+"""Half precision is the rounded big batch, and its scaler skips no more steps."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +13,153 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
 
-from tests.helpers import TOLERANCE, deviation, ragged_sequences, trainer, weights
+from tests.helpers import (
+    NAIVE,
+    TOLERANCE,
+    TokenNet,
+    deviation,
+    gradients,
+    loader,
+    ragged_sequences,
+    token_loss,
+    trainer,
+    weights,
+)
 from tests.lit.fronts import (
     RAGGED,
     SEQUENCES,
     WINDOW,
     big_batch,
     fit,
+    merged,
     micro_batches,
     ragged,
     windows_of,
 )
 from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.windows.test_modules import Wrapper
-from tests.lit.windows.test_precision import Heavy, precise
 from tests.lit.windows.test_windows import of, stepped, without
 from tests.zoo.callbacks import SENT, Gradients, Weights
 from tests.zoo.modules import Mixed, Plain, hooked, scaled
-from trainkit import AccumulationStrategy, PerToken
+from trainkit import AccumulationStrategy, MicroBatching, PerToken, TrainkitError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before"),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*fused=True. under a gradient scaler"),
 ]
-HALF = TOLERANCE[torch.float16]
-OVERFLOWS = 2.0**28
-"""A scaler's first factor that costs the first steps, with or without trainkit; 2^16
-costs none."""
 FLOAT: dict[str, Any] = {"dtype": torch.float32}
 START = weights(Plain(**FLOAT))
 
 
-def fit_scaled(
-    front: str,
-    kind: Callable[..., Any] = Plain,
-    *callbacks: Any,
-    precision: str = "16-mixed",
-    init_scale: float = 2.0**16,
-    made: Any = None,
-    **how: Any,
-) -> Any:
-    """As `fit`, in half precision."""
-    how |= precise(precision, init_scale=init_scale)
-    return fit(front, kind, *callbacks, made={**FLOAT, **(made or {})}, **how)
+@dataclass(frozen=True)
+class Heavy(AccumulationStrategy):
+    """Tokens that each weigh much: a micro-batch weighs 50,000 and more."""
+
+    each: float = 5000.0
+
+    def weight(self, batch: Any) -> Tensor:
+        return PerToken().weight(batch) * self.each  # type: ignore[operator]
+
+
+def precise(precision: str, **scaler: Any) -> dict[str, Any]:
+    """Trainer options; `16-mixed` with a real gradient scaler, on the CPU."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    return scaled(**{"init_scale": 2.0**16, **scaler})
+
+
+def fit_scaled(front: str, kind: Any = Plain, *callbacks: Any, **how: Any) -> Any:
+    """As `fit`, in a `precision`, by default `16-mixed` with an `init_scale`."""
+    scale = how.pop("init_scale", 2.0**16)
+    how |= precise(how.pop("precision", "16-mixed"), init_scale=scale)
+    how["made"] = {**FLOAT, **how.get("made", {})}
+    return fit(front, kind, *callbacks, **how)
+
+
+# AdamW's eps of 1e-8 is 0 in float16, with or without trainkit.
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        *product(("bf16-mixed", "16-mixed"), ("sgd", "adamw")),
+        *product(("bf16-true", "16-true"), ("momentum",)),
+    ],
+)
+def test_half_precision_equals_big_batch(precision: str, optimizer: str) -> None:
+    """Up to the rounding of its dtype, the same for weights of 1 and of 5,000; mixed
+    precision that of float32, too."""
+
+    def train(front: str, how: Any, **made: Any) -> Any:
+        made |= {"optimizer": optimizer}
+        return fit_scaled(front, precision=precision, made=made, **how).lightning_module
+
+    big = train("plain", {"sizes": merged(RAGGED), "window": 1})
+    naive = train("plain", {})
+    tolerance = TOLERANCE[torch.bfloat16 if "bf16" in precision else torch.float16]
+    if optimizer == "adamw":
+        tolerance *= 3  # it takes the sign of what rounding leaves of small gradients
+    for strategy in (PerToken(), Heavy()):
+        module = train("callback", {}, strategy=strategy)
+        off = deviation(module, big, START)
+        assert off <= tolerance
+        assert deviation(naive, big, START) > max(NAIVE, 3 * off)
+        if "mixed" in precision:
+            full = big_batch(SEQUENCES, optimizer=optimizer, **FLOAT).end
+            assert deviation(module, full, START) <= tolerance
+
+
+# ---- wide gradients: float32 beside bfloat16 parameters ------------------------------
+
+MANY = ragged_sequences(64, longest=30)
+
+
+def exact_gradient() -> Tensor:
+    """Of the weights as bfloat16 has them, in float64, over one micro-batch a row."""
+    net = TokenNet().bfloat16()
+    total, count = torch.zeros_like(weights(net)), 0
+    for batch in loader(MANY, 1):
+        weight = int((batch["labels"] != -100).sum())
+        net.zero_grad()
+        token_loss(net, batch).backward()
+        total += gradients(net) * weight
+        count += weight
+    return total / count
+
+
+def by_trainer(front: str, wide: bool, cut: MicroBatching | None = None) -> Tensor:
+    made = {"loss": token_loss, "options": {"wide_gradients": wide}, "cut": cut}
+    how: dict[str, Any] = {"made": made, "precision": "bf16-true", "max_epochs": 1}
+    size, how["window"] = (64, 1) if cut else (1, 64)
+    how["batches"] = lambda sizes: loader(MANY, size)
+    module = fit_scaled(front, Plain, seen := Gradients(), **how).lightning_module
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in module.parameters())
+    return seen.seen[0]
+
+
+@pytest.mark.parametrize(
+    ("front", "cut"), [("callback", None), ("mixin", MicroBatching(size=1))]
+)
+def test_window_of_64_loses_less_than_in_bfloat16(front: str, cut: Any) -> None:
+    """What is left is one rounding, and that of each weighted micro-batch."""
+    exact = exact_gradient()
+    ends = [by_trainer(front, wide, cut) for wide in (True, False)]
+    wide, own = (float((end - exact).norm() / exact.norm()) for end in ends)
+    assert wide < 4e-3
+    assert own > 1.5 * wide
+
+
+def test_wide_gradients_that_cannot_be_are_refused() -> None:
+    with pytest.raises(TrainkitError, match="wide_gradients=True: under a gradient"):
+        fit_scaled("mixin", made={"options": {"wide_gradients": True}})
+
+
+# ---- a scaler skips steps ------------------------------------------------------------
+
+HALF = TOLERANCE[torch.float16]
+OVERFLOWS = 2.0**28
+"""A scaler's first factor that costs steps, with or without trainkit; 2^16 costs none."""
 
 
 def apart(one: Any, other: Any) -> float:
@@ -67,13 +170,6 @@ def apart(one: Any, other: Any) -> float:
 def fused(parameters: Any) -> torch.optim.Optimizer:
     """Takes the scaler's factor off inside its step."""
     return torch.optim.SGD(parameters, lr=0.5, fused=True)
-
-
-def fused_adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
-
-
-# ---- how many steps are skipped ------------------------------------------------------
 
 
 @cache
@@ -121,14 +217,12 @@ def test_steps_lost_to_the_scaler_equal_those_of_plain_lightning(
 def test_no_step_is_lost_after_an_uneven_start(sizes: tuple[int, ...]) -> None:
     """A first micro-batch that weighs little; a short last window before a full one."""
     sequences = ragged_sequences(sum(sizes), longest=40)
-    how: dict[str, Any] = {"batches": lambda _: micro_batches(sequences, sizes)}
+    batches = micro_batches(sequences, sizes)
     window = len(sizes) - 1 if sizes[0] > 1 else len(sizes)
-    fitted = fit_scaled("mixin", window=window, max_epochs=4, **how)
+    how: dict[str, Any] = {"window": window, "max_epochs": 4}
+    fitted = fit_scaled("mixin", batches=lambda _: batches, **how)
     assert windows_of(fitted).num_skipped_steps == 0
     assert fitted.precision_plugin.scaler.get_scale() == 2.0**16
-
-
-# ---- what the steps are --------------------------------------------------------------
 
 
 def test_none_elsewhere_under_a_scaler_does_not_count() -> None:
@@ -139,21 +233,21 @@ def test_none_elsewhere_under_a_scaler_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "init_scale"), [(fused_adam, OVERFLOWS), (fused, 2.0**16)]
+    ("kind", "lr", "init_scale"),
+    [(torch.optim.AdamW, 0.05, OVERFLOWS), (torch.optim.SGD, 0.5, 2.0**16)],
 )
 def test_fused_optimizer_under_a_scaler_equals_unfused(
-    make: Any, init_scale: float
+    kind: Any, lr: float, init_scale: float
 ) -> None:
     """pytorch-lightning#21435: gradients are still scaled at the hook; announced, and
     only then."""
-    kind = torch.optim.AdamW if make is fused_adam else torch.optim.SGD
-    lr = 0.05 if make is fused_adam else 0.5
-    made = {"optimizer": make}
-    unfused = {"optimizer": lambda parameters: kind(parameters, lr=lr)}
+    made, unfused = (
+        {"optimizer": lambda parameters, how=how: kind(parameters, lr=lr, **how)}
+        for how in ({"fused": True}, {})
+    )
     how: dict[str, Any] = {"init_scale": init_scale, "max_epochs": 4}
-    with pytest.warns(
-        UserWarning, match=rf"{kind.__name__}\(fused=True\) under a grad"
-    ):
+    text = rf"{kind.__name__}\(fused=True\) under a grad"
+    with pytest.warns(UserWarning, match=text):
         fitted = fit_scaled("mixin", made=made, **how)
     expected = fit_scaled("mixin", made=unfused, **how)
     skipped = windows_of(fitted).num_skipped_steps
@@ -176,11 +270,13 @@ def test_clipping_comes_after_unscaling(clip: str) -> None:
     assert apart(mixed, full) <= HALF
     once = windows_of(fit_scaled("mixin", max_epochs=1, max_steps=1)).last_window
     assert once is not None
-    expected = big_batch(SEQUENCES, epochs=1, dtype=torch.float32).losses[0]
+    expected = big_batch(SEQUENCES, epochs=1, **FLOAT).losses[0]
     assert float(once.loss) == pytest.approx(expected, rel=1e-2)
 
 
 # ---- checkpoints inside a window -----------------------------------------------------
+
+RESUMABLE: dict[str, Any] = {"batches": lambda sizes: Resumable()}
 
 
 @pytest.mark.parametrize("at", [1, 5])
@@ -189,55 +285,47 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
 ) -> None:
     """The partial gradients hold the scaler's factor, which is saved as well."""
     path = tmp_path / "inside.ckpt"
-    how: dict[str, Any] = {"batches": lambda sizes: Resumable()}
-    saved = fit_scaled("mixin", Plain, Saving(path, at), init_scale=OVERFLOWS, **how)
-    again = fit_scaled("mixin", ckpt_path=path, **how)
+    saved = fit_scaled(
+        "mixin", Plain, Saving(path, at), init_scale=OVERFLOWS, **RESUMABLE
+    )
+    again = fit_scaled("mixin", ckpt_path=path, **RESUMABLE)
     assert apart(again, saved) <= 1e-6
 
 
 @pytest.mark.parametrize(
     ("saved_in", "resumed_in"),
-    [
-        ("16-mixed", "bf16-mixed"),
-        ("16-mixed", "32-true"),
-        ("32-true", "16-mixed"),
-    ],
+    [("16-mixed", "bf16-mixed"), ("16-mixed", "32-true"), ("32-true", "16-mixed")],
 )
 def test_window_resumed_in_another_precision_keeps_its_scale(
     tmp_path: Path, saved_in: str, resumed_in: str
 ) -> None:
     """What was saved carries the scaler's factor, and the rest another or none."""
     path = tmp_path / "inside.ckpt"
-    how: dict[str, Any] = {"batches": lambda sizes: Resumable()}
-    fit_scaled("mixin", Plain, Saving(path, 5), precision=saved_in, **how)
+    fit_scaled("mixin", Plain, Saving(path, 5), precision=saved_in, **RESUMABLE)
     found, reference = Gradients(), Gradients()
-    fit_scaled("mixin", Plain, found, precision=resumed_in, ckpt_path=path, **how)
-    fit_scaled("mixin", Plain, reference, precision="32-true", **how)
+    how = {"precision": resumed_in, "ckpt_path": path, **RESUMABLE}
+    fit_scaled("mixin", Plain, found, **how)
+    fit_scaled("mixin", Plain, reference, precision="32-true", **RESUMABLE)
     norms = [[float(each.norm()) for each in seen.seen] for seen in (found, reference)]
     assert norms[0] == pytest.approx(norms[1][-len(norms[0]) :], rel=0.02)
 
 
 # ---- schedulers ----------------------------------------------------------------------
 
-MADE: dict[str, Any] = {"dtype": torch.float32, "scheduler": "step"}
+MADE: dict[str, Any] = {**FLOAT, "scheduler": "step"}
 STEP = "lr_scheduler_step"
-
-
-def own_step(scheduler: Any, metric: Any) -> None:
-    scheduler.step()
 
 
 class OfTheInstance(Plain):
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.lr_scheduler_step = own_step
+        self.lr_scheduler_step = lambda scheduler, metric: scheduler.step()
 
 
 KINDS: dict[str, Any] = {
     "none": Plain,
     "with super": hooked(
-        Plain,
-        lr_scheduler_step=lambda self, *args: Plain.lr_scheduler_step(self, *args),
+        Plain, lr_scheduler_step=lambda *args: Plain.lr_scheduler_step(*args)
     ),
     "of the instance": OfTheInstance,
 }
@@ -257,7 +345,6 @@ def test_scheduler_is_held_back_only_if_asked(
 ) -> None:
     """keras#20878, holocron#504: a skipped step moves Lightning's scheduler. One that
     moves by epoch is never held. After the fit nothing is left of it."""
-    before = vars(KINDS[kind]()).get(STEP)
     made = {**MADE, **made, "options": {"hold_schedulers": hold}}
     fitted = fit(front, KINDS[kind], made=made, max_epochs=4, **scaled(2.0**28))
     skipped = windows_of(fitted).num_skipped_steps
@@ -265,7 +352,7 @@ def test_scheduler_is_held_back_only_if_asked(
     moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch
     by_step = 12 - (skipped if hold else 0)
     assert moved == (4 if made["scheduler"] == "epoch" else by_step)
-    assert vars(fitted.lightning_module).get(STEP) is before
+    assert (STEP in vars(fitted.lightning_module)) is (kind == "of the instance")
 
 
 class Deaf:
@@ -279,13 +366,13 @@ class Deaf:
     def step(self, number: int) -> None: ...
 
 
-def deaf(self: Any) -> Any:
-    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-    return [optimizer], [{"scheduler": Deaf(optimizer), "interval": "step"}]
-
-
 def test_a_scheduler_of_another_kind_is_refused_before_training() -> None:
     """By Lightning's own check, which takes a module with a hook to know better."""
+
+    def deaf(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": Deaf(optimizer), "interval": "step"}]
+
     made = {**MADE, "options": {"hold_schedulers": True}}
     with pytest.raises(MisconfigurationException, match="scheduler `Deaf` doesn't fol"):
         fit("mixin", hooked(Plain, configure_optimizers=deaf), made=made, **scaled())
@@ -294,8 +381,7 @@ def test_a_scheduler_of_another_kind_is_refused_before_training() -> None:
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_nothing_stays_after_an_error_nor_in_a_copy(is_scaled: bool) -> None:
     """And without a scaler nothing is put between."""
-    seen: list[bool] = []
-    copies: list[Any] = []
+    seen, copies = list[bool](), list[Any]()
 
     def fail(trainer: Any, module: Any) -> None:
         seen.append(STEP in vars(module))
