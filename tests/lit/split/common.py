@@ -213,9 +213,6 @@ def assert_as_whole(
     return ours
 
 
-# ---- modules -------------------------------------------------------------------------
-
-
 def logging_loss(name: str = "loss", **options: Any) -> Any:
     """A `training_step` that also logs its loss."""
 

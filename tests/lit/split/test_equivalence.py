@@ -40,7 +40,7 @@ from tests.lit.split.common import (
 from tests.lit.windows.moving import ONCE, WAYS, Moving
 from tests.lit.windows.test_modules import Partial
 from tests.lit.windows.test_refusals import lbfgs
-from tests.zoo.modules import Mixed, Rows, hooked, on_front, pad_and_mask, sample_loss
+from tests.zoo.modules import Rows, hooked, on_front, pad_and_mask, sample_loss
 from trainkit import AccumulationSchedule, MicroBatching, PerSample, PerToken, Uniform
 
 MANY = (6, 3, 9, 1, 8, 4, 9)
@@ -120,18 +120,11 @@ def test_with_the_callback_no_line_of_somebody_elses_module_changes(cut: str) ->
 
 @pytest.mark.parametrize("size", [1, 16, 100])
 def test_any_size_takes_one_step_for_each_loader_batch(size: int) -> None:
-    module = Split(cut=MicroBatching(size=size), optimizer="adamw")
-    fitted = fit(module)
+    fitted = fit(module := Split(cut=MicroBatching(size=size), optimizer="adamw"))
     counters = {float(s["step"]) for s in fitted.optimizers[0].state.values()}
     assert fitted.global_step == 2 * len(SIZES)
     assert counters == {2.0 * len(SIZES)}
     assert deviation(module, reference("PerToken", optimizer="adamw").end, START) < 1e-9
-
-
-def test_without_micro_batching_nothing_is_cut() -> None:
-    window = windows_of(fit(Mixed())).last_window
-    assert window is not None
-    assert int(window.num_micro_batches) == 1
 
 
 # ---- whatever the module is ----------------------------------------------------------

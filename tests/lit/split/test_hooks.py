@@ -144,16 +144,12 @@ def test_validate_and_predict_run_whole_batches() -> None:
 def test_a_second_fit_goes_on() -> None:
     ends = []
     for cut in (FIXED, None):
-        module, fitted = Split(cut=cut, optimizer="momentum"), trainer(1)
-        fitted.fit(module, loader_batches())
+        fitted = fit(module := Split(cut=cut, optimizer="momentum"))
         fitted.fit_loop.max_epochs = 4
         fitted.fit(module, loader_batches())
         assert fitted.global_step == 12
         ends.append(weights(module))
     assert deviation(ends[0], ends[1], START) <= 1e-10
-
-
-# ---- what is returned beside the loss ------------------------------------------------
 
 
 def with_extras(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -180,9 +176,6 @@ def test_plain_values_beside_the_loss_are_as_of_the_whole_batch_or_a_list() -> N
     assert found["epoch"] == [3] * 4
     assert found["rows"] == [4] * 4
     assert sorted(found["name"]) == ["3", "3", "4", "4"]  # of 14 rows
-
-
-# ---- steps that are left out ---------------------------------------------------------
 
 
 def every_second(
@@ -299,9 +292,7 @@ def test_a_row_above_the_budget_is_said_once_and_trains(
 
 
 @pytest.mark.parametrize(("window", "said"), [(1, "is one step, cut"), (2, "is cut")])
-def test_the_table_says_what_a_step_is(
-    window: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_what_a_step_is(window: int, said: str, capsys: Any) -> None:
     fit(Split(cut=MicroBatching(size=4, tokens=90)), window=window, max_epochs=1)
     text = f"split: each loader batch {said} into micro-batches of at most 4 rows and"
     assert text in capsys.readouterr().out
@@ -346,13 +337,3 @@ def test_guard_says_how_many_samples_a_statistic_comes_from() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*BatchNorm")
         fit(Normalised(cut=None), BatchNormGuard(), data=images())
-
-
-def test_guard_corrects_momentum_for_the_parts_of_a_loader_batch() -> None:
-    """m' = 1 - (1 - m)^(1/N), for N micro-batches in a step."""
-    module, seen = Normalised(), list[Any]()
-    keep = LambdaCallback(
-        on_train_batch_end=lambda *args: seen.append(module.norm.momentum)
-    )
-    fit(module, keep, BatchNormGuard("momentum"), data=images())
-    assert seen[-1] == pytest.approx(1 - (1 - 0.1) ** (1 / 4))

@@ -23,6 +23,7 @@ from tests.lit.split.common import (
     both,
     fit,
     logging_loss,
+    off,
     relabelled,
 )
 from tests.lit.windows.test_half_precision import precise
@@ -66,9 +67,8 @@ def test_terms_equal_uncut_loss(
 @pytest.mark.parametrize("strategy", [PerToken(), PerSample()], ids=str)
 def test_one_strategy_for_both_differs(strategy: Any) -> None:
     """The control: their sum, cut."""
-    fit(module := hooked(Terms, is_whole=True)(strategy=strategy, cut=FIXED))
-    fit(whole := Cut(cut=None))
-    assert deviation(module, whole, START) > 1e-2
+    alike = hooked(Terms, is_whole=True)(strategy=strategy, cut=FIXED)
+    assert off(alike, Cut(cut=None)) > 1e-2
 
 
 def test_a_cut_that_is_the_whole_batch_is_a_window_like_any_other() -> None:
@@ -83,12 +83,8 @@ def test_one_named_term_equals_one_strategy(is_named: bool, window: int) -> None
         return {"loss": {"ce": loss}} if is_named else loss
 
     kind = hooked(Split, training_step=training_step)
-    fit(module := kind(strategy={"ce": PerToken()}), window=window, sizes=(9, 7, 5))
-    fit(reference := Split(cut=None), window=window, sizes=(9, 7, 5))
-    assert deviation(module, reference, START) <= 1e-10
-
-
-# ---- what is shown -------------------------------------------------------------------
+    module, how = kind(strategy={"ce": PerToken()}), {"sizes": (9, 7, 5)}
+    assert off(module, Split(cut=None), window=window, **how) <= 1e-10
 
 
 def test_window_shows_the_whole_loss_in_the_first_terms_unit() -> None:
@@ -123,9 +119,6 @@ def test_a_logged_term_is_weighed_as_that_term(cut: str) -> None:
     assert_as_whole(Logged, CUTS[cut])
 
 
-# ---- terms of weight 0 ---------------------------------------------------------------
-
-
 class Long(Cut):
     """Its rows have a length where they have no labels."""
 
@@ -146,8 +139,7 @@ def test_a_term_may_weigh_nothing_in_a_window() -> None:
     text = "weighs anything in the term 'tokens' .*the step follows the other terms"
     with pytest.warns(UserWarning, match=text):
         ours, whole = both(relabelled(Long, *range(13)), ROWS, sizes=(14, 9))
-    off = deviation(ours.lightning_module, whole.lightning_module, START)
-    assert off <= 1e-10
+    assert deviation(ours.lightning_module, whole.lightning_module, START) <= 1e-10
 
 
 # ---- what is refused -----------------------------------------------------------------
@@ -188,9 +180,7 @@ def returning(change: Callable[[Any], Any]) -> Any:
         (lambda: Terms(), 1, r"has one loss. .*micro_batching = MicroBatching\(size=4"),
     ],
 )
-def test_wrong_terms_are_refused(
-    make: Callable[[], Any], window: Any, text: str
-) -> None:
+def test_wrong_terms_are_refused(make: Any, window: Any, text: str) -> None:
     """Also several loader batches in a window, from its second epoch on, and streamed
     windows."""
     schedules = []

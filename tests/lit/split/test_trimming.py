@@ -44,17 +44,13 @@ FEW = [batch_of([3, 14, 14, 3], seed) for seed in range(2)]
 
 def apart(batches: Sequence[Any]) -> list[list[Any]]:
     """Lists of samples, which are padded in each micro-batch."""
-    found = []
-    for batch in batches:
-        lengths = batch["attention_mask"].sum(1).tolist()
-        own = [{k: v[i] for k, v in batch.items()} for i in range(len(lengths))]
-        found.append(
-            [
-                {k: v[:n] if v.ndim else v for k, v in sample.items()}
-                for sample, n in zip(own, lengths, strict=True)
-            ]
-        )
-    return found
+    return [
+        [
+            {k: v[i, :length] if v.ndim > 1 else v[i] for k, v in batch.items()}
+            for i, length in enumerate(batch["attention_mask"].sum(1).tolist())
+        ]
+        for batch in batches
+    ]
 
 
 def joined(samples: Sequence[Any]) -> dict[str, Tensor]:
@@ -101,9 +97,6 @@ class Pooled(AccumulationMixin, Rows):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
-
-
-# ---- models that see their padding ---------------------------------------------------
 
 
 def convolved(self: Any, batch: Any) -> Tensor:
@@ -289,11 +282,8 @@ def tagged(lengths: list[int], num_labels: int) -> dict[str, Tensor]:
     return {"ids": batch["ids"], "seen": mask, "labels": labels}
 
 
-TO_THE_END, BEFORE, ALIKE = (
-    tagged([9, 4, 14, 2], 14),
-    tagged([14] * 4, 8),
-    tagged([9] * 4, 14),
-)
+TO_THE_END, BEFORE = tagged([9, 4, 14, 2], 14), tagged([14] * 4, 8)
+ALIKE = tagged([9] * 4, 14)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +296,7 @@ def test_labels_that_end_before_their_row_do_not_tell_its_length(batches: Any) -
     assert off(Tagged, MicroBatching(size=2, lengths="seen"), batches) < 1e-12
 
 
-def test_rows_of_which_nothing_counts_show_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rows_of_which_nothing_counts_show_nothing(capsys: Any) -> None:
     """The shortest four have no label, and so no loss; others see their padding."""
 
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -362,9 +350,6 @@ def test_rounding_and_noise_are_no_difference(precision: Any) -> None:
         fit(MeanOfAll(TWO).float(), batches, precision=precision)
 
 
-# ---- the measurement -----------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:training_step has changed")
 @pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 def test_nothing_that_a_step_changes_shows_that_it_was_measured() -> None:
@@ -375,9 +360,7 @@ def test_nothing_that_a_step_changes_shows_that_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize("most", [13, 0])
-def test_error_in_the_untrimmed_run_leaves_padding_in(
-    most: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_in_the_untrimmed_run_leaves_padding_in(most: int, capsys: Any) -> None:
     """And is raised as it is, as any mistake in the step."""
 
     def hidden(self: Any, batch: Any) -> Tensor:
