@@ -187,9 +187,6 @@ def train_printing(rank: int, world: int) -> str:
     return sys.stdout.getvalue()
 
 
-# ---- refused, or not -----------------------------------------------------------------
-
-
 def train_ddp(rank: int, world: int, front: str, how: Any, ddp: Any) -> Tensor:
     backend = DDPStrategy(process_group_backend="gloo", **ddp)
     return train(rank, world, front, {"strategy": backend, "data": EVEN, **how})

@@ -119,17 +119,26 @@ def test_size_finder_in_training_equals_its_size_by_hand(front: str, cut: Any) -
     assert deviation(found, by_hand, START) <= 1e-12
 
 
-@pytest.mark.parametrize("what", ["rate", "size"])
-def test_tuners_run_on_whole_batches(what: str) -> None:
-    """Before training. Lightning's finders leave callbacks out, and so the cut."""
+def finds_rate(tuner: Any, module: Any) -> None:
+    tuner.lr_find(module, num_training=8, update_attr=True)
+
+
+def finds_size(tuner: Any, module: Any) -> None:
+    tuner.scale_batch_size(module, max_trials=2)
+
+
+@pytest.mark.parametrize(
+    ("tune", "name"),
+    [(finds_rate, "LearningRateFinder"), (finds_size, "BatchSizeFinder")],
+)
+def test_tuners_run_on_whole_batches(tune: Any, name: str) -> None:
+    """Before training. Lightning's finders leave callbacks out, and so the cut: their
+    trial steps are plain Lightning's, which is said."""
     module, ours = on_front("mixin", Tuned, cut=CUT)
     tuner = Tuner(fitted := trainer(1, callbacks=ours, max_epochs=1))
-    tune = {
-        "rate": lambda: tuner.lr_find(module, num_training=8, update_attr=True),
-        "size": lambda: tuner.scale_batch_size(module, max_trials=2),
-    }
-    with pytest.warns(UserWarning, match="Finder: Lightning takes all other callbacks"):
-        tune[what]()
+    text = f"^{name}: Lightning takes all other callbacks"
+    with pytest.warns(UserWarning, match=text):
+        tune(tuner, module)
     assert torch.equal(weights(module), START)
     fitted.fit(module)
     assert not torch.equal(weights(module), START)

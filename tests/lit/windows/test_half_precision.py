@@ -159,7 +159,7 @@ def test_wide_gradients_that_cannot_be_are_refused() -> None:
 
 HALF = TOLERANCE[torch.float16]
 OVERFLOWS = 2.0**28
-"""A scaler's first factor that costs steps, with or without trainkit; 2^16 costs none."""
+"""A scaler's first factor that costs steps, also without trainkit; 2^16 costs none."""
 
 
 def apart(one: Any, other: Any) -> float:
@@ -274,8 +274,6 @@ def test_clipping_comes_after_unscaling(clip: str) -> None:
     assert float(once.loss) == pytest.approx(expected, rel=1e-2)
 
 
-# ---- checkpoints inside a window -----------------------------------------------------
-
 RESUMABLE: dict[str, Any] = {"batches": lambda sizes: Resumable()}
 
 
@@ -309,8 +307,6 @@ def test_window_resumed_in_another_precision_keeps_its_scale(
     norms = [[float(each.norm()) for each in seen.seen] for seen in (found, reference)]
     assert norms[0] == pytest.approx(norms[1][-len(norms[0]) :], rel=0.02)
 
-
-# ---- schedulers ----------------------------------------------------------------------
 
 MADE: dict[str, Any] = {**FLOAT, "scheduler": "step"}
 STEP = "lr_scheduler_step"

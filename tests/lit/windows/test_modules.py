@@ -40,8 +40,6 @@ from tests.zoo.callbacks import Weights
 from tests.zoo.modules import Mixed, Plain, Rows, hooked, on_front
 from trainkit import MicroBatching, PerSample, PerToken
 
-# ---- parameters ----------------------------------------------------------------------
-
 
 class Sparse(Plain):
     """Embedding gradients with rows for used words only."""
@@ -102,9 +100,6 @@ def recomputed(self: Plain, batch: Any, batch_idx: int) -> Any:
     return self.loss(net, batch)
 
 
-# ---- optimizers ----------------------------------------------------------------------
-
-
 def warms_up(
     self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
 ) -> None:
@@ -119,20 +114,13 @@ class LooksLikeOne:
 
     def __init__(self, parameters: Any) -> None:
         self.inner = torch.optim.SGD(parameters, lr=0.5)
-        self.param_groups = self.inner.param_groups
-        self.defaults = self.inner.defaults
-        self.state = self.inner.state
-        self.step: Any = self.inner.step
-        self.zero_grad: Any = self.inner.zero_grad
-        self.state_dict: Any = self.inner.state_dict
-        self.load_state_dict: Any = self.inner.load_state_dict
+        data = "param_groups", "defaults", "state"
+        for name in (*data, "step", "zero_grad", "state_dict", "load_state_dict"):
+            setattr(self, name, getattr(self.inner, name))
 
 
 class Wrapper(LooksLikeOne, torch.optim.Optimizer):
     """As many published ones: a subclass whose `super().__init__` does not run."""
-
-
-# ---- modules that somebody else wrote ------------------------------------------------
 
 
 class Causal(pl.LightningModule):
@@ -309,14 +297,13 @@ def test_state_moved_once_a_step_equals_the_big_batch(way: str, wrong: str) -> N
     """Before the step; in each batch, and at its end, which is the control, it moves
     too often."""
 
-    def trained(where: str, sizes: Any = RAGGED, window: int = WINDOW) -> Moving:
-        module = Moving(where, way)
-        trainer(window).fit(module, ragged(sizes))
-        return module
-
-    whole, start = trained(ONCE, merged(RAGGED), 1), weights(Moving(ONCE, way))
-    assert deviation(trained(ONCE), whole, start) < 1e-7
-    assert deviation(trained(wrong), whole, start) > NAIVE
+    whole, ours, naive = Moving(ONCE, way), Moving(ONCE, way), Moving(wrong, way)
+    start = weights(whole)
+    trainer(1).fit(whole, ragged(merged(RAGGED)))
+    for module in (ours, naive):
+        trainer(WINDOW).fit(module, ragged(RAGGED))
+    assert deviation(ours, whole, start) < 1e-7
+    assert deviation(naive, whole, start) > NAIVE
 
 
 def clips(self: Any) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from tests.helpers import deviation, loader, trainer, weights
 from tests.lit.fronts import SEQUENCES, WINDOW, fit
 from tests.lit.windows.test_windows import Fetching, without
 from tests.zoo.modules import Manual, Plain, hooked, on_front, scaled
-from trainkit import AccumulationCallback, MicroBatching, PerToken, Uniform
+from trainkit import MicroBatching, PerToken, Uniform
 from trainkit.errors import TrainkitError
 
 pytestmark = [
@@ -58,10 +58,8 @@ def bypasses(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) ->
     optimizer.optimizer.step()
 
 
-def bypasses_in_it(
-    self: Any, epoch: int, index: int, optimizer: Any, closure: Any
-) -> None:
-    optimizer.optimizer.step(closure=closure)
+def bypasses_in_it(self: Any, *args: Any) -> None:
+    args[2].optimizer.step(closure=args[3])
 
 
 NONE_LAST = {"kind": without(3), "max_epochs": 1, **scaled(16.0)}
@@ -89,14 +87,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "^Twice: it ran its closure twice in one step",
         {"made": {"optimizer": twice}, "window": 2},
     ),
-    "bypass": (
-        r"SGD.step\(\): its window of 4 micro-batches has not been divided",
-        {"kind": hooked(Plain, optimizer_step=bypasses)},
-    ),
-    "bypass with a closure": (
-        r"SGD.step\(\): its window of 4 micro-batches has not been divided",
-        {"kind": hooked(Plain, optimizer_step=bypasses_in_it)},
-    ),
+    **{
+        step.__name__: (
+            r"SGD.step\(\): its window of 4 micro-batches has not been divided",
+            {"kind": hooked(Plain, optimizer_step=step)},
+        )
+        for step in (bypasses, bypasses_in_it)
+    },
     "batches unseen": (
         "it fetches its batches itself, so PerToken cannot weigh them",
         {"kind": Fetching, "window": 1},
@@ -134,25 +131,19 @@ def test_what_cannot_be_exact_is_refused(name: str, front: str) -> None:
 
 
 def test_an_undivided_step_is_refused_before_it_moves_a_weight() -> None:
-    module = hooked(Plain, optimizer_step=bypasses)()
-    before = weights(module)
-    fitted = trainer(2, callbacks=[AccumulationCallback(PerToken())])
+    module, ours = on_front("callback", hooked(Plain, optimizer_step=bypasses))
     with pytest.raises(TrainkitError, match="has not been divided"):
-        fitted.fit(module, loader(SEQUENCES, 4))
-    assert torch.equal(weights(module), before)
+        trainer(2, callbacks=ours).fit(module, loader(SEQUENCES, 4))
+    assert torch.equal(weights(module), START)
 
 
 def test_manual_optimization_without_the_mixin_is_refused() -> None:
-    module = Plain()
-    module.automatic_optimization = False
-    fitted = trainer(callbacks=[AccumulationCallback(PerToken())])
+    by_hand = hooked(Plain, automatic_optimization=False)
     with pytest.raises(TrainkitError, match="Plain: with automatic_optimization=False"):
-        fitted.fit(module, loader(SEQUENCES, 4))
+        fit("callback", by_hand, window=1)
 
 
-def test_ranks_without_torch_distributed_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_without_torch_distributed_are_refused(monkeypatch: Any) -> None:
     """As torch_xla has them."""
     monkeypatch.setattr(Trainer, "world_size", 8)
     with pytest.raises(TrainkitError, match="it runs 8 ranks without torch.distribu"):
@@ -177,18 +168,6 @@ def test_a_loop_that_is_run_outside_of_fit_is_told_so() -> None:
         ours[0].on_train_epoch_start(trainer(2), module)
 
 
-def test_finders_are_announced() -> None:
-    """They run without the callbacks, so their trial steps are plain Lightning's."""
-    finder = LearningRateFinder(num_training_steps=3)
-    module, ours = on_front("callback")
-    fitted = trainer(2, max_epochs=1, callbacks=[finder, *ours])
-    with pytest.warns(UserWarning, match="^LearningRateFinder: Lightning takes all"):
-        ours[0].setup(fitted, module, "fit")
-
-
-# ---- gradients zeroed inside a window ------------------------------------------------
-
-
 ZEROINGS: dict[str, Callable[[Any], None]] = {
     "module": lambda m: m.zero_grad(set_to_none=False),
     "net": lambda m: m.net.zero_grad(),
@@ -203,7 +182,8 @@ GONE = r"the gradients of the \d micro-batches in it are gone"
 )
 def test_zeroing_inside_a_window_is_refused(front: str, zeroing: str) -> None:
     """In automatic optimization 1.9 of the distance travelled, in manual 0.52."""
-    kind = Manual if front == "manual" else Plain
+    is_manual = front == "manual"
+    kind = Manual if is_manual else Plain
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
@@ -213,8 +193,7 @@ def test_zeroing_inside_a_window_is_refused(front: str, zeroing: str) -> None:
 
     zeroes = hooked(kind, training_step=training_step, calls=0)
     cut = MicroBatching(size=2) if front == "split" else None
-    name = "mixin" if front == "split" else front
-    is_manual = front == "manual"
+    name = "mixin" if cut else front
     module, ours = (zeroes(), []) if is_manual else on_front(name, zeroes, cut=cut)
     fitted = trainer(1 if cut else WINDOW, callbacks=ours)
     with pytest.raises(TrainkitError, match=GONE):
