@@ -4,9 +4,9 @@ refuses, and what it says is missing."""
 from __future__ import annotations
 
 import signal
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ import pytorch_lightning as old_pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 
-from tests.helpers import pad, quiet_lightning, trainer
+from tests.helpers import loader, quiet_lightning, trainer
 from tests.lit.resume.interrupting import (
     FIVE,
     TRAIN,
@@ -52,7 +51,6 @@ from trainkit import (
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 
 pytestmark = [
-    pytest.mark.usefixtures("quiet"),
     pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning"),
     # Killed before its first checkpoint, a run begins again.
     pytest.mark.filterwarnings("ignore:.*held the rows of another:UserWarning"),
@@ -62,8 +60,8 @@ pytestmark = [
 BARE = [*FIVE, "AccumulationCallback", "WindowMonitor"]
 
 
-@pytest.fixture
-def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Any:
     with quiet_lightning():
         yield
 
@@ -73,17 +71,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The state and the rows of the run that nobody interrupted, without callbacks
     that save anything."""
     folder = tmp_path_factory.mktemp("whole")
-    with quiet_lightning():
-        return state_of(*train(folder, without=FIVE)), rows(folder)
+    return state_of(*train(folder, without=FIVE)), rows(folder)
 
 
 def is_whole(whole: Any, found: Any, folder: Path) -> bool:
     """Whether a run has ended as the whole one, to the bit, with the same rows."""
     state = differing(whole[0], state_of(*found))
     return not state and not close(whole[1], rows(folder))
-
-
-# ---- it resumes exactly --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -111,14 +105,14 @@ def test_interrupted_run_equals_the_whole_one(
 def test_without_it_the_resumed_run_differs(whole: Any, tmp_path: Path) -> None:
     """Negative control: Lightning's own checkpoint of the very same place."""
 
-    def lightnings() -> Any:
-        how: dict[str, Any] = {"save_last": True, "save_top_k": 0}
-        saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, **how)
-        return {"without": FIVE, "others": [saver]}
+    def run(**how: Any) -> Any:
+        last: dict[str, Any] = {"save_last": True, "save_top_k": 0}
+        saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, **last)
+        return train(tmp_path, without=FIVE, others=[saver], **how)
 
     with pytest.raises(Killed):
-        train(tmp_path, kill=KillAt("on_train_batch_start", 6), **lightnings())
-    found = train(tmp_path, resume=True, **lightnings())
+        run(kill=KillAt("on_train_batch_start", 6))
+    found = run(resume=True)
     assert ".weights.net.head.weight" in differing(whole[0], state_of(*found))
     assert close(whole[1], rows(tmp_path)) != []
 
@@ -164,12 +158,11 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 
     def fitted(folder: Path, *others: Any, **how: Any) -> Any:
         torch.manual_seed(7)
-        module, make = Module(), trainer if package is pl else old_trainer
+        make: Any = trainer if package is pl else old_trainer
         callbacks = [AccumulationCallback(PerToken()), ExactResume(), *others]
-        logs: dict[str, Any] = {"logger": MetricsCSVLogger(folder)}
-        logs |= {"log_every_n_steps": 1, "enable_checkpointing": True}
-        fit: Any = make(3, callbacks=callbacks, **logs)
-        fit.fit(module, shuffled(), weights_only=True, **how)
+        options = {"log_every_n_steps": 1, "enable_checkpointing": True}
+        fit = make(3, callbacks=callbacks, logger=MetricsCSVLogger(folder), **options)
+        fit.fit(module := Module(), shuffled(), weights_only=True, **how)
         return module.state_dict()
 
     with warnings.catch_warnings():
@@ -250,9 +243,6 @@ def test_commands_bring_what_is_missing() -> None:
     assert find_stop(pl.Trainer(callbacks=[stop], logger=False)) is stop
 
 
-# ---- what stands twice ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "make", [RandomState, EpochSums, MetricRows, GracefulStop, RunCheckpoint, None]
 )
@@ -284,16 +274,13 @@ def complaints(**options: Any) -> list[str]:
     return said
 
 
-def plain_loader() -> Any:
-    return DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
-
-
+PLAIN_LOADER = {"loader": loader(TRAIN, 4)}
 ANEW = "starts again at its first batch, since it has no load_state_dict"
 LOST = "leave out the gradients that a window has summed up so far"
 CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
     "nothing": (lambda path: {}, []),
-    "loader": (lambda path: {"loader": plain_loader()}, [ANEW]),
-    "trial run": (lambda path: {"loader": plain_loader(), "fast_dev_run": 2}, []),
+    "loader": (lambda path: PLAIN_LOADER, [ANEW]),
+    "trial run": (lambda path: {**PLAIN_LOADER, "fast_dev_run": 2}, []),
     "windows": (lambda path: {"without": BARE}, [LOST]),
     "no windows": (lambda path: {"without": BARE, "accumulate_grad_batches": 1}, []),
     "numbered folder": (
@@ -316,8 +303,8 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
 @pytest.mark.filterwarnings("ignore:.*many workers")
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_missing_is_said(name: str, tmp_path: Path) -> None:
-    how, expected = CASES[name]
-    found = complaints(**{**alone(tmp_path), **how(tmp_path)})
+    make, expected = CASES[name]
+    found = complaints(**{**alone(tmp_path), **make(tmp_path)})
     assert len(found) == len(expected)
     assert all(part in said for part, said in zip(expected, found, strict=True))
 
@@ -330,12 +317,9 @@ def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_hears_no_signals_is_said(tmp_path: Path) -> None:
-    found: list[str] = []
-    run = lambda: found.extend(complaints(**alone(tmp_path)))  # noqa: E731
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(240)
-    assert ["not in the main thread" in text for text in found] == [True]
+    with ThreadPoolExecutor() as threads:
+        (said,) = threads.submit(complaints, **alone(tmp_path)).result(240)
+    assert "not in the main thread" in said
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
@@ -343,8 +327,7 @@ def test_hooks_that_lightning_leaves_out_are_said_without_a_window_callback(
     tmp_path: Path,
 ) -> None:
     class Sets(Dropping):
-        def on_train_epoch_start(self) -> None:
-            pass
+        def on_train_epoch_start(self) -> None: ...
 
     how: dict[str, Any] = {"kind": Sets, "without": BARE, "accumulate_grad_batches": 1}
     with pytest.raises(SystemExit):

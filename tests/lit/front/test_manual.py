@@ -48,35 +48,20 @@ def off(module: Any, epochs: int = 2) -> float:
     return deviation(module, big, start)
 
 
-def step(self: Any, batch_idx: int, *, finishes: bool = True) -> None:
-    """What ends a training_step."""
-    if self.window_ends(batch_idx):
-        if finishes:
-            self.finish_window()
-        if self.clip is not None:
-            self.clip_gradients(self.optimizers(), gradient_clip_val=self.clip)
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-def own_weight(self: Any, batch: Any, batch_idx: int) -> None:
+def own_weight(self: Any, loss: Tensor, batch: Any, **how: Any) -> None:
     """Counts for itself, where the strategy would count something else."""
-    self.accumulate(self.loss_of(batch), weight=(batch["labels"] != -100).sum())
-    step(self, batch_idx)
+    Manual.accumulate(self, loss, weight=(batch["labels"] != -100).sum(), **how)
 
 
-def two_losses(self: Any, batch: Any, batch_idx: int) -> None:
+def two_losses(self: Any, loss: Tensor, batch: Any, **how: Any) -> None:
     """Both hang on one graph; their sum over two is the mean."""
-    loss = self.loss_of(batch)
-    self.accumulate(loss, batch, retain_graph=True)
-    self.accumulate(loss, batch)
-    step(self, batch_idx)
+    Manual.accumulate(self, loss, batch, retain_graph=True, **how)
+    Manual.accumulate(self, loss, batch, **how)
 
 
-def as_documented(self: Any, batch: Any, batch_idx: int) -> None:
+def as_documented(self: Any, loss: Tensor, batch: Any, **how: Any) -> None:
     """What Lightning's documentation shows for manual accumulation."""
-    self.manual_backward(self.loss_of(batch) / WINDOW)
-    step(self, batch_idx, finishes=False)
+    self.manual_backward(loss / WINDOW)
 
 
 def clips_late(self: Any, *args: Any, late: bool = False, **options: Any) -> None:
@@ -94,12 +79,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (Manual, {"optimizer": name}) for name in ("sgd", "momentum", "adamw")},
     "own length": (hooked(Manual, every=WINDOW), {}),
     "sums": (Manual, SUM),
-    "own weight": (
-        hooked(Manual, training_step=own_weight, accumulation=PerSample()),
+    "own weight": (hooked(Manual, accumulate=own_weight, accumulation=PerSample()), {}),
+    "two losses": (hooked(Manual, accumulate=two_losses), {}),
+    "as documented": (
+        hooked(Manual, accumulate=as_documented, finish_window=lambda self: None),
         {},
     ),
-    "two losses": (hooked(Manual, training_step=two_losses), {}),
-    "as documented": (hooked(Manual, training_step=as_documented), {}),
     # lightning#18089: clipped in training_step before the gradients are unscaled, or
     # in the hook, where Lightning has unscaled already.
     "scaled": (Manual, {}),
@@ -140,9 +125,6 @@ def test_window_of_the_trainer_is_given_back_after_each_fit() -> None:
         with pytest.raises(KeyError, match="a user's mistake"):
             fit.fit(hooked(Manual, **{hook: fail})(), loader(SEQUENCES, BATCH))
         assert fit.accumulate_grad_batches == WINDOW
-
-
-# ---- refused, or announced -----------------------------------------------------------
 
 
 def accumulates(self: Any, batch: Any, **options: Any) -> None:

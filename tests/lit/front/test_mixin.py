@@ -53,9 +53,6 @@ def is_exact(module: Any) -> bool:
     return deviation(module, BIG, START) <= 1e-10
 
 
-# ---- the order of the bases ----------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("base", "text"),
     [
@@ -295,9 +292,6 @@ def test_uniform_says_when_it_is_right(capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "alike" not in said
     assert "weight 1" not in said
-
-
-# ---- another one in mid-training -----------------------------------------------------
 
 
 @dataclass
