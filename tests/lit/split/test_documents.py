@@ -40,7 +40,7 @@ def padded(rows: list[Any]) -> dict[str, Tensor]:
     rows = [
         {
             "input_ids": row["input_ids"],
-            "labels": torch.cat([torch.tensor([-100]), row["input_ids"][1:]]),
+            "labels": F.pad(row["input_ids"][1:], (1, 0), value=-100),
             "position_ids": torch.arange(len(row["input_ids"])),
         }
         for row in rows
@@ -81,14 +81,11 @@ class Model(LightningModule):
         losses = F.cross_entropy(
             self.head.head(states).transpose(1, 2), targets, reduction="none"
         )
-        rows = torch.arange(len(number))[:, None] * (number.numel() + 1)
-        place = (number + rows).flatten()
-        number_of = losses.new_zeros((len(number) + 1) * (number.numel() + 1))
-        counts = (targets != -100).double().flatten()
-        sums = number_of.index_add(0, place, losses.flatten())
-        counts = number_of.index_add(0, place, counts)
-        has_any = counts > 0
-        return (sums[has_any] / counts[has_any]).sum(), has_any.sum()
+        counts, rows = targets != -100, torch.arange(len(number))[:, None]
+        number = number + rows * number.numel()  # other numbers in another row
+        which = number[counts].unique()
+        means = [losses[counts & (number == each)].mean() for each in which]
+        return torch.stack(means).sum(), torch.tensor(len(means))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)

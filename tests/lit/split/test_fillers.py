@@ -87,11 +87,10 @@ def fit(
     return module
 
 
-def off(module: Any, number: int = 10, data: Any = None) -> float:
+def off(module: Any, number: int = 10) -> float:
     """From where the big batch ends."""
-    data = data or ResumableLoader(rows(number), number)
-    end = module if isinstance(module, Tensor) else weights(module)
-    return deviation(end, fit(data=data, window=1), Weighted())
+    big = fit(data=ResumableLoader(rows(number), number), window=1)
+    return deviation(module, big, Weighted())
 
 
 def strategy(name: str, weight: Any) -> Any:
@@ -108,19 +107,19 @@ def fails(batch: Any) -> Tensor:
 BY_ROWS = strategy("ByRows", lambda batch: len(batch["x"]))  # not known to be so
 
 
-def making(self: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Labels are made on the device."""
+def makes_labels(self: Any, batch: Any, dataloader_idx: int) -> Any:
     return {**batch, "made": torch.where(batch["weight"] > 0, 1, -100)}
+
+
+MAKING = hooked(Weighted, on_after_batch_transfer=makes_labels)
+"""Labels are made on the device."""
 
 
 class Manual(AccumulationMixin, Weighted):
     """Says weights itself."""
 
     accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False  # type: ignore[assignment]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -133,8 +132,8 @@ class Manual(AccumulationMixin, Weighted):
 
 def both(mode: Any) -> Any:
     """A loader of two, of which the second is filled."""
-    pair = lambda: {"a": ResumableLoader(rows(12), 4), "b": padded()}  # noqa: E731
-    return lambda: CombinedLoader(pair(), mode)
+    whole = ResumableLoader(rows(12), 4)
+    return lambda: CombinedLoader({"a": whole, "b": padded()}, mode)
 
 
 def grouped() -> ResumableLoader:
@@ -148,42 +147,26 @@ def case(outcome: str, by: Any = None, data: Any = padded, **how: Any) -> Any:
 
 TERMS = {"ce": PerToken(), "kl": PerSample()}
 IN_ONE: dict[str, Any] = {"cut": MicroBatching(size=3), "window": 1}
+OF_LISTS = {**IN_ONE, "cut": MicroBatching(size=3, collate=default_collate)}
 UNSEEN = r" .* this cannot be seen \("
 CASES = [
-    *[case("exact", by) for by in (MASKED, PerToken())],
     *[
-        case("exact", by, lambda: padded(10, 12), **IN_ONE)
+        case("exact", by, lambda n=n: padded(10, n), **how)
         for by in (MASKED, PerToken())
+        for n, how in ((4, {}), (12, IN_ONE))
     ],
-    *[
-        case(f"refused {type(by).__name__}", by, lambda n=n: padded(n), **how)
-        for by, n, how in (
-            (PerSample(), 10, {}),
-            (PerSample(), 11, IN_ONE),
-            (BY_ROWS, 9, IN_ONE),
-        )
-    ],
-    case(
-        "exact",
-        MASKED,
-        lambda: padded(10, 12, collate_fn=list),
-        cut=MicroBatching(size=3, collate=default_collate),
-        window=1,
-    ),
+    case("exact", MASKED, lambda: padded(10, 12, collate_fn=list), **OF_LISTS),
+    case("refused PerSample", PerSample()),
+    case("refused PerSample", PerSample(), lambda: padded(11), **IN_ONE),
+    case("refused ByRows", BY_ROWS, lambda: padded(9), **IN_ONE),
     case("refused PerSample", TERMS, **IN_ONE),  # each term is looked at
     # Among several loaders, and with a hook, it may be another batch that counts.
-    *[
-        case("free", PerSample(mask="b.weight"), both(m))
-        for m in ("min_size", "max_size")
-    ],
+    case("free", PerSample(mask="b.weight"), both("min_size")),
+    case("free", PerSample(mask="b.weight"), both("max_size")),
     case(
         "told PerSample: .* it weighs 1", PerSample(size="b.x"), both("max_size_cycle")
     ),
-    case(
-        "told and exact",
-        PerToken(labels="made"),
-        kind=hooked(Weighted, on_after_batch_transfer=making),
-    ),
+    case("told and exact", PerToken(labels="made"), kind=MAKING),
     case(f"told Fails:{UNSEEN}KeyError", strategy("Fails", fails)),
     case("told and exact", kind=Manual),
     case("free", Uniform()),  # which is left to what is said of it
@@ -197,9 +180,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outcome", "case"), CASES)
-def test_filler_weighs_nothing_or_is_refused(
-    outcome: str, case: dict[str, Any]
-) -> None:
+def test_filler_weighs_nothing_or_is_refused(outcome: str, case: Any) -> None:
     how = {**case, "data": case["data"]()}
     kind, _, text = outcome.partition(" ")
     if kind == "refused":
@@ -243,29 +224,26 @@ class Drawing(Dataset[Any]):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_look_at_a_filler_draws_nothing_and_moves_no_row(num_workers: int) -> None:
     """Of two strategies, the fillers of one are looked at."""
-    found = []
-    for by in (MASKED, Uniform()):
-        drawn: list[float] = []
-        seen: list[Tensor] = []
 
-        def training_step(
-            self: Any, batch: Any, batch_idx: int, to: Any = (drawn, seen)
-        ) -> Any:
-            to[0].append(float(torch.rand(())))
-            to[1].append(batch["x"].clone())
+    def trained(by: Any) -> Any:
+        drawn, seen = list[float](), list[Tensor]()
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            drawn.append(float(torch.rand(())))
+            seen.append(batch["x"].clone())
             return self.loss_of(batch)
 
         torch.manual_seed(1)
-        how: dict[str, Any] = {"shuffle": True, "num_workers": num_workers}
-        data = ResumableLoader(
-            drawing := Drawing(), 4, last="pad", weigh_nothing=NOTHING, **how
-        )
+        how: dict[str, Any] = {"weigh_nothing": NOTHING, "num_workers": num_workers}
+        data = ResumableLoader(drawing := Drawing(), 4, last="pad", shuffle=True, **how)
         kind = hooked(Weighted, training_step=training_step)
         fit(by, data, kind=kind, proof="off")  # whose rehearsals would be seen
-        found.append((drawn, torch.cat(seen), drawing.num_read))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2] == (0 if num_workers else 24)  # of two epochs
+        assert drawing.num_read == (0 if num_workers else 24)  # of two epochs
+        return drawn, torch.cat(seen)
+
+    (drawn, seen), (other, others) = trained(MASKED), trained(Uniform())
+    assert drawn == other
+    assert torch.equal(seen, others)
 
 
 def on_ranks(rank: int, world: int) -> list[Any]:

@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning"),
 ]
-MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
 BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
 
 
@@ -56,20 +55,20 @@ class Telling(Split):
         self.log("epoch", loss, on_step=False, on_epoch=True)
         self.log("bar", loss, True)
         self.log("positional", loss, False, True, True, True)
-        self.log("sum", long.sum(), on_epoch=True, reduce_fx=SUM)
+        self.log("sum", long.sum(), on_epoch=True, reduce_fx="sum")
         self.log("torch_sum", long.sum(), on_epoch=True, reduce_fx=torch.sum)
-        self.log("longest", long.max(), on_epoch=True, reduce_fx=MAX)
-        self.log("shortest", long.min(), on_epoch=True, reduce_fx=MIN)
+        self.log("longest", long.max(), on_epoch=True, reduce_fx="max")
+        self.log("shortest", long.min(), on_epoch=True, reduce_fx="min")
         self.log("longest_torch", long.max(), on_epoch=True, reduce_fx=torch.max)
-        self.log("number", len(long), on_epoch=True, reduce_fx=SUM)
+        self.log("number", len(long), on_epoch=True, reduce_fx="sum")
         self.log("constant", 0.25, on_epoch=True)
         self.log("one_element", torch.full((1, 1), 0.5))
         self.log("lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         self.log("size", loss, on_epoch=True, batch_size=len(long))
-        self.log("int", long.long().sum(), reduce_fx=SUM)
+        self.log("int", long.long().sum(), reduce_fx="sum")
         self.log_dict({"d/loss": loss, "d/half": loss / 2}, on_epoch=True)
         if long.max() > 12:  # in some micro-batches only
-            self.log("long", long.max(), on_epoch=True, reduce_fx=MAX)
+            self.log("long", long.max(), on_epoch=True, reduce_fx="max")
         for factor in (1.0, 3.0):  # as in a loop over layers
             self.log("twice", factor * loss, **BOTH)
         each = sample_loss(self.net, batch)

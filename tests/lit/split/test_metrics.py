@@ -19,14 +19,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
 from tests.helpers import VOCABULARY
-from tests.lit.split.common import (
-    CUTS,
-    TRANSFER_HOOKS,
-    Split,
-    assert_as_whole,
-    fit,
-    on_the_way,
-)
+from tests.lit.split.common import CUTS, Split, assert_as_whole, fit, relabelled
 from tests.zoo.callbacks import Table, told
 from tests.zoo.modules import hooked
 from trainkit import PerSample
@@ -40,12 +33,8 @@ pytestmark = [
 ]
 
 
-def accuracy() -> MulticlassAccuracy:
-    return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average="micro")
-
-
-def macro() -> MulticlassAccuracy:
-    return MulticlassAccuracy(VOCABULARY, average="macro")
+def accuracy(average: Any = "micro") -> MulticlassAccuracy:
+    return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average=average)
 
 
 class FullState(torchmetrics.Metric):
@@ -76,14 +65,16 @@ def collection(**how: Any) -> MetricCollection:
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "accuracy": accuracy,
-    "macro": macro,
+    "macro": lambda: accuracy("macro"),
     "f1": lambda: MulticlassF1Score(VOCABULARY, average="macro"),
     "list states": lambda: MulticlassAUROC(VOCABULARY, average="macro"),
     "full state": FullState,
     "collection": collection,
     "collection without groups": lambda: collection(compute_groups=False),
-    "wrapper": lambda: ClasswiseWrapper(MulticlassAccuracy(VOCABULARY, average="none")),
-    "tracker": lambda: MetricTracker(macro()),  # has a new metric in each epoch
+    "wrapper": lambda: ClasswiseWrapper(accuracy("none")),
+    "tracker": lambda: MetricTracker(
+        accuracy("macro")
+    ),  # has a new metric in each epoch
 }
 
 
@@ -157,12 +148,6 @@ def test_the_value_of_an_epoch_is_that_of_whole_batches(cut: str, most: int) -> 
         assert abs(off) > 1e-3
 
 
-def unlabelled(module: Any, batch: Any) -> Any:
-    """Rows that begin with some tokens have no labels."""
-    drops = torch.isin(batch["ids"][:, :1], torch.tensor([2, 3, 5, 7]))
-    return {**batch, "labels": batch["labels"].masked_fill(drops, -100)}
-
-
 class Averaged(Split):
     """Its loss is NaN for a part in which no row has labels."""
 
@@ -179,7 +164,7 @@ class Averaged(Split):
 
 
 def test_the_mean_of_a_micro_batch_without_labels_counts_nothing() -> None:
-    kind = hooked(Averaged, **on_the_way(TRANSFER_HOOKS[0], unlabelled))
+    kind = relabelled(Averaged, 2, 3, 5, 7)
     assert_as_whole(kind, CUTS["rows"], sizes=(7, 9, 5), naive=0)
 
 

@@ -91,8 +91,7 @@ def test_columns_are_filled_with_what_the_strategy_ignores() -> None:
     """Also where no loader batch of the pool shows what it pads with: a row each."""
     cut = MicroBatching(tokens=48, lengths=1, pool=24)
     module = Tuples(cut=cut, strategy=PerToken(2, ignore_index=999))
-    data = Stream([as_tuple([row]) for row in ROWS])
-    fitted = fit(module, data=data)
+    fitted = fit(module, data=Stream([as_tuple([row]) for row in ROWS]))
     assert fitted.global_step == 6
     assert deviation(module, whole(), START) <= 1e-12
 
@@ -138,9 +137,7 @@ def test_what_is_logged_is_what_the_big_batch_logs() -> None:
         kind = hooked(Split, training_step=logging_loss(on_step=True, on_epoch=True))
         options: Any = {"logger": Table(), "log_every_n_steps": 1}
         fit(kind(cut=cut), data=stream(size), **options)
-        tables.append(
-            [row["loss_step"] for row in options["logger"].rows if "loss_step" in row]
-        )
+        tables.append(options["logger"].column("loss_step"))
     assert len(tables[0]) == 6
     assert tables[1] == pytest.approx(tables[0], rel=1e-6)
 
@@ -192,21 +189,13 @@ def test_a_checkpoint_after_an_error_holds_the_loader_batches_that_wait(
 
 def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
     found = pools.Pools()
-    trainer = SimpleNamespace(
-        accumulate_grad_batches=1,
-        callbacks=[],
-        world_size=2,
-        global_rank=1,
-        interrupted=True,
-    )
+    of_two: Any = {"world_size": 2, "global_rank": 1, "interrupted": True}
+    trainer = SimpleNamespace(accumulate_grad_batches=1, callbacks=[], **of_two)
     found.begin(trainer, POOL)
     found.waiting, checkpoint = ["a", "b"], dict[str, Any]()
     with pytest.warns(UserWarning, match="only the 2 loader batches that wait on rank"):
         found.save(trainer, checkpoint)
     assert checkpoint[pools.KEY] == [None, ["a", "b"]]
-
-
-# ---- refused -------------------------------------------------------------------------
 
 
 def test_another_size_of_windows_is_refused() -> None:
@@ -219,9 +208,7 @@ def test_another_size_of_windows_is_refused() -> None:
 
 def test_a_pool_that_comes_in_setup_is_refused() -> None:
     """Steps may have been counted without it; the Trainer is as it was."""
-    late = hooked(
-        Split, setup=lambda self, stage: setattr(self, "micro_batching", POOL)
-    )
+    late = hooked(Split, setup=lambda m, stage: setattr(m, "micro_batching", POOL))
     fitting = trainer()
     with pytest.raises(TrainkitError, match="was None then and is 8 now. Assign"):
         fitting.fit(late(cut=None), stream(3))
@@ -229,9 +216,9 @@ def test_a_pool_that_comes_in_setup_is_refused() -> None:
 
 
 def test_batches_that_wait_when_an_epoch_ends_early_are_announced() -> None:
-    class Ends(Split):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 10 else None
+    def ends(self: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 10 else None
 
+    kind = hooked(Split, on_train_batch_start=ends)
     with pytest.warns(UserWarning, match="2 loader batches that waited were dropped"):
-        fit(Ends(cut=POOL), data=stream(3), max_epochs=1)
+        fit(kind(cut=POOL), data=stream(3), max_epochs=1)

@@ -26,6 +26,7 @@ from tests.lit.split.common import (
     on_the_way,
     samples,
 )
+from tests.lit.windows.test_windows import Fetching
 from tests.zoo.modules import Manual, hooked, pad_and_mask
 from trainkit import (
     AccumulationStrategy,
@@ -48,15 +49,6 @@ class Longest(AccumulationStrategy):
 
     def weight(self, batch: Any) -> Tensor:
         return (batch["labels"] != -100).sum(1).max()
-
-
-def fetching(self: Any, dataloader_iter: Any) -> Any:
-    return self.loss_of(next(dataloader_iter)[0])
-
-
-def wrong_type(options: Any) -> Any:
-    (module := Split()).micro_batching = options
-    return module
 
 
 def adding(value: Any) -> Any:
@@ -82,16 +74,18 @@ def none_for_long_rows(module: Any, batch: Any) -> Any:
     return None if is_long else module.loss_of(batch)
 
 
+FETCHING = hooked(Split, training_step=Fetching.training_step)
 UNIFORM, A_TENSOR = r"Uniform\(\) counts micro-batches", "must be a tensor with one"
+WRONG_TYPES: list[Any] = [4, {"size": 4}, "auto"]
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     *[
-        (lambda o=options: wrong_type(o), "must be a MicroBatching, received .*size=4")
-        for options in (4, {"size": 4}, "auto")
+        (lambda o=options: Split(cut=o), "must be a MicroBatching, received .*size=4")
+        for options in WRONG_TYPES
     ],
     (lambda: Manual(cut=FIXED), "with automatic_optimization=False Manual runs its"),
     *[
         (
-            lambda by=strategy: hooked(Split, training_step=fetching)(strategy=by),
+            lambda by=strategy: FETCHING(strategy=by),
             r"\(dataloader_iter\): .* none can be cut. .* or leave micro_batching out",
         )
         for strategy in (PerSample(), Uniform())
@@ -137,9 +131,7 @@ def test_uniform_is_announced_and_depends_on_the_cut() -> None:
     assert not torch.allclose(*found)
 
 
-def test_what_every_micro_batch_gets_whole_is_said_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_every_micro_batch_gets_whole_is_said_once(capsys: Any) -> None:
     fit(adding(torch.zeros(3)))
     said = "trainkit | split: every micro-batch gets all of 'other'"
     assert capsys.readouterr().out.count(said) == 1
@@ -199,9 +191,6 @@ def test_stop_iteration_is_an_error(hook: str, cut: MicroBatching, at: int) -> N
     with pytest.raises(TrainkitError, match=f"^{name}.*: it raised StopIteration") as r:
         fit(kind(cut=cut))
     assert isinstance(r.value.__cause__, StopIteration)
-
-
-# ---- the note ------------------------------------------------------------------------
 
 
 class Slotted(Exception):

@@ -63,10 +63,6 @@ def hiding(module: Any, batch: Any) -> Any:
     return {"ids": batch["ids"], "targets": batch["labels"]}
 
 
-def of_a_pack(self: Any, batch: Any, batch_idx: int) -> Any:
-    return self.loss_of(batch[0])
-
-
 PACKS = on_the_way(AFTER, lambda module, batch: [batch])
 CASES: dict[str, Any] = {
     **{hook: {"hooks": on_the_way(hook, other_ids)} for hook in TRANSFER_HOOKS},
@@ -111,7 +107,8 @@ def test_what_hooks_change_equals_whole_batches(name: str) -> None:
 def test_what_changes_there_weighs_so_on_any_front(front: str) -> None:
     hooks = on_the_way(AFTER, masked)
     if front == "another structure":
-        kind, whole = hooked(Split, **PACKS, training_step=of_a_pack), Split(cut=None)
+        of_first = {"training_step": lambda module, batch, _: module.loss_of(batch[0])}
+        kind, whole = hooked(Split, **PACKS, **of_first), Split(cut=None)
         module, ours = kind(strategy=PerToken("0.labels")), []
     elif front == "callback":
         module, ours = on_front(front, hooked(Plain, **hooks), cut=FIXED)
@@ -145,9 +142,8 @@ def test_each_micro_batch_travels_and_is_weighed_once(has_hook: bool) -> None:
             return batch
 
         hooks |= on_the_way(hook, count)
-    module: Any = hooked(Split, **hooks)(
-        strategy=(strategy := Counting([])), cut=MicroBatching(size=4, trim=False)
-    )
+    strategy, cut = Counting([]), MicroBatching(size=4, trim=False)
+    module: Any = hooked(Split, **hooks)(strategy=strategy, cut=cut)
     module.proof = "off"  # its rehearsals are counted too
     fit(module, max_epochs=1)
     assert sum(rows for rows in strategy.asked if rows <= 4) == sum(SIZES)

@@ -109,10 +109,6 @@ def branched(self: Any, batch: Any) -> Tensor:
     return hidden + self.scale * self.conv(hidden.transpose(1, 2)).transpose(1, 2)
 
 
-def mean_of_all(self: Any, hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden.mean(1)
-
-
 def mean_in_training(self: Any, hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden.mean(1) if self.training else Pooled.pooled(self, hidden, mask)
 
@@ -158,7 +154,7 @@ def off(kind: Any, cut: MicroBatching, batches: Any = BATCHES) -> float:
     return deviation(module, whole, kind())
 
 
-MeanOfAll = hooked(Pooled, pooled=mean_of_all)
+MeanOfAll = hooked(Pooled, pooled=lambda self, hidden, mask: hidden.mean(1))
 BOTH_TERMS = {"training_step": by_term, "terms": {"a": PerSample(), "b": PerSample()}}
 SEEING = {
     "convolution": hooked(Pooled, hidden=convolved),
