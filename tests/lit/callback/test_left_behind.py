@@ -102,9 +102,6 @@ def fit(front: str, *callbacks: Any, error: Any = None, **options: Any) -> Any:
     return module, fitted, sizes
 
 
-# ---- what is left --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("front", "end"),
     [

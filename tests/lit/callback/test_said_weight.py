@@ -160,9 +160,6 @@ def test_windows_weighed_by_the_module_equal_the_big_batch(name: str) -> None:
     assert max(kept) > 5
 
 
-# ---- resume, scaler, logs ------------------------------------------------------------
-
-
 def test_resumed_inside_a_window_equals_uninterrupted(tmp_path: Path) -> None:
     path, module = tmp_path / "inside.ckpt", Keeping()
     first, second = Resumable(), Resumable()
@@ -282,6 +279,14 @@ LOGS_WITHOUT_NUMBER = hooked(
     Keeping,
     validation_step=lambda m, batch, _: m.log_exact("val", m.loss_of(batch), batch),
 )
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_reduction": "total"}, "loss_reduction: must be 'mean' or"),
+    ({"loss_reduction": "rms"}, "loss_reduction: must be 'mean', 'sum'"),
+    ({"by": 3}, "by: must be a function .* received 3"),
+    ({"by": "math.pi"}, "by: must be a function"),
+    ({"by": "nowhere.count"}, "by: .*received 'nowhere.count' .No module named"),
+    ({"by": ""}, "by: must be the dotted path"),
+]
 IN_TERMS = partial(weighed_by, {"box": Weighed(), "l2": PerSample()}, **CUT)
 ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     **{
@@ -343,18 +348,8 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         "a batch does not show its weight",
     ),
     **{
-        f"{options}": (lambda options=options: Weighed(**options), f"Weighed {text}")
-        for options, text in (
-            ({"loss_reduction": "total"}, "loss_reduction: must be 'mean' or"),
-            ({"loss_reduction": "rms"}, "loss_reduction: must be 'mean', 'sum'"),
-            ({"by": 3}, "by: must be a function .* received 3"),
-            ({"by": "math.pi"}, "by: must be a function"),
-            (
-                {"by": "nowhere.count"},
-                "by: .*received 'nowhere.count' .No module named",
-            ),
-            ({"by": ""}, "by: must be the dotted path"),
-        )
+        str(how): (lambda how=how: Weighed(**how), f"Weighed {text}")
+        for how, text in WRONG
     },
 }
 

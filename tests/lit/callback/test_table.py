@@ -77,9 +77,6 @@ def test_plan_is_printed_once_in_order(
         assert sum(STEP in line for line in found) == 1
 
 
-# ---- a terminal, a pipe, or nothing --------------------------------------------------
-
-
 def at_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
     monkeypatch.setattr(sys, "stdout", found := Terminal())
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -99,9 +96,7 @@ def test_plan_in_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(top) == len(bottom)
 
 
-def test_a_line_of_its_own_is_cut_between_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_of_its_own_is_cut_between_words(monkeypatch: Any) -> None:
     text = "not measured: " + " ".join(["word"] * 20)
     terminal = at_terminal(monkeypatch, 60)
     say(trainer(), ("proof", text))

@@ -97,9 +97,7 @@ class Reading(Foreign):
         return loss + len(self.net.largest)
 
 
-def test_a_module_that_leaves_tensors_is_not_taken(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_module_that_leaves_tensors_is_not_taken(capsys: Any) -> None:
     module, plain = Reading(net=Net(leaves)), Reading(net=Net(leaves))
     fit(module, AUTO)
     assert 'found by inside="auto": net.body, net.head' in capsys.readouterr().out
@@ -227,9 +225,7 @@ class Twice(Foreign):
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
-    kind: Any, cut: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(kind: Any, cut: Any, words: str) -> None:
     with pytest.raises(TrainkitError, match=words):
         fit(kind(), MicroBatching(**{"size": 4, **cut}))
 
@@ -243,9 +239,7 @@ def test_no_strategy_is_refused_with_the_inner_cut_as_a_way(has_mixin: bool) -> 
     fit(module, MicroBatching(size=8, inside="net"))
 
 
-def test_why_the_proof_is_not_measured_is_a_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_why_the_proof_is_not_measured_is_a_sentence(capsys: Any) -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
         if len(batch[0]) < 8:
             raise ValueError(f"{'few rows ' * 40}. And more.")

@@ -101,9 +101,7 @@ def test_a_cut_of_the_batch_is_off() -> None:
 
 
 @pytest.mark.parametrize("of", ["cut", "strategy"])
-def test_what_tells_documents_apart_can_be_named(
-    of: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_tells_documents_apart_can_be_named(of: str, capsys: Any) -> None:
     how: dict[str, Any] = {"documents": "ends"}
     cut = MicroBatching(size=5, inside="net", **(how if of == "cut" else {}))
     by = PerSample(**how) if of == "strategy" else None

@@ -218,9 +218,7 @@ def sentences() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("size", [None, 3])
-def test_fit_by_tokens_equals_the_whole_batch(
-    size: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_by_tokens_equals_the_whole_batch(size: Any, capsys: Any) -> None:
     start = Sentences()
     whole, module = copy.deepcopy(start), copy.deepcopy(start)
     fit(whole, loader=sentences())

@@ -211,17 +211,12 @@ def test_gradient_seen_by_any_callback_equals_big_batch(
 ) -> None:
     """Wherever it stands in the list (keras#20241's smaller last batch included), and
     the others keep their order. Plain Lightning shows another."""
-    module, ours = on_front(
-        {"before": "callback", "after": "callback"}.get(front, front)
-    )
+    is_callback = front in ("before", "after")
+    module, ours = on_front("callback" if is_callback else front)
     first, second = reader(), Gradients()
     listed = [*ours, first, second] if front == "after" else [first, second, *ours]
-    fitted: Any = trainer(
-        WINDOW,
-        max_epochs=1,
-        callbacks=listed,
-        enable_checkpointing=issubclass(reader, Checkpoint),
-    )
+    how: dict[str, Any] = {"enable_checkpointing": reader is LastGradients}
+    fitted: Any = trainer(WINDOW, max_epochs=1, callbacks=listed, **how)
     fitted.fit(module, ragged(RAGGED))
     exact = big_batch(SEQUENCES, epochs=1).gradients
     for each in (first, second):
@@ -238,18 +233,15 @@ def test_gradient_seen_by_module_hooks_equals_big_batch(clip: Clip, front: str) 
     hook before it sees the exact gradient (transformers#35204)."""
     seen: dict[str, list[Tensor]] = {"before": [], "after": []}
 
-    def on_before_optimizer_step(self: Plain, optimizer: Any) -> None:
+    def before(self: Plain, optimizer: Any) -> None:
         seen["before"].append(gradients(self).clone())
 
-    def configure_gradient_clipping(self: Plain, *args: Any, **how: Any) -> None:
+    def clips(self: Plain, *args: Any, **how: Any) -> None:
         Plain.configure_gradient_clipping(self, *args, **how)
         seen["after"].append(gradients(self).clone())
 
-    reading = hooked(
-        Plain,
-        on_before_optimizer_step=on_before_optimizer_step,
-        configure_gradient_clipping=configure_gradient_clipping,
-    )
+    hooks = {"on_before_optimizer_step": before, "configure_gradient_clipping": clips}
+    reading = hooked(Plain, **hooks)
     made = {"options": {"proof": "off"}}  # whose copies have these hooks too
     fit(front, reading, max_epochs=1, made=made, **clip_options(clip))
     big = big_batch(SEQUENCES, clip=clip, epochs=1)

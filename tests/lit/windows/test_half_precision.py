@@ -315,13 +315,14 @@ STEP = "lr_scheduler_step"
 class OfTheInstance(Plain):
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.lr_scheduler_step = lambda scheduler, metric: scheduler.step()
+        step: Any = lambda scheduler, metric: scheduler.step()  # noqa: E731
+        self.lr_scheduler_step = step
 
 
 KINDS: dict[str, Any] = {
     "none": Plain,
     "with super": hooked(
-        Plain, lr_scheduler_step=lambda *args: Plain.lr_scheduler_step(*args)
+        Plain, lr_scheduler_step=lambda m, s, of: Plain.lr_scheduler_step(m, s, of)
     ),
     "of the instance": OfTheInstance,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 BATCH = 4
 EPOCHS = 5  # fifteen windows, more than the first ones, which count samples anyway
-BY_TOKENS: Callable[[], AccumulationCallback] = lambda: AccumulationCallback(PerToken())  # noqa: E731
+BY_TOKENS = partial(AccumulationCallback, PerToken())
 
 
 def totals(epochs: int = EPOCHS) -> list[tuple[float, float]]:
@@ -51,14 +51,9 @@ def train(
     """What each row of a monitor has seen, and the Trainer."""
     table = Table()
     saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
-    options = {"accumulate": WINDOW, "enable_checkpointing": saves, **options}
-    fitted = trainer(
-        logger=table,
-        max_epochs=epochs,
-        log_every_n_steps=1,
-        callbacks=list(callbacks),
-        **options,
-    )
+    logs: dict[str, Any] = {"logger": table, "log_every_n_steps": 1}
+    options = {"accumulate": WINDOW, "enable_checkpointing": saves, **logs, **options}
+    fitted = trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
     batches = loader(SEQUENCES, BATCH, collate=collate)
     fitted.fit(module or Plain(), batches, ckpt_path=resume, weights_only=False)
     return seen(table), fitted

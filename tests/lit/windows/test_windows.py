@@ -6,7 +6,6 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -55,19 +54,23 @@ def stepped(windows: Windows, optimizer: str = "sgd") -> torch.Tensor:
     return weights(net)
 
 
-@dataclass
 class Case:
-    """A training, the windows that it must take, and what must be said meanwhile."""
+    """A training, the windows that it must take, and what must be said meanwhile.
 
-    windows: Windows
-    said: str = ""
-    kind: type[Plain] = Plain
-    callbacks: Callable[[], list[Any]] = list
-    optimizer: str = "sgd"
-    is_off: bool = True
-    """Whether plain Lightning ends elsewhere."""
-    strategy: Any = None
-    how: dict[str, Any] = field(default_factory=dict)
+    Args:
+        is_off: whether plain Lightning ends elsewhere.
+        **how: arguments of `fit`.
+    """
+
+    def __init__(
+        self, windows: Windows, said: str = "", *, is_off: bool = True, **how: Any
+    ) -> None:
+        self.windows, self.said, self.is_off = windows, said, is_off
+        self.kind: type[Plain] = how.pop("kind", Plain)
+        self.callbacks: Callable[[], list[Any]] = how.pop("callbacks", list)
+        self.optimizer: str = how.pop("optimizer", "sgd")
+        self.strategy: Any = how.pop("strategy", None)
+        self.how = how
 
 
 def without(*skipped: int) -> type[Plain]:
@@ -140,17 +143,14 @@ def short(window: int, held: int) -> str:
     )
 
 
-ONCE = {"max_epochs": 1}
+ONCE: dict[str, Any] = {"max_epochs": 1}
 CASES: dict[str, Case] = {
     # Also one that divides the epoch exactly (transformers#37777), and N = 1.
-    **{
-        f"of {n}": Case(of(n) * 2, is_off=n > 1, how={"window": n})
-        for n in (1, 3, 5, 10)
-    },
-    "longer than an epoch": Case(of(10) * 2, short(64, 10), how={"window": 64}),
+    **{f"of {n}": Case(of(n) * 2, is_off=n > 1, window=n) for n in (1, 3, 5, 10)},
+    "longer than an epoch": Case(of(10) * 2, short(64, 10), window=64),
     **{
         f"a stream in windows of {n}": Case(
-            of(n) * 2, optimizer="adamw", how={"window": n, "batches": stream()}
+            of(n) * 2, optimizer="adamw", window=n, batches=stream()
         )
         for n in (3, 100)
     },
@@ -158,49 +158,48 @@ CASES: dict[str, Case] = {
         [*of(2), *of(4)],
         callbacks=lambda: [GradientAccumulationScheduler({0: 2, 1: 4})],
         optimizer="momentum",
-        how={"window": 1},
+        window=1,
     ),
     # pytorch-lightning#17207: validation comes between micro-batches of a window.
     **{
         f"validation every {n}": Case(
             of(WINDOW) * 2,
             kind=hooked(Plain, validation_step=lambda self, batch, _: None),
-            how={"validation": ragged([4]), "val_check_interval": n},
+            validation=ragged([4]),
+            val_check_interval=n,
         )
         for n in (3, 0.3)
     },
     **{
-        f"limited to {n}": Case(
-            of(WINDOW, range(7))[:2], how={"limit_train_batches": n, **ONCE}
-        )
+        f"limited to {n}": Case(of(WINDOW, range(7))[:2], limit_train_batches=n, **ONCE)
         for n in (7, 0.7)
     },
-    "limited to 3": Case(
-        [[0, 1, 2]], short(4, 3), how={"limit_train_batches": 3, **ONCE}
-    ),
-    "fast_dev_run": Case([[0, 1, 2]], how={"fast_dev_run": 3}),
+    "limited to 3": Case([[0, 1, 2]], short(4, 3), limit_train_batches=3, **ONCE),
+    "fast_dev_run": Case([[0, 1, 2]], fast_dev_run=3),
     # Windows are counted, not micro-batches; the second epoch starts afresh.
-    **{f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n}) for n in (2, 4)},
+    **{f"{n} steps": Case((of(WINDOW) * 2)[:n], max_steps=n) for n in (2, 4)},
     # None for the first, a middle, the last of a window, for a whole one, for many.
     **{
         f"without {skipped}": Case(
             of(WINDOW, [k for k in ALL if k not in skipped]),
             kind=without(*skipped),
             optimizer="momentum",
-            how=ONCE,
+            **ONCE,
         )
         for skipped in ((0, 3, 9), (1, 2), (4, 5, 6, 7))
     },
-    "without any": Case([], kind=without(*ALL), is_off=False, how=ONCE),
+    "without any": Case([], kind=without(*ALL), is_off=False, **ONCE),
     "Uniform() that fetches its batches": Case(
-        of(1) * 2, kind=Fetching, is_off=False, strategy=Uniform(), how={"window": 1}
+        of(1) * 2, kind=Fetching, is_off=False, strategy=Uniform(), window=1
     ),
     # YOLO#225: Lightning steps after batches 0-1, then 2-3 without having zeroed the
     # gradients of the first step, since 2 % 4 != 0.
     "lengthened in mid-epoch": Case(
         [[0, 1], [2, 3], [4, 5, 6, 7]],
         callbacks=setting(4),
-        how={"window": 2, "limit_train_batches": 8, **ONCE},
+        window=2,
+        limit_train_batches=8,
+        **ONCE,
     ),
     "shortened inside a window": Case(
         [[2, 3], [4, 5], [6, 7]],
@@ -209,11 +208,13 @@ CASES: dict[str, Case] = {
             "optimizer_step left its step out, or accumulate_grad_batches has changed",
         ),
         callbacks=setting(2),
-        how={"window": 3, "limit_train_batches": 8, **ONCE},
+        window=3,
+        limit_train_batches=8,
+        **ONCE,
     ),
     # Lightning zeroes gradients with a window's first batch only, which is None.
     "None from the loader": Case(
-        of(WINDOW, [k for k in ALL if k != 4]), how={"batches": stream(4), **ONCE}
+        of(WINDOW, [k for k in ALL if k != 4]), batches=stream(4), **ONCE
     ),
     # `on_train_batch_start` returns -1 in the second window: the next epoch's first
     # step holds nothing of it (transformers#22082, #22098).
@@ -230,7 +231,8 @@ CASES: dict[str, Case] = {
     "a loader shorter than it says": Case(
         of(WINDOW)[:2],
         dropped(2),
-        how={"batches": lambda sizes: ShorterThanItSays(ragged(sizes)), **ONCE},
+        batches=lambda sizes: ShorterThanItSays(ragged(sizes)),
+        **ONCE,
     ),
 }
 START = weights(Plain())
