@@ -113,9 +113,8 @@ def test_micro_batches_that_count_alike_train_something_else(
 def test_with_the_callback_no_line_of_somebody_elses_module_changes(cut: str) -> None:
     module, ours = on_front("callback", cut=CUTS[cut], optimizer="adamw")
     fit(module, *ours)
-    assert (
-        deviation(module, reference("PerToken", optimizer="adamw").end, START) <= 1e-10
-    )
+    expected = reference("PerToken", optimizer="adamw").end
+    assert deviation(module, expected, START) <= 1e-10
 
 
 @pytest.mark.parametrize("size", [1, 16, 100])
@@ -264,9 +263,8 @@ def test_lists_of_vectors_are_counted_where_they_are_named() -> None:
 
 
 def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
-    fit(
-        module := Split(cut=MicroBatching(size=4, collate=pad_and_mask)), data=samples()
-    )
+    module = Split(cut=MicroBatching(size=4, collate=pad_and_mask))
+    fit(module, data=samples())
     fit(whole := Split(cut=None), data=samples(collate=pad_and_mask))
     assert deviation(module, whole, START) <= 1e-10
 

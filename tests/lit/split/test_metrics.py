@@ -72,9 +72,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "collection": collection,
     "collection without groups": lambda: collection(compute_groups=False),
     "wrapper": lambda: ClasswiseWrapper(accuracy("none")),
-    "tracker": lambda: MetricTracker(
-        accuracy("macro")
-    ),  # has a new metric in each epoch
+    # It has a new metric in each epoch.
+    "tracker": lambda: MetricTracker(accuracy("macro")),
 }
 
 
