@@ -13,9 +13,8 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, deviation, ragged_sequences, trainer, weights
+from tests.helpers import NAIVE, deviation, loader, ragged_sequences, trainer, weights
 from tests.lit.split.common import START, Seen, Split, fit, logging_loss
 from tests.zoo.callbacks import Ending, Saving, Table
 from tests.zoo.modules import Plain, Stream, hooked, on_front, pad_and_mask
@@ -42,16 +41,15 @@ CUTS = {
 }
 
 
-def stream(size: int, rows: Any = ROWS) -> Stream:
+def stream(size: int) -> Stream:
     """Ready batches, each padded by itself, of a number that nobody knows."""
-    starts = range(0, len(rows), size)
-    return Stream([pad_and_mask(rows[at : at + size]) for at in starts])
+    starts = range(0, len(ROWS), size)
+    return Stream([pad_and_mask(ROWS[at : at + size]) for at in starts])
 
 
 def whole() -> Split:
     """Trained with a pool as one batch: the last one is short."""
-    module = Split(cut=None)
-    fit(module, data=stream(24))
+    fit(module := Split(cut=None), data=stream(24))
     return module
 
 
@@ -106,7 +104,7 @@ def test_configure_optimizers_counts_the_steps_of_pools(front: str) -> None:
 
     counts: Any = hooked(Plain, configure_optimizers=configure_optimizers)
     module, ours = on_front(front, counts, cut=POOL)
-    data: Any = DataLoader(ROWS, 3, collate_fn=pad_and_mask)  # type: ignore[arg-type]
+    data = loader(ROWS, 3, collate=pad_and_mask)
     assert fit(module, *ours, data=data).global_step == 6
     assert {*numbers} == {6}
 
@@ -135,9 +133,9 @@ def test_what_is_logged_is_what_the_big_batch_logs() -> None:
     tables = []
     for cut, size in ((None, 24), (POOL, 3)):
         kind = hooked(Split, training_step=logging_loss(on_step=True, on_epoch=True))
-        options: Any = {"logger": Table(), "log_every_n_steps": 1}
-        fit(kind(cut=cut), data=stream(size), **options)
-        tables.append(options["logger"].column("loss_step"))
+        table = Table()
+        fit(kind(cut=cut), data=stream(size), logger=table, log_every_n_steps=1)
+        tables.append(table.column("loss_step"))
     assert len(tables[0]) == 6
     assert tables[1] == pytest.approx(tables[0], rel=1e-6)
 
@@ -145,9 +143,7 @@ def test_what_is_logged_is_what_the_big_batch_logs() -> None:
 # ---- resumed -------------------------------------------------------------------------
 
 
-def run(
-    folder: Path, *callbacks: Any, pool: int | None = 4, start: Any = None
-) -> Tensor:
+def run(folder: Path, *callbacks: Any, pool: Any = 4, start: Any = None) -> Tensor:
     """Train, perhaps from a checkpoint."""
     module = Split(cut=MicroBatching(tokens=48, pool=pool))
     data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)

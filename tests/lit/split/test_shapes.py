@@ -74,9 +74,8 @@ def with_weights(rows: Any) -> dict[str, Any]:
 
 def weighted_mean(self: Any, batch: Any, batch_idx: int) -> Any:
     """A mean over rows with weights, and each row's loss beside it."""
-    losses = nn.functional.cross_entropy(
-        self.net(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none"
-    )
+    logits = self.net(batch["ids"]).transpose(1, 2)
+    losses = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
     each, weight = losses.sum(1), batch["weight"]
     loss = (each * weight).sum() / weight.sum()
     return {"loss": loss, "each": each.detach(), "names": [*range(len(each))]}
@@ -90,9 +89,8 @@ def test_rows_with_weights_of_their_own_may_be_filled(is_right: bool) -> None:
     strategy: Any = PerSample(mask="weight") if is_right else PerToken()
     returned: list[Any] = []
     keep = LambdaCallback(on_train_batch_end=lambda *args: returned.append(args[2]))
-    kind = hooked(Split, training_step=weighted_mean)
+    kind = hooked(Split, training_step=weighted_mean, proof="off")
     whole, ours = kind(cut=None), kind(cut=THREE, strategy=strategy)
-    ours.proof = whole.proof = "off"
     fit(whole, data=data)
     fit(ours, keep, data=data)
     found = deviation(ours, whole, START)
@@ -135,8 +133,7 @@ def test_nothing_is_compiled_after_the_first_micro_batch_of_each_shape(
 
 def test_strategy_is_refused_when_rows_first_fill_a_micro_batch() -> None:
     """Loader batches that are full before are trained on as ever."""
-    full = [each for each in SEQUENCES if len(each[0]) > 16][:1] * 4
-    assert len(full) == 4
+    full = [next(each for each in SEQUENCES if len(each[0]) > 16)] * 4
     width = len(full[0][0])
     cut = MicroBatching(tokens=2 * width, shapes=(width,))
     module = Split(cut=cut, strategy=PerSample())
@@ -158,8 +155,7 @@ class Unweighted(Split):
 @pytest.mark.filterwarnings("ignore:.*proof")
 def test_proof_measures_with_rows_that_fill() -> None:
     rows = [each for each in SEQUENCES if len(each[0]) > 9][:10]
-    batch = pad_and_mask(rows)
-    batch["weight"] = torch.ones(len(rows))
+    batch = {**pad_and_mask(rows), "weight": torch.ones(len(rows))}
     cut = MicroBatching(tokens=80, shapes=(20,))
     module = Unweighted(cut=cut, strategy=PerSample(mask="weight"))
     data = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
@@ -173,9 +169,7 @@ class SeesPadding(Split):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.net.embed.register_forward_hook(
-            lambda m, i, o: o + o.mean(1, keepdim=True)
-        )
+        self.net.embed.register_forward_hook(lambda m, i, o: o + o.mean(1)[:, None])
 
 
 UNPROVEN = hooked(Split, proof="off")

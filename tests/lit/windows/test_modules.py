@@ -169,11 +169,8 @@ def causal(rows: list[int]) -> Any:
 # ---- the table -----------------------------------------------------------------------
 
 VALIDATED = hooked(Plain, validation_step=lambda self, b, _: self.loss_of(b) and None)
-AVERAGING = {
-    "swa": lambda: [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)],
-    "ema": lambda: [EMAWeightAveraging(decay=0.5)],
-    "mean": lambda: [WeightAveraging()],
-}
+AVERAGED: dict[str, Any] = {"kind": VALIDATED, "validation": ragged([4])}
+AVERAGED |= {"max_epochs": 3, "in_windows": {"val_check_interval": 3}}
 CASES: dict[str, dict[str, Any]] = {
     "sparse": {"kind": Sparse},
     "SparseAdam": {"kind": Sparse, "made": {"adam": True}},
@@ -192,16 +189,12 @@ CASES: dict[str, dict[str, Any]] = {
     "no torch optimizer": {"made": {"optimizer": LooksLikeOne}},
     "no torch optimizer inside": {"made": {"optimizer": Wrapper}},
     # Exact weights are averaged, also where validation swaps them inside a window.
-    **{
-        name: {
-            "kind": VALIDATED,
-            "callbacks": averages,
-            "max_epochs": 3,
-            "validation": ragged([4]),
-            "in_windows": {"val_check_interval": 3},
-        }
-        for name, averages in AVERAGING.items()
+    "swa": {
+        "callbacks": lambda: [StochasticWeightAveraging(0.1, swa_epoch_start=1)],
+        **AVERAGED,
     },
+    "ema": {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)], **AVERAGED},
+    "mean": {"callbacks": lambda: [WeightAveraging()], **AVERAGED},
     # transformers#46204, llm-foundry#1610: the first label of a row is no target, and
     # padding is none. In float64, but this model computes its loss in float32.
     **{
