@@ -235,18 +235,11 @@ def train(rank: int, world: int, case: Case) -> Result:
     if case.ddp is None:
         sizes = {"data_parallel_size": world, "tensor_parallel_size": 1}
         backend = ModelParallelStrategy(**sizes, process_group_backend="gloo")  # type: ignore[arg-type]
-    fit = trainer(
-        case.window,
-        callbacks=[
-            LambdaCallback(on_train_start=hook_in, on_before_optimizer_step=keep)
-        ],
-        strategy=backend,
-        devices=world,
-        use_distributed_sampler=False,
-        max_epochs=case.epochs,
-        num_sanity_val_steps=0,
-        limit_val_batches=1 if case.norm else 0,
-    )
+    hooks = LambdaCallback(on_train_start=hook_in, on_before_optimizer_step=keep)
+    how: dict[str, Any] = {"devices": world, "use_distributed_sampler": False}
+    how |= {"num_sanity_val_steps": 0, "limit_val_batches": 1 if case.norm else 0}
+    how |= {"strategy": backend, "max_epochs": case.epochs, "callbacks": [hooks]}
+    fit = trainer(case.window, **how)
     data, share = data_of(case, world)[rank], SHARES[world][rank]
     loader: Any = DataLoader(data, batch_sampler=parted(data, share), collate_fn=pad)  # type: ignore[arg-type]
     try:

@@ -57,12 +57,9 @@ def fit(
     if isinstance(data, list):
         data = rank_loader(data, BATCH, rank // each, world // each)
     if split and world > 1:
-        strategy: Any = ModelParallelStrategy(
-            data_parallel_size=world // split,
-            tensor_parallel_size=split,
-            process_group_backend="gloo",
-            save_distributed_checkpoint=False,
-        )
+        sizes: Any = {"data_parallel_size": world // split}
+        sizes |= {"tensor_parallel_size": split, "save_distributed_checkpoint": False}
+        strategy: Any = ModelParallelStrategy(**sizes, process_group_backend="gloo")
     how = {"strategy": strategy, "devices": world, "use_distributed_sampler": False}
     fitted = trainer(window, callbacks=[*ours, *callbacks], **{**how, **options})
     fitted.fit(module, data, ckpt_path=ckpt_path)
