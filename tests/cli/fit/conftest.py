@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.fit.lightning_runs import stand_alone
+from tests.cli.fit.lightning_user import stand_alone
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tests.cli.fit.lightning_runs import USER, make, quiet, written
+from tests.cli.fit.lightning_user import USER, make, quiet, written
 from tests.cli.fit.lightning_user import Net
 from tests.helpers import weights
 from trainkit import TrainkitError

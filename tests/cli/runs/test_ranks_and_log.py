@@ -1,4 +1,4 @@
-"""`train.log` by itself."""
+"""The other ranks of a run, the private names that it needs, and `train.log`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,124 @@ import io
 import logging
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
+from trainkit.cli import _compat
+from trainkit.cli.errors import TrainingFailed
+from trainkit.cli.runs import ranks
+from trainkit.cli.runs.ranks import ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog, _Shown, screen_log
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+def with_rank(program: str) -> tuple[Trainer, subprocess.Popen[bytes]]:
+    """A Trainer whose launcher has started one process."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    trainer.strategy.launcher.procs.append(process)  # type: ignore[union-attr]
+    return trainer, process
+
+
+def test_they_are_waited_for_and_the_environment_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    trainer, process = with_rank("import time; time.sleep(0.2)")
+    with ranks_of_one_run(trainer):
+        monkeypatch.setenv("MASTER_PORT", "2")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    assert process.returncode == 0
+    assert os.environ["MASTER_PORT"] == "1"
+    assert "LOCAL_RANK" not in os.environ  # or the next run would start no ranks
+
+
+def test_one_that_fails_fails_the_run() -> None:
+    trainer, _ = with_rank("raise SystemExit(3)")
+    with pytest.raises(
+        TrainingFailed, match=r"another rank failed; exit statuses: \[3\]"
+    ):
+        with ranks_of_one_run(trainer):
+            pass
+
+
+def test_after_an_error_one_that_hangs_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "_TO_END_AFTER_AN_ERROR", 0.1)
+    trainer, process = with_rank(SLEEPS)
+    with pytest.raises(ZeroDivisionError):
+        with ranks_of_one_run(trainer):
+            raise ZeroDivisionError
+    assert process.poll() is not None
+
+
+def test_a_run_without_other_ranks_leaves_the_environment_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be torchrun's, which started this process too."""
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    with ranks_of_one_run(trainer):
+        monkeypatch.setenv("MASTER_PORT", "3")
+    assert os.environ["MASTER_PORT"] == "3"
+
+
+# ---- private names of Lightning and wandb: what each of them is today ----------------
+
+
+def test_the_run_of_a_logger(private_wandb: Path) -> None:
+    logger = WandbLogger(offline=True)
+    assert _compat.run_of(logger) is None  # and asking made none
+    run: Any = logger.experiment
+    assert _compat.run_of(logger) is run
+    other = WandbLogger(offline=True)
+    _compat.set_run(other, run)
+    assert other.experiment is run
+    assert not _compat.is_finished(run)
+    run.finish()
+    assert _compat.is_finished(run)
+
+
+def test_a_logger_that_came_by_pickle_is_attached(private_wandb: Path) -> None:
+    logger = WandbLogger(offline=True)
+    run: Any = logger.experiment
+    assert not _compat.is_attached(logger)
+    assert _compat.is_attached(pickle.loads(pickle.dumps(logger)))
+    run.finish()
+
+
+@pytest.mark.parametrize("how", [{}, {"strategy": "ddp", "devices": 2}])
+def test_ranks_are_taken_over_and_lightning_watches_none(how: dict[str, Any]) -> None:
+    trainer: Any = Trainer(accelerator="cpu", logger=False, **how)
+    assert _compat.take_over_ranks(trainer) == []
+    if how:
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        trainer.strategy.launcher.procs.append(process)
+        assert _compat.take_over_ranks(trainer) == [process]
+        assert _compat.take_over_ranks(trainer) == []
+        process.wait(240)
+
+
+# ---- `train.log` by itself -----------------------------------------------------------
 
 
 def test_it_has_what_was_printed_warned_and_logged(

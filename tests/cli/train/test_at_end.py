@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ones_own
-from tests.cli.evaluate.runs import EPOCHS, OWN, result, trained, trainkit
+from tests.cli.test_evaluate import EPOCHS, OWN, result, trained, trainkit
 from tests.cli.training import run_dirs, summary_of, the_run
 from tests.cli.wandb_runs import folders, records
 from tests.startup import forked
