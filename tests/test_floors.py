@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 import trainkit
 from tests.imports import between_folders, imports
-from tests.startup import CHILD_PATH
+from tests.startup import CHILD_PATH, ended
 
 HEAVY = [
     "torch",
@@ -64,13 +64,9 @@ def loaded_by(*programs: str) -> list[set[str]]:
     """Which of the heavy packages a fresh process has loaded after each program."""
     show = "import sys\nprint('loaded:', *sys.modules)"
     lines = [line for program in programs for line in (program, show)]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, "PYTHONPATH": CHILD_PATH},  # torchmetrics imports less
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {**os.environ, "PYTHONPATH": CHILD_PATH}  # torchmetrics imports less
+    done = ended([sys.executable, "-c", "\n".join(lines)], Path(), env)
+    assert done.returncode == 0, done.stderr
     found = [
         {name.partition(".")[0] for name in line.split()[1:]} & set(HEAVY)
         for line in done.stdout.splitlines()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from tests.cli.wandb_runs import connect
 from tests.wandb_server import WandbServer
 from trainkit.config import allow_targets
 
@@ -49,3 +50,11 @@ def private_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
         monkeypatch.setenv("HOME", home)
         yield tmp_path
         wandb.teardown()
+
+
+@pytest.fixture
+def online(
+    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> WandbServer:
+    connect(wandb_server, monkeypatch, private_wandb)
+    return wandb_server

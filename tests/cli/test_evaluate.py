@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.cli.fit.lightning_user import stand_alone
 from tests.cli.ones_own import Data, Net, loader
 from tests.cli.training import the_run, train
-from tests.recipes.debugging import small
+from tests.recipes.small import small
 from trainkit.cli.evaluate import main as evaluate
 from trainkit.cli.evaluate.predictions import Predictions, rows_of
 from trainkit.cli.main import main
@@ -219,9 +219,6 @@ def test_wrong_overrides_are_one_message(
     verb: str, words: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert is_refused(capsys, run, text, verb, run, *words.split())
-
-
-
 
 
 def test_wrong_places_are_one_message(

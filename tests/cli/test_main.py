@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 from tests.cli.fresh import Answer, fresh
+from tests.startup import ended
 from trainkit import __version__
 from trainkit.cli.errors import (
     Interrupted,
@@ -128,13 +128,10 @@ def test_it_is_said_once_and_on_the_first_rank_alone(
 
 
 def test_python_m_trainkit_is_the_command(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = ended(
         [sys.executable, "-m", "trainkit", "tran"],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        tmp_path,
+        {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "received 'tran'. Did you mean train?" in done.stderr

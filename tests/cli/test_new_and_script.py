@@ -1,4 +1,4 @@
-"""`trainkit new` makes a folder that trains; `python mine.py` trains its own classes."""
+"""`trainkit new` makes a folder that trains; `python mine.py` trains its classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ FEW = [
 
 @pytest.fixture(autouse=True)
 def nothing_of_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "lines", raising=False)
+    monkeypatch.setattr(targets, "_allowed", set(targets._allowed))
+    for name in ("lines", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def made() -> Path:
@@ -153,20 +155,6 @@ def test_a_mistake_makes_nothing(
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "lines" / "lines.py"
-WORDS = [
-    "trainer.max_epochs=1",
-    "trainer.log_every_n_steps=1",
-    "data.num_train=20",
-    "data.num_val=4",
-    "data.batch_size=4",
-    "report=false",
-]
-
-
-@pytest.fixture(autouse=True)
-def as_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "_allowed", set(targets._allowed))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
 
 
 def python(path: Path, *words: str) -> int | str | None:
@@ -187,7 +175,7 @@ def test_a_copy_of_a_recipe_trains_itself(
     path = (tmp_path / folder / "mine.py").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RECIPE.read_text().replace("width: int = 128", "width: int = 3"))
-    assert python(path, *WORDS, "~model.width") == 0
+    assert python(path, *FEW, "~model.width") == 0
     (run,) = run_dirs(tmp_path)
     config = (run / "config.yaml").read_text()
     assert f"_target_: {name}.Classifier" in config
@@ -219,7 +207,7 @@ def test_conf_beside_the_file_is_found_from_any_folder(tmp_path: Path) -> None:
     path.write_text(RECIPE.read_text().replace('"experiment=lines", ', ""))
     own = path.parent / "conf" / "experiment" / "default.yaml"
     own.write_text("# @package _global_\ndefaults: [lines]\nname: of_its_conf\n")
-    assert python(path, *WORDS) == 0
+    assert python(path, *FEW) == 0
     (run,) = run_dirs(tmp_path)
     assert run.parent == tmp_path / "outputs" / "of_its_conf"
     (tmp_path / "other").mkdir()  # the control: a place that is given

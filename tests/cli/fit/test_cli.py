@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -18,6 +16,12 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from tests.cli.fit.lightning_user import (
     USER,
+    ByRow,
+    Configured,
+    Data,
+    MixinNet,
+    Net,
+    WithoutOptimizer,
     by_hand,
     callbacks_of,
     fit,
@@ -28,16 +32,8 @@ from tests.cli.fit.lightning_user import (
     strategy_of,
     written,
 )
-from tests.cli.fit.lightning_user import (
-    ByRow,
-    Configured,
-    Data,
-    MixinNet,
-    Net,
-    WithoutOptimizer,
-)
 from tests.helpers import weights
-from tests.startup import forked
+from tests.startup import ended
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -364,12 +360,5 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
         "parser, config = pickle.load(open('cli.pickle', 'rb'))\n"
         "print(parser.dump(config))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, **forked()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = ended([sys.executable, "-c", program], tmp_path)
     assert "class_path: trainkit.PerToken" in done.stdout, done.stderr

@@ -14,8 +14,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tests.cli.fit.lightning_user import USER, make, quiet, written
-from tests.cli.fit.lightning_user import Net
+from tests.cli.fit.lightning_user import USER, Net, make, quiet, written
 from tests.helpers import weights
 from trainkit import TrainkitError
 from trainkit.cli.errors import TrainingFailed

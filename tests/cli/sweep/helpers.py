@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.startup import forked
+from tests.startup import ended, forked
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 TOY = str(Path(__file__).parent / "toy_trial.py")
@@ -54,8 +54,7 @@ def command(*words: str) -> list[str]:
 def run(
     words: list[str], env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    options: Any = {"capture_output": True, "text": True, "timeout": 280}
-    return subprocess.run(words, env=dict(env), cwd=cwd, check=False, **options)
+    return ended(words, cwd, env, timeout=280)
 
 
 def private_env(home: Path) -> dict[str, str]:

@@ -67,9 +67,6 @@ def test_one_that_cannot_be_ended_is_named(
     wait_until(lambda: process.poll() is not None)
 
 
-pytest.importorskip("optuna")
-
-
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep in a process: its first trial has ended, its second waits."""

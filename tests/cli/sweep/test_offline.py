@@ -28,8 +28,6 @@ from trainkit.cli.main import main
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.trial import Trial
 
-pytest.importorskip("optuna")
-
 HYPERBAND = {"type": "hyperband", "min_iter": 2, "eta": 3, "strict": True}
 CRASHES = ["${interpreter}", "-c", "import sys; sys.exit('no such data')"]
 N_IS_1_CRASHES = [
@@ -205,7 +203,6 @@ def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
 def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_server(
     wandb_server: WandbServer, tmp_path: Path
 ) -> None:
-    pytest.importorskip("optuna")
     name = "lr_batch.yaml"
     shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[8])
     words = command(name, "--offline", "--agents", "2", "--json")

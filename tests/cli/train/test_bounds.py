@@ -117,7 +117,7 @@ def died() -> Iterator[list[int]]:
 
 def killer(hook: str, batch: int, signum: str = "SIGTERM") -> str:
     return (
-        "+callbacks.killer={_target_: tests.cli.train.killer.Killer, "
+        "+callbacks.killer={_target_: tests.cli.train.trained_models.Killer, "
         f"hook: {hook}, batch: {batch}, signum: {signum}}}"
     )
 

@@ -21,6 +21,7 @@ from tests.cli.wandb_runs import (
     connect,
     fit,
     folders,
+    only_run,
     rows,
     sync,
     window_losses,
@@ -34,19 +35,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import Stopped
 
 GROUP_FILE = Path(__file__).parents[3] / "conf/logger/wandb.yaml"
-
-
-@pytest.fixture
-def online(
-    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
-) -> WandbServer:
-    connect(wandb_server, monkeypatch, private_wandb)
-    return wandb_server
-
-
-def only_run(server: WandbServer) -> Any:
-    assert len(server.runs) == 1
-    return next(iter(server.runs.values()))
 
 
 # ---- offline -------------------------------------------------------------------------

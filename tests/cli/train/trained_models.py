@@ -1,4 +1,4 @@
-"""Models for trainings on several ranks, which are processes of their own."""
+"""Models and a callback for trainings in processes of their own, which they disturb."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch import Callback
 
 from recipes.code_lm import CodeLM
 
@@ -35,3 +37,24 @@ class KilledOnce(CodeLM):
         if self.global_rank == 1 and batch_idx == 3 and not was.exists():
             was.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killer(Callback):
+    """Sends this process a signal, once.
+
+    Args:
+        hook: the name of a Callback's hook.
+        batch: when so many micro-batches have been trained on, or later.
+        signum: what to send.
+    """
+
+    def __init__(self, *, hook: str, batch: int, signum: str) -> None:
+        self.batch = batch
+        self.signum = signal.Signals[signum]
+        self.has_sent = False
+        setattr(self, hook, self._send)
+
+    def _send(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.has_sent and trainer.fit_loop.total_batch_idx >= self.batch:
+            self.has_sent = True
+            os.kill(os.getpid(), self.signum)
