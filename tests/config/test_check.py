@@ -175,14 +175,6 @@ def test_what_must_be_given_is_named_from_the_root() -> None:
         check(root.group, key="group")
 
 
-def limited(key: str = "seed", value: Any = 0) -> None:
-    config = OmegaConf.create(
-        {"trainer": {}, "seed": 0, "mode": "min", "checks": "late"}
-    )
-    OmegaConf.update(config, key, value)
-    check_limits(config)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
@@ -199,33 +191,33 @@ def limited(key: str = "seed", value: Any = 0) -> None:
         ("seed", 2**32, "from 0 to 4294967295"),
         ("mode", "foo", "min or max"),
         ("checks", "never", "late or now"),
+        # The controls, within the limits.
+        ("trainer.accumulate_grad_batches", 1, None),
+        ("trainer.val_check_interval", 0.25, None),
+        ("trainer.val_check_interval", "00:00:05:00", None),
+        ("trainer.val_check_interval", {"minutes": 5}, None),
+        ("trainer.val_check_interval", None, None),
+        ("trainer.check_val_every_n_epoch", None, None),
+        ("trainer.log_every_n_steps", 0, None),
+        ("trainer.gradient_clip_val", 0, None),
+        ("trainer.gradient_clip_val", None, None),
+        ("seed", None, None),
+        ("seed", 2**32 - 1, None),
+        ("mode", "max", None),
+        ("checks", "now", None),
     ],
 )
-def test_beyond_a_limit(key: str, value: Any, rule: str) -> None:
+def test_what_is_beyond_a_limit_is_refused(
+    key: str, value: Any, rule: str | None
+) -> None:
+    config = {"trainer": {}, "seed": 0, "mode": "min", "checks": "late"}
+    limited = OmegaConf.create(config)
+    OmegaConf.update(limited, key, value)
+    if rule is None:
+        check_limits(limited)
+        return
     with pytest.raises(TrainkitError, match=rf"^{key}: must be {rule}, received"):
-        limited(key, value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trainer.accumulate_grad_batches", 1),
-        ("trainer.val_check_interval", 0.25),
-        ("trainer.val_check_interval", "00:00:05:00"),
-        ("trainer.val_check_interval", {"minutes": 5}),
-        ("trainer.val_check_interval", None),
-        ("trainer.check_val_every_n_epoch", None),
-        ("trainer.log_every_n_steps", 0),
-        ("trainer.gradient_clip_val", 0),
-        ("trainer.gradient_clip_val", None),
-        ("seed", None),
-        ("seed", 2**32 - 1),
-        ("mode", "max"),
-        ("checks", "now"),
-    ],
-)
-def test_within_the_limits(key: str, value: Any) -> None:
-    limited(key, value)
+        check_limits(limited)
 
 
 @pytest.mark.parametrize(
@@ -326,60 +318,58 @@ def test_a_text_is_no_other_thing(value: Any, hint: Any) -> None:
     assert str(value) == kept
 
 
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        ("8", str),
-        ("8", Any),
-        ("8", object),
-        ("8", int | str),
-        ("8", Union[int, str]),  # noqa: UP007
-        ("null", str | None),
-        ("a", Path),
-        ("a", str | Path),
-        ("16", Literal[16, "16"]),
-        ("16", Literal[16] | Literal["16", "bf16"] | None),
-        (["1", 2], list[int | str]),
-        (["1"], list[Any]),
-        (["1"], list[Literal["1", "2"]]),
-        (["1", 2], tuple[str | int, int]),
-        ({"1": "2"}, dict[str, int | str]),
-        ({"a": ["1"]}, dict[str, Any]),
-        (["a"], Sequence[str]),
-        (["a", "b"], set[str]),
-        ("torch.relu", Callable | str),
-        (1, float),
-        ([1, 2], tuple[int, int]),
-        ([1, 2], tuple[int, ...]),
-        ([1, 2, 3], tuple[int, ...]),
-        ("x", Free),
-        (Color.RED, Color),
-        (3, Sized),
-        (3, Annotated[int, AfterValidator(len)]),
-    ],
-)
-def test_what_may_be_a_text_is_left_alone(value: Any, hint: Any) -> None:
+FITTING: list[tuple[Any, Any]] = [
+    ("8", str),
+    ("8", Any),
+    ("8", object),
+    ("8", int | str),
+    ("8", Union[int, str]),  # noqa: UP007
+    ("null", str | None),
+    ("a", Path),
+    ("a", str | Path),
+    ("16", Literal[16, "16"]),
+    ("16", Literal[16] | Literal["16", "bf16"] | None),
+    (["1", 2], list[int | str]),
+    (["1"], list[Any]),
+    (["1"], list[Literal["1", "2"]]),
+    (["1", 2], tuple[str | int, int]),
+    ({"1": "2"}, dict[str, int | str]),
+    ({"a": ["1"]}, dict[str, Any]),
+    (["a"], Sequence[str]),
+    (["a", "b"], set[str]),
+    ("torch.relu", Callable | str),
+    (1, float),
+    ([1, 2], tuple[int, int]),
+    ([1, 2], tuple[int, ...]),
+    ([1, 2, 3], tuple[int, ...]),
+    ("x", Free),
+    (Color.RED, Color),
+    (3, Sized),
+    (3, Annotated[int, AfterValidator(len)]),
+    (None, None),
+    (None, type(None)),
+    (None, Any),
+    (None, int | None),
+    (None, Literal["a", None]),
+    (None, Literal["a"] | Literal[None]),
+    (None, Free),
+]
+NOT_NULL: list[tuple[Any, Any]] = [
+    (None, Bound),
+    (None, int),
+    (None, int | str),
+    (None, Literal["a"]),
+]
+
+
+@pytest.mark.parametrize(("value", "hint"), FITTING)
+def test_what_may_be_a_text_or_null_is_left_alone(value: Any, hint: Any) -> None:
     assert fits(value, hint)
 
 
-@pytest.mark.parametrize(
-    ("hint", "expected"),
-    [
-        (None, True),
-        (type(None), True),
-        (Any, True),
-        (int | None, True),
-        (Literal["a", None], True),
-        (Literal["a"] | Literal[None], True),
-        (Free, True),
-        (Bound, False),
-        (int, False),
-        (int | str, False),
-        (Literal["a"], False),
-    ],
-)
-def test_null(hint: Any, expected: bool) -> None:
-    assert fits(None, hint) is expected
+@pytest.mark.parametrize(("value", "hint"), NOT_NULL)
+def test_null_fits_no_other_hint(value: Any, hint: Any) -> None:
+    assert fits(value, hint) is False
 
 
 @pytest.mark.parametrize(

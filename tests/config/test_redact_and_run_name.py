@@ -1,9 +1,8 @@
-"""What is written down: no secrets, no values of the environment, and whose run it is."""
+"""What is written down: no secrets, no values of the environment; a name for a run."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from tests.startup import ended
 from trainkit.config.redact import (
     REDACTED,
     public_config,
@@ -24,52 +24,20 @@ from trainkit.config.redact import (
 )
 from trainkit.config.run_name import job_name, run_name
 
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "api_key",
-        "apiKey",
-        "API-KEY",
-        "wandb.api_key",
-        "WANDB_API_KEY",
-        "HF_TOKEN",
-        "hub_token",
-        "use_auth_token",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SESSION_TOKEN",
-        "db_password",
-        "client_secret",
-        "credentials",
-        "private_key",
-        "token",
-    ],
-)
-def test_keys_of_secrets(key: str) -> None:
-    assert sounds_secret(key)
+SECRET = """
+api_key apiKey API-KEY wandb.api_key WANDB_API_KEY HF_TOKEN hub_token use_auth_token
+AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN db_password client_secret
+credentials private_key token
+"""
+OTHER = """
+tokens tokenizer ignore_token pad_token eos_token_id max_tokens token_type key sort_key
+keys secretary access num_keys
+"""
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "tokens",
-        "tokenizer",
-        "ignore_token",
-        "pad_token",
-        "eos_token_id",
-        "max_tokens",
-        "token_type",
-        "key",
-        "sort_key",
-        "keys",
-        "secretary",
-        "access",
-        "num_keys",
-    ],
-)
-def test_keys_of_other_things(key: str) -> None:
-    assert not sounds_secret(key)
+@pytest.mark.parametrize("key", [*SECRET.split(), *OTHER.split()])
+def test_keys_of_secrets_are_told_from_those_of_other_things(key: str) -> None:
+    assert sounds_secret(key) == (key in SECRET.split())
 
 
 @pytest.mark.parametrize(
@@ -116,12 +84,8 @@ def test_secrets_in_a_file_of_somebody_else(tmp_path: Path) -> None:
     words = ["seed=1,2", "model.api_key=sk-1", "+m={_target_: X, password: p}"]
     path.write_text(yaml.safe_dump({"overrides": {"task": words}, "lr": 0.1}))
     redact_file(path)
-    assert yaml.safe_load(path.read_text()) == {
-        "overrides": {
-            "task": ["seed=1,2", "model.api_key=<redacted>", "+m=<redacted>"]
-        },
-        "lr": 0.1,
-    }
+    kept = ["seed=1,2", "model.api_key=<redacted>", "+m=<redacted>"]
+    assert yaml.safe_load(path.read_text()) == {"overrides": {"task": kept}, "lr": 0.1}
 
 
 class Color(Enum):
@@ -178,18 +142,10 @@ def test_without_the_environment_it_equals_the_resolved_configuration() -> None:
     ],
 )
 def test_what_reads_the_environment_stays_as_it_was_written(text: str) -> None:
-    config = OmegaConf.create(
-        {
-            "direct": "${oc.env:MY_VARIABLE}",
-            "other": 1,
-            "reader": "env",
-            "x": text,
-            "list": [text],
-        }
-    )
+    entries = {"direct": "${oc.env:MY_VARIABLE}", "other": 1, "reader": "env"}
+    config = OmegaConf.create({**entries, "x": text, "list": [text]})
     public = public_config(config)
-    assert public["x"] == text
-    assert public["list"] == [text]
+    assert (public["x"], public["list"]) == (text, [text])
     assert "2468" in str(OmegaConf.to_container(config, resolve=True))
 
 
@@ -203,16 +159,9 @@ def test_an_entry_that_leads_there_says_so() -> None:
 
 def test_schemas_become_plain_yaml() -> None:
     public = public_config(OmegaConf.create({"typed": Typed, "n": "${typed.n}"}))
-    assert yaml.safe_load(yaml.safe_dump(public)) == {
-        "typed": {
-            "n": 3,
-            "lr": "${oc.env:MY_VARIABLE}",
-            "color": "RED",
-            "path": "a/b",
-            "missing": "???",
-        },
-        "n": 3,
-    }
+    typed = {"n": 3, "lr": "${oc.env:MY_VARIABLE}", "color": "RED", "path": "a/b"}
+    typed["missing"] = "???"
+    assert yaml.safe_load(yaml.safe_dump(public)) == {"typed": typed, "n": 3}
 
 
 @pytest.mark.parametrize("text", ["${nowhere}", "${no.such:1}", "${a.missing}"])
@@ -222,14 +171,9 @@ def test_what_cannot_be_resolved_stays_as_it_was_written(text: str) -> None:
 
 def test_secrets_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "s3cretvalue")
-    public = public_config(
-        {"hub": {"token": "t"}, "note": "is ${x}", "x": "s3cretvalue"}
-    )
-    assert public == {
-        "hub": {"token": "<redacted>"},
-        "note": "is <redacted>",
-        "x": "<redacted>",
-    }
+    config = {"hub": {"token": "t"}, "note": "is ${x}", "x": "s3cretvalue"}
+    public = {"hub": {"token": REDACTED}, "note": f"is {REDACTED}", "x": REDACTED}
+    assert public_config(config) == public
 
 
 def test_the_configuration_given_is_left_alone() -> None:
@@ -273,13 +217,9 @@ def test_one_process_of_a_job_is_a_run_of_its_own(leave: str) -> None:
 def test_a_job_without_a_name_is_known_by_its_parent() -> None:
     program = "from trainkit.config.run_name import run_name\n"
     program += f"print(run_name({TORCHRUN}))"
-    names = {
-        subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for _ in range(2)
-    }
-    (name,) = names
+    words = [sys.executable, "-c", program]
+    name, again = (ended(words, Path(), os.environ).stdout.strip() for _ in range(2))
+    assert name == again
     assert name.startswith(f"torchrun-{os.getpid()}")
     assert run_name(TORCHRUN) != name  # of another parent
     assert run_name({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).endswith("-again1")

@@ -19,10 +19,8 @@ from trainkit.cli.comparison import table
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.train.monitors import _there_are
 
-FIXED = [
-    "data._target_=tests.cli.ones_own.Data", "trainer.max_epochs=2", "report=false",
-    "trainer.log_every_n_steps=1", "accumulation=per_sample",
-]  # fmt: skip
+FIXED = [f"data._target_={OWN}.Data", "accumulation=per_sample", "report=false"]
+FIXED += ["trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Skipping val loop"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
@@ -30,23 +28,21 @@ pytestmark = [
 ]
 ONE_EPOCH = "trainer.max_epochs=1"
 NO_SANITY = "trainer.num_sanity_val_steps=0"
+UNVALIDATED = "is logged by nothing, since Unvalidated has no validation"
+CHOICE = "is logged by nothing; there are: val/nll. Ch"
 ENDED = "so this run has no metric; it ended before its first validation"
 
 
 def own(model: str, *words: str) -> int:
-    flags = [word for word in words if word.startswith("-")]
-    rest = [word for word in words if not word.startswith("-")]
-    if "callbacks=none" not in words:
-        rest.append("callbacks.checkpoint.every_n_train_steps=1")
-    return train(
-        *flags, *FIXED, f"model._target_=tests.cli.ones_own.{model}", *rest, small=[]
-    )
+    saved = ["callbacks.checkpoint.every_n_train_steps=1"]
+    saved *= "callbacks=none" not in words
+    return train(f"model._target_={OWN}.{model}", *words, *saved, small=FIXED)
 
 
 def test_without_validation_there_is_no_best_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert own("Nll", "data._target_=tests.cli.ones_own.OnlyTrain", ONE_EPOCH) == 0
+    assert own("Nll", f"data._target_={OWN}.OnlyTrain", ONE_EPOCH) == 0
     said = capsys.readouterr()
     line = "trainkit | best checkpoint: none, since Nll has no validation; last"
     assert said.out.count(line) == 1
@@ -80,26 +76,18 @@ def test_an_end_before_the_first_validation_is_named(
 
 
 @pytest.mark.parametrize(
-    ("model", "metric", "said"),
+    ("model", "word", "said"),
     [
-        (
-            "Unvalidated",
-            "val/loss",
-            "is logged by nothing, since Unvalidated has no validation",
-        ),
-        ("Nll", "''", "metric: must be a name or null, received ''"),
-        ("Nll", "val/loss", "val/loss is logged by nothing; there are: val/nll. Ch"),
+        ("Unvalidated", "metric=val/loss", UNVALIDATED),
+        ("Nll", "metric=''", "metric: must be a name or null, received ''"),
+        # This one shows in the sanity check.
+        ("Nll", "metric=val/loss", f"val/loss {CHOICE}"),
     ],
 )
 def test_one_that_was_chosen_is_refused_before_the_first_step(
-    model: str,
-    metric: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: str, word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last one shows in the sanity check."""
-    assert own(model, f"metric={metric}") == 2
+    assert own(model, word) == 2
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
@@ -107,14 +95,13 @@ def test_one_that_was_chosen_is_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
-    [("Quiet", ["metric=val/loss"]), ("Unvalidated", ["metric=nope"])],
+    ("model", "word"), [("Quiet", "metric=val/loss"), ("Unvalidated", "metric=nope")]
 )
 def test_it_ends_a_training_that_would_go_on(
-    model: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the first epoch, with a checkpoint from which it continues."""
-    assert own(model, *words) == 2
+    assert own(model, word) == 2
     shown = capsys.readouterr().err
     assert "window/loss" in shown
     assert "Traceback" not in shown
@@ -253,36 +240,28 @@ def test_one_that_fails_leaves_the_training(
     assert (summary["status"], summary["test"]) == ("finished", None)
 
 
-def test_a_signal_ends_it(
+@pytest.mark.parametrize(
+    ("hook", "training"),
+    [("test_step", "finished"), ("on_train_epoch_start", "interrupted")],
+)
+def test_a_signal_ends_it_or_the_training_before_which_is_not_tested(
+    hook: str,
+    training: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    number = signal.SIGTERM
-
-    def stop(*args: object) -> None:
-        os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(ones_own.Net, "test_step", stop)
-    run = trained(tmp_path, "test=true", status=128 + number)
-    summary = summary_of(run)
-    assert (summary["status"], summary["test"]) == ("finished", None)
-    capsys.readouterr()
-    assert trainkit("test", run) == 128 + number
-    assert "stopped by SIGTERM" in capsys.readouterr().out
-    assert not (run / "test.json").exists()
-
-
-def test_an_interrupted_training_is_not_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def stop(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(ones_own.Net, "on_train_epoch_start", stop, raising=False)
+    monkeypatch.setattr(ones_own.Net, hook, stop, raising=False)
     run = trained(tmp_path, "test=true", status=143)
     summary = summary_of(run)
-    assert (summary["status"], summary["test"]) == ("interrupted", None)
+    assert (summary["status"], summary["test"]) == (training, None)
+    capsys.readouterr()
+    if hook == "test_step":
+        assert trainkit("test", run) == 143
+        assert "stopped by SIGTERM" in capsys.readouterr().out
     assert not (run / "test.json").exists()
 
 
@@ -296,20 +275,16 @@ def test_it_is_in_the_one_run_of_wandb(private_wandb: Path) -> None:
     assert "'type': 'exit'" in shown
 
 
-TWO_RANKS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-
-
 @pytest.mark.slow
 def test_each_row_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nine rows to test are ten on two ranks, and nine on one device."""
     own = [f"model._target_={OWN}.Net", f"data._target_={OWN}.Data", "test=true"]
-    done = ended(
-        [sys.executable, "-m", "trainkit", "train", *own, *EPOCHS, *TWO_RANKS],
-        tmp_path,
-        dict(os.environ, TRAINKIT_ALLOW="tests", **forked()),
-    )
+    command = [sys.executable, "-m", "trainkit", "train", *own, *EPOCHS]
+    command += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    env = dict(os.environ, TRAINKIT_ALLOW="tests", **forked())
+    done = ended(command, tmp_path, env)
     assert done.returncode == 0, done.stderr
     assert "; on 2 ranks some rows may count twice" in done.stdout
     run = the_run(tmp_path)

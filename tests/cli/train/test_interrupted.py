@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.train.trained_models import killer
 from tests.cli.training import (
     SMALL,
     run_dirs,
@@ -64,28 +65,31 @@ def rows_of(run: Path) -> list[str]:
     return (run / "metrics.csv").read_text().splitlines()
 
 
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between any two weights at the end."""
+    theirs = weights_of(other)
+    gaps = [(w - theirs[name]).abs().max() for name, w in weights_of(one).items()]
+    return float(torch.stack(gaps).max())
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_here(tmp_path_factory.mktemp("whole"), *RUN)
 
 
-CASES = [
-    ("on_validation_batch_start", 8, "SIGTERM", 143),
-    ("on_train_batch_start", 13, "SIGUSR2", 140),
-    ("on_save_checkpoint", 11, "SIGKILL", -9),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("hook", "batch", "signum", "status"), CASES)
+@pytest.mark.parametrize(
+    ("hook", "batch", "signum", "status"),
+    [
+        ("on_validation_batch_start", 8, "SIGTERM", 143),
+        ("on_train_batch_start", 13, "SIGUSR2", 140),
+        ("on_save_checkpoint", 11, "SIGKILL", -9),
+    ],
+)
 def test_it_ends_as_if_nothing_had_happened(
     hook: str, batch: int, signum: str, status: int, whole: Path, tmp_path: Path
 ) -> None:
-    killer = (
-        "+callbacks.killer={_target_: tests.cli.train.trained_models.Killer, "
-        f"hook: {hook}, batch: {batch}, signum: {signum}}}"
-    )
-    killed = run_apart(tmp_path, *RUN, killer)
+    killed = run_apart(tmp_path, *RUN, killer(hook, batch, signum))
     assert killed.returncode == status, killed.stderr
     run = the_run(tmp_path)
     last = run / "checkpoints" / "last.ckpt"
@@ -133,18 +137,18 @@ STEPS = "trainer.max_steps="
 COPIED = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
 
-@pytest.fixture
-def an_epoch(tmp_path: Path, epoch: Path) -> Path:
-    """The folder of a copy of a run that has finished its one epoch."""
-    shutil.copytree(epoch, tmp_path, dirs_exist_ok=True)
-    return the_run(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def epoch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("epoch")
     run_here(where, *LONGER, f"{STEPS}-1", "trainer.max_epochs=1")
     return where
+
+
+@pytest.fixture
+def an_epoch(tmp_path: Path, epoch: Path) -> Path:
+    """A copy of a run that has finished its one epoch."""
+    shutil.copytree(epoch, tmp_path, dirs_exist_ok=True)
+    return the_run(tmp_path)
 
 
 @COPIED
@@ -178,32 +182,27 @@ def test_a_metric_is_not_looked_for_where_nothing_is_left_to_do(
 
 SCRIPT = [str(Path(sys.executable).with_name("trainkit"))]
 MODULE = [sys.executable, "-m", "trainkit"]
-ONE_RANK = ["trainer.accumulate_grad_batches=4"]
-TWO_RANKS = [
-    "trainer=ddp",
-    "trainer.accelerator=cpu",
-    "trainer.devices=2",
-    "trainer.accumulate_grad_batches=2",
-]
+ONE_RANK = "trainer.accumulate_grad_batches=4"
+HALF = "trainer.accumulate_grad_batches=2"
+TWO_RANKS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", HALF]
+TWO_NODES = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", HALF]
+TWO_NODES += ["trainer.num_nodes=2", "ckpt_path=auto"]
 FOUR_STEPS = "trainer.max_steps=4"
 SGD = ["optimizer=sgd", "optimizer.lr=0.1"]
 """AdamW divides by the gradient's own size, and would show rounding enlarged."""
 
 
+def private_env(home: Path) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    env |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "TRAINKIT_ALLOW": "tests"}
+    return {**env, **forked()}
+
+
 def run(
     program: list[str], *words: str, cwd: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", **forked()}
-    env |= {"TRAINKIT_ALLOW": "tests", **more}
+    env = private_env(cwd) | more
     return ended([*program, "train", *SMALL, *TWO_RANKS, *words], cwd, env)
-
-
-def furthest(one: Path, other: Path) -> float:
-    """The largest difference between any two weights at the end."""
-    theirs = weights_of(other)
-    gaps = [(w - theirs[name]).abs().max() for name, w in weights_of(one).items()]
-    return float(torch.stack(gaps).max())
 
 
 def steps_logged(run_dir: Path) -> list[str]:
@@ -215,14 +214,11 @@ def steps_logged(run_dir: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The run of each strategy."""
-    where = tmp_path_factory.mktemp("one_rank")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(where)
-        patch.setattr(sys, "argv", ["trainkit"])
-        for name in ("per_token", "uniform"):
-            words = [FOUR_STEPS, f"accumulation={name}", f"name={name}"]
-            assert train(*SGD, *ONE_RANK, *words) == 0
-    return {run.parent.name: run for run in run_dirs(where)}
+    runs = {}
+    for name in ("per_token", "uniform"):
+        words = [*SGD, ONE_RANK, FOUR_STEPS, f"accumulation={name}"]
+        runs[name] = run_here(tmp_path_factory.mktemp(name), *SMALL, *words)
+    return runs
 
 
 @pytest.mark.slow
@@ -252,7 +248,8 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
         assert summary["effective_batch"]["size"] == 8
 
 
-SIGNALLED = "model._target_=tests.cli.train.trained_models.Signalled"
+MODELS = "tests.cli.train.trained_models"
+SIGNALLED = f"model._target_={MODELS}.Signalled"
 
 
 @pytest.mark.slow
@@ -278,8 +275,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
 
 @pytest.mark.slow
 def test_a_rank_that_fails_fails_the_training(tmp_path: Path) -> None:
-    model = "model._target_=tests.cli.train.trained_models.SecondRankFails"
-    done = run(SCRIPT, model, cwd=tmp_path)
+    done = run(SCRIPT, f"model._target_={MODELS}.SecondRankFails", cwd=tmp_path)
 
     # Lightning kills a rank that has not ended some seconds after it was told to.
     assert done.returncode in (1, -signal.SIGKILL), done.stderr
@@ -300,28 +296,9 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
     assert summary["effective_batch"]["replicas"] == 2
 
 
-KILLED = "model._target_=tests.cli.train.trained_models.KilledOnce"
-TWO_NODES = [
-    "trainer=ddp",
-    "trainer.accelerator=cpu",
-    "trainer.devices=1",
-    "trainer.num_nodes=2",
-    "trainer.accumulate_grad_batches=2",
-    "ckpt_path=auto",
-]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def node(where: Path, port: int, *words: str) -> subprocess.Popen[str]:
     """Each node is given the same command, and its own number of restarts counts."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"HOME": str(where), "OMP_NUM_THREADS": "1", **forked()}
-    env |= {"TRAINKIT_ALLOW": "tests", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = private_env(where) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     agent += ["--nproc-per-node=1", "--max-restarts=2", "--rdzv-id=job"]
     agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
@@ -337,12 +314,15 @@ def node(where: Path, port: int, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_node_killed_and_started_again_trains_as_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Killed in its second window; the first step's checkpoint is gone on from, in the
     same folder, though only one of the nodes has counted a failure."""
-    port = free_port()
-    nodes = [node(tmp_path, port, KILLED, *SGD) for _ in range(2)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    killed = f"model._target_={MODELS}.KilledOnce"
+    nodes = [node(tmp_path, port, killed, *SGD) for _ in range(2)]
     try:
         said = [each.communicate(timeout=240)[0] for each in nodes]
     finally:
@@ -354,11 +334,8 @@ def test_a_node_killed_and_started_again_trains_as_one_process(
     two = the_run(tmp_path)  # one folder
     assert two.name == "torchrun-job"
     assert summary_of(two)["effective_batch"]["replicas"] == 2
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainkit"])
-    assert train(*SGD, "trainer.accumulate_grad_batches=4", "name=one") == 0
-    assert train(*SGD, "trainer.accumulate_grad_batches=2", "name=half") == 0
-    one = the_run(tmp_path / "outputs" / "one")
+    one = run_here(tmp_path_factory.mktemp("one"), *SMALL, *SGD, ONE_RANK)
+    half = run_here(tmp_path_factory.mktemp("half"), *SMALL, *SGD, HALF)
     assert furthest(two, one) < 1e-6
-    assert furthest(two, the_run(tmp_path / "outputs" / "half")) > 1e-4  # the control
+    assert furthest(two, half) > 1e-4  # the control
     assert steps_logged(two) == steps_logged(one) == list("12")

@@ -1,4 +1,4 @@
-"""Models and a callback for trainings in processes of their own, which they disturb."""
+"""Models for trainings, also in processes of their own, and what disturbs them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,43 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, LightningModule
 
 from recipes.code_lm import CodeLM
+
+
+class Foreign(LightningModule):
+    """Knows nothing of trainkit, takes what is said of the other model, and needs none
+    of it."""
+
+    def __init__(self, width: int = 4, **kwargs: int) -> None:
+        super().__init__()
+        self.byte = torch.nn.Embedding(256, width)
+        self.head = torch.nn.Linear(width, 256)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.head(self.byte(batch["ids"])).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+class Optimized(Foreign):
+    """Has an optimizer of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+OPTIMIZED = f"{__name__}.Optimized"
+
+
+def own_option(conf: Path, group: str, target: str) -> None:
+    """An option `mine` of a group, in a folder of configurations."""
+    (conf / group).mkdir(parents=True, exist_ok=True)
+    (conf / group / "mine.yaml").write_text(f"_target_: {target}")
 
 
 class Signalled(CodeLM):
@@ -58,3 +92,11 @@ class Killer(Callback):
         if not self.has_sent and trainer.fit_loop.total_batch_idx >= self.batch:
             self.has_sent = True
             os.kill(os.getpid(), self.signum)
+
+
+def killer(hook: str, batch: int, signum: str = "SIGTERM") -> str:
+    """The word that adds it to a training."""
+    return (
+        f"+callbacks.killer={{_target_: {__name__}.Killer, "
+        f"hook: {hook}, batch: {batch}, signum: {signum}}}"
+    )
