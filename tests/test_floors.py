@@ -1,8 +1,11 @@
-"""Dependencies point one way: each floor loads nothing of those above it."""
+"""Dependencies point one way, and only the private names that are listed are used."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -10,10 +13,57 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import trainkit
-from tests.imports import between_folders, imports
 from tests.startup import CHILD_PATH, ended
+
+ROOT = Path(trainkit.__file__).parent
+
+
+def imports() -> dict[str, set[str]]:
+    """For each module, those of trainkit that it imports, also for types alone.
+
+    The packages' own files are left out: they name what they export, and load none.
+    """
+    modules = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
+        for path in ROOT.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    return {
+        name: (_imported_by(path) & set(modules)) - {name}
+        for name, path in modules.items()
+    }
+
+
+@functools.cache
+def _imported_by(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{each.name}" for each in node.names)
+    return found
+
+
+def between_folders(package: str) -> dict[str, set[str]]:
+    """For each folder of a package, or file that stands beside them, those it needs."""
+    depth = package.count(".") + 1
+    folders: dict[str, set[str]] = {}
+    for name, needed in imports().items():
+        if name.startswith(f"{package}."):
+            own = folders.setdefault(name.split(".")[depth], set())
+            own.update(
+                other.split(".")[depth]
+                for other in needed
+                if other.startswith(f"{package}.")
+            )
+    return {folder: needed - {folder} for folder, needed in folders.items()}
+
+
+# ---- each floor loads nothing of those above it --------------------------------------
+
 
 HEAVY = [
     "torch",
@@ -162,3 +212,37 @@ def test_the_top_lists_what_a_beginner_needs_and_knows_the_rest() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="No trainkit attribute Nothing"):
         _ = trainkit.Nothing  # type: ignore[attr-defined]
+
+
+# ---- private names: those that CONTRIBUTING.md lists are those that are used ---------
+
+
+REPOSITORY = ROOT.parent
+MODULES_OWN = frozenset(vars(nn.Module()))
+
+
+def private_names_of_torch() -> set[str]:
+    """Those that stand in trainkit outside of every `_compat.py`."""
+    found = set()
+    for path in (REPOSITORY / "trainkit").rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module, names = node.module or "", [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                module, names = ast.unparse(node.value), [node.attr]
+                if node.attr in MODULES_OWN and module != "self":
+                    module = "torch"
+            else:
+                continue
+            if module.partition(".")[0] in ("torch", "lightning", "hydra", "wandb"):
+                found |= {name for name in names if re.match("_[^_]", name)}
+    return found
+
+
+def test_private_names_that_contributing_excepts_are_those_there_are() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    excepted = page.partition("of torch stand elsewhere")[2]
+    named = re.findall(r"`(_\w+)`", excepted.partition("\n\n")[0])
+    assert set(named) == private_names_of_torch()

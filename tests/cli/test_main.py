@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401
@@ -128,11 +129,8 @@ def test_it_is_said_once_and_on_the_first_rank_alone(
 
 
 def test_python_m_trainkit_is_the_command(tmp_path: Path) -> None:
-    done = ended(
-        [sys.executable, "-m", "trainkit", "tran"],
-        tmp_path,
-        {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = ended([sys.executable, "-m", "trainkit", "tran"], tmp_path, env)
     assert (done.returncode, done.stdout) == (2, "")
     assert "received 'tran'. Did you mean train?" in done.stderr
 
@@ -147,6 +145,11 @@ def raises(error: BaseException) -> int:
     return guarded(call)
 
 
+def failed(cause: Exception) -> TrainingFailed:
+    """A failed training, as from a launcher's process."""
+    return pickle.loads(pickle.dumps(TrainingFailed.by(cause)))
+
+
 @pytest.mark.parametrize(
     ("error", "traceback", "status", "said"),
     [
@@ -156,6 +159,9 @@ def raises(error: BaseException) -> int:
         (PermissionError(13, "No", "x"), "", 2, "trainkit: [Errno 13] No: 'x'\n"),
         (PermissionError(13, "No"), "", 1, "Traceback "),  # it says no place
         (KeyboardInterrupt(), "", 130, ""),
+        (failed(TrainkitError("loss: nan")), "", 1, "trainkit: loss: nan"),
+        (failed(ConfigKeyError("no such metric")), "", 1, "trainkit: no such metric"),
+        (failed(ValueError("deep")), "", 1, "ValueError: deep"),
     ],
 )
 def test_an_error_is_one_message_and_a_status(
@@ -172,28 +178,6 @@ def test_an_error_is_one_message_and_a_status(
     assert shown.startswith(said)
     assert ("Traceback" in shown) == ("Traceback" in said)
     assert guarded(lambda: status) == status  # what works passes its status on
-
-
-@pytest.mark.parametrize(
-    ("cause", "text"),
-    [
-        (TrainkitError("loss: nan"), "trainkit: loss: nan"),
-        (ConfigKeyError("no such metric"), "trainkit: no such metric"),
-        (ValueError("deep"), "ValueError: deep"),
-    ],
-)
-def test_a_failed_training_is_1(
-    cause: Exception,
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(TRACEBACK, raising=False)
-    failed = TrainingFailed.by(cause)
-    failed = pickle.loads(pickle.dumps(failed))  # as from a launcher's process
-    assert raises(failed) == 1
-    shown = capsys.readouterr().err
-    assert shown.startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +224,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+@pytest.fixture
+def own_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
 @pytest.mark.parametrize(("remembers", "status"), [(True, 130), (False, 1)])
 def test_an_error_that_a_swallowed_ctrl_c_has_caused_is_no_error(
     remembers: bool, status: int
@@ -251,19 +243,13 @@ def test_an_error_that_a_swallowed_ctrl_c_has_caused_is_no_error(
             signal.raise_signal(signal.SIGINT)
         raise RecursionError
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        if remembers:
-            remember_ctrl_c()
-        assert guarded(broken) == status
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    if remembers:
         remember_ctrl_c()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert guarded(broken) == status
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remember_ctrl_c()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -19,14 +19,7 @@ from matplotlib.image import imread
 
 from tests.cli.report.runs import page_of, run_folder
 from trainkit import PerSample, PerToken, Uniform, Weighed
-from trainkit.cli.report.charts import (
-    LARGEST,
-    MOST,
-    Chart,
-    Line,
-    choose,
-    read_lines,
-)
+from trainkit.cli.report.charts import LARGEST, MOST, Chart, Line, choose, read_lines
 from trainkit.cli.report.drawing import _save, figure_of
 from trainkit.cli.runs import summary
 from trainkit.pages.look import LIGHT
@@ -128,11 +121,7 @@ def test_each_column_has_its_chart_and_without_it_there_is_none(
         (["window/loss", "val/loss"], "Loss", [FIRST, VALIDATION]),
         (["train_loss_step", "val_loss"], "Loss", [FIRST, VALIDATION]),
         (["valid/loss", "validation/x/loss_epoch"], "Loss", [VALIDATION] * 2),
-        (
-            ["window/0/loss", "window/1/loss", "window/2/loss"],
-            "Loss",
-            [FIRST, SECOND, THIRD],
-        ),
+        ([f"window/{n}/loss" for n in range(3)], "Loss", [FIRST, SECOND, THIRD]),
         (["lr-Adam", "lr-Adam-1"], "Learning rate", [FIRST, SECOND]),
         (["val/acc", "train/acc"], "val/acc and train/acc", [VALIDATION, FIRST]),
         (["critic/loss_of_val"], "critic/loss_of_val", [FIRST]),
@@ -155,28 +144,24 @@ def test_other_metrics_come_last_and_more_than_a_page_holds_are_named() -> None:
     assert left_out == ["2 more columns: metric11, metric12"]
 
 
-def test_the_title_names_the_unit_of_weights() -> None:
-    for unit, title in (("tokens", "Window weight, in tokens"), ("", "Window weight")):
-        (weight,), _ = chosen("window/weight", unit=unit)
-        assert weight.title == title
-
-
 @pytest.mark.parametrize(
-    ("strategy", "unit"),
+    ("strategy", "unit", "title"),
     [
-        (PerToken(), "tokens"),
-        (PerSample(), "samples"),
-        (Uniform(), "micro-batches"),
-        (Weighed(), ""),  # the module may weigh anything
-        (None, ""),
+        (PerToken(), "tokens", "Window weight, in tokens"),
+        (PerSample(), "samples", "Window weight, in samples"),
+        (Uniform(), "micro-batches", "Window weight, in micro-batches"),
+        (Weighed(), "", "Window weight"),  # the module may weigh anything
+        (None, "", "Window weight"),
     ],
 )
-def test_weights_have_a_unit(
-    strategy: Any, unit: str, monkeypatch: pytest.MonkeyPatch
+def test_weights_have_a_unit_and_the_title_names_it(
+    strategy: Any, unit: str, title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = strategy and SimpleNamespace(strategy=strategy)
     monkeypatch.setattr(summary, "windows_of", lambda trainer: windows)
     assert summary.unit_of_weights(None) == unit
+    (weight,), _ = chosen("window/weight", unit=unit)
+    assert weight.title == title
 
 
 # ---- what stands in a chart, in the page and in its PNG ------------------------------
@@ -208,13 +193,9 @@ def test_each_metric_has_a_png_of_its_own_and_other_files_stay(tmp_path: Path) -
     assert found == [*drawn, long, "samples.png"]
 
 
-def chart(*values: float, steps: Sequence[float] = (), **options: Any) -> Chart:
+def panel_of(*values: float, steps: Sequence[float] = (), **options: Any) -> Any:
     series = Line("loss", tuple(steps or map(float, range(len(values)))), values)
-    return Chart("loss", "Loss", "", lines=(series,), **options)
-
-
-def panel_of(*values: float, **options: Any) -> Any:
-    return figure_of(chart(*values, **options)).axes[0]
+    return figure_of(Chart("loss", "Loss", "", lines=(series,), **options)).axes[0]
 
 
 def labels(axis: Axis) -> list[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cli.report.runs import (
     SUMMARY,
@@ -29,7 +31,8 @@ from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import STEP_TIMES, read_step_times
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import throughput_text
-from trainkit.pages.look import LIGHT
+from trainkit.pages import frame
+from trainkit.pages.look import LIGHT, number
 
 
 def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
@@ -43,9 +46,7 @@ def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
     }
     assert page.count("<svg ") == len(titles(page)) + 1 == 9  # the loss is there twice
     train, validation = drawn(page, "Loss")
-    ((left, top), (middle, half), (right, bottom)) = (
-        train[0][n : n + 2] for n in (0, 2, 4)
-    )
+    left, top, middle, half, right, bottom = train[0][:6]
     assert middle == pytest.approx((left + right) / 2, abs=0.2)
     assert half == pytest.approx((top + bottom) / 2, abs=0.2)
     assert left < middle < right
@@ -98,17 +99,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_it_runs_nothing_and_needs_no_other_file_and_no_network(page: str) -> None:
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
-    elsewhere = (
-        r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import|https?:|<[^>]*\bon\w+="
-    )
-    assert not re.search(elsewhere, page)
+    assert not re.search(r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import", page)
+    assert not re.search(r"https?:|<[^>]*\bon\w+=", page)
     assert page.count('href="#') > 0  # the control: within an SVG
 
 
-def test_names_are_no_markup(page: str) -> None:
+def test_names_are_no_markup_and_identifiers_are_used_once(page: str) -> None:
     assert "<img" not in page
     assert "<b>run" not in page
     assert list(legends(page)[EVIL]) == [EVIL]
+    known = re.findall(r'\bid="(.*?)"', page)
+    assert len(known) == len(set(known)) > 8
+    assert set(re.findall(r"(?:url\(|href=\")#(\w+)", page)) <= set(known)
 
 
 def test_the_colours_are_those_of_the_readers_system(page: str) -> None:
@@ -123,28 +125,17 @@ def test_the_colours_are_those_of_the_readers_system(page: str) -> None:
         assert not re.search(r":\s*#", svg)  # no other colour
 
 
-def test_two_charts_share_no_identifier(page: str) -> None:
-    known = re.findall(r'\bid="(.*?)"', page)
-    assert len(known) == len(set(known)) > 8
-    used = re.findall(r"(?:url\(|href=\")#(\w+)", page)
-    assert set(used) <= set(known)
-
-
 @pytest.mark.parametrize(
     ("losses", "pieces", "numbers"),
     [
-        (
-            [3.0, 2.0, "nan", "inf", 2.0, 1.0],
-            [4, 4],
-            ["4", "2", "3", "1", "1", "3", "0 to 5"],
-        ),
-        ([3.0, 2.0, 2.5], [6], ["3", "0", "3", "2.5", "2", "3", "0 to 2"]),
+        ("3 2 nan inf 2 1", [4, 4], ["4", "2", "3", "1", "1", "3", "0 to 5"]),
+        ("3 2 2.5", [6], ["3", "0", "3", "2.5", "2", "3", "0 to 2"]),
     ],
 )
 def test_what_is_not_finite_leaves_a_gap_and_the_lines_are_there_in_numbers(
-    losses: list[Any], pieces: list[int], numbers: list[str], tmp_path: Path
+    losses: str, pieces: list[int], numbers: list[str], tmp_path: Path
 ) -> None:
-    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
+    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses.split())]
     page = page_of(run_folder(tmp_path, rows))
     (line,) = drawn(page, "Loss")
     assert [len(piece) for piece in line] == pieces
@@ -217,16 +208,9 @@ def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     assert titles(page)[:10] == [
-        "Loss",
-        "Window weight, in tokens",
-        "Throughput, in tokens per second",
-        "Throughput, in samples per second",
-        "Imbalance",
-        "Learning rate",
-        "Accumulation",
-        "Gradient norm",
-        "Padding",
-        "Uniform gap",
+        *("Loss", "Window weight, in tokens", "Throughput, in tokens per second"),
+        *("Throughput, in samples per second", "Imbalance", "Learning rate"),
+        *("Accumulation", "Gradient norm", "Padding", "Uniform gap"),
     ]
     assert set(lines(run, "Loss")) == {"window/loss", "val/loss"}
     windows = lines(run, "Accumulation")["window/micro_batches"]
@@ -263,3 +247,19 @@ def test_a_resumed_run_has_each_step_once(
     assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes
     after = lines(run, "Learning rate")
     assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
+
+
+# ---- numbers in words, and the colours of both themes --------------------------------
+
+
+@given(st.floats(-1e6, 1e6))
+def test_a_number_is_the_value_to_six_digits(value: float) -> None:
+    assert float(number(value).replace(",", "")) == float(f"{value:.6g}")
+
+
+def test_both_themes_have_every_colour() -> None:
+    """In the dark one no colour is that of the light one."""
+    style = Path(frame.__file__).with_name("page.css").read_text()
+    dark = dict(re.findall(r"--(\w+):(#\w{6})", style))
+    assert dark.keys() == LIGHT.keys()
+    assert not set(dark.items()) & set(LIGHT.items())

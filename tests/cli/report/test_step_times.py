@@ -133,8 +133,8 @@ def test_each_step_has_its_time_without_what_lies_between(
 
     callbacks: list[Any] = [AccumulationCallback(each) for each in strategies]
     callbacks += [WindowMonitor(every_n_steps=1000)] * (tokens is not None)
-    saving = LambdaCallback(on_train_batch_end=save)
-    times = fitted(clock, tmp_path, *callbacks, saving, val_check_interval=3)
+    callbacks.append(LambdaCallback(on_train_batch_end=save))
+    times = fitted(clock, tmp_path, *callbacks, val_check_interval=3)
     assert clock.now > 16 * CHECKPOINT + FIRST
     assert times["step"].tolist() == [*range(2, NUM_MEASURED + 2)]
     assert times["seconds"].tolist() == [SECONDS] * NUM_MEASURED
