@@ -65,16 +65,9 @@ def between_folders(package: str) -> dict[str, set[str]]:
 # ---- each floor loads nothing of those above it --------------------------------------
 
 
-HEAVY = [
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "hydra",
-    "omegaconf",
-    "wandb",
-    "torchmetrics",
-    "jsonargparse",
-]
+HEAVY = """
+torch lightning pytorch_lightning hydra omegaconf wandb torchmetrics jsonargparse
+""".split()
 LIGHT = [
     "import trainkit.errors",
     "import trainkit; dir(trainkit)",

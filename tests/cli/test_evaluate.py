@@ -28,12 +28,9 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 OWN = "tests.cli.ones_own"
-EPOCHS = [
-    "trainer.max_epochs=4",
-    "trainer.log_every_n_steps=1",
-    "report=false",
-    "name=run",
-]
+EPOCHS = """
+trainer.max_epochs=4 trainer.log_every_n_steps=1 report=false name=run
+""".split()
 
 
 def trained(

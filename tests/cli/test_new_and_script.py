@@ -17,14 +17,10 @@ from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
 from trainkit.config import targets
 
-FEW = [
-    "trainer.max_epochs=1",
-    "trainer.log_every_n_steps=1",
-    "data.num_train=20",
-    "data.num_val=8",
-    "data.batch_size=4",
-    "report=false",
-]
+FEW = """
+trainer.max_epochs=1 trainer.log_every_n_steps=1 data.num_train=20 data.num_val=8
+data.batch_size=4 report=false
+""".split()
 
 
 @pytest.fixture(autouse=True)

@@ -111,11 +111,8 @@ def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) 
     everything = report(capsys, *PLAN, *EPOCH, *RATE, "--noise-scale", "210")
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)
-    assert [key for key in bare if bare[key] is None] == [
-        "epoch",
-        "noise_scale",
-        "trials",
-    ]
+    missing = ["epoch", "noise_scale", "trials"]
+    assert [key for key in bare if bare[key] is None] == missing
 
 
 @pytest.mark.parametrize(
@@ -216,14 +213,11 @@ def test_the_rate_by_gain_is_what_its_definition_says(
 def test_a_run_says_its_own_with_the_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run(tmp_path, noise_scale=ONE.facts())
-    found = report(capsys, *PLAN, "--noise-scale", folder)
-    assert found["noise_scale"] == 210.0
-    words = ["--target", "270", "--max-micro-batch", "60"]
-    main([*words, "--noise-scale", folder])
-    assert "window of 270: near" in capsys.readouterr().out  # up to 280
-    main(["--target", "282", "--max-micro-batch", "60", "--noise-scale", folder])
-    assert "window of 282: above" in capsys.readouterr().out
+    scale = ["--noise-scale", run(tmp_path, noise_scale=ONE.facts())]
+    assert report(capsys, *PLAN, *scale)["noise_scale"] == 210.0
+    for target, said in (("270", "near"), ("282", "above")):  # the interval ends at 280
+        main(["--target", target, "--max-micro-batch", "60", *scale])
+        assert f"window of {target}: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -287,11 +281,8 @@ def test_what_it_finds_is_a_plan_with_the_sizes_tried(
     assert [trial["size"] for trial in found["trials"]] == [2, 4, 8, 16]
     assert set(found["trials"][0]) == {"size", "fits", "peak_bytes"}
     words = [word for word in PROBE if word in SMALL and "batch_size" not in word]
-    assert found["overrides"]["train"] == [
-        *words,
-        "data.batch_size=16",
-        "trainer.accumulate_grad_batches=1",
-    ]
+    words += ["data.batch_size=16", "trainer.accumulate_grad_batches=1"]
+    assert found["overrides"]["train"] == words
     assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
 
 
@@ -320,10 +311,9 @@ def test_lines_show_sizes_and_plan(
     lines = capsys.readouterr().out.splitlines()
     assert "trainkit | micro-batch 8: does not fit" in lines
     assert "trainkit | micro-batch: 4 samples on each rank" in lines
-    assert any("lr, sqrt: 0.141421" in line for line in lines)
-    assert any(
-        "data.batch_size=4 trainer.accumulate_grad_batches=4" in s for s in lines
-    )
+    overrides = "data.batch_size=4 trainer.accumulate_grad_batches=4"
+    for text in ("lr, sqrt: 0.141421", overrides):
+        assert any(text in line for line in lines)
 
 
 def test_a_configuration_of_ones_own_is_found(
@@ -334,7 +324,7 @@ def test_a_configuration_of_ones_own_is_found(
     folder.joinpath("mine.yaml").write_text(
         "# @package _global_\ndefaults: [demo]\ndata:\n  batch_size: 8\n"
     )
-    words = [word for word in PROBE[3:] if not word.startswith("data.batch_size")]
-    more = ["experiment=mine", "--target", "16", "--max-micro-batch", "8"]
-    argv = [*words, "--probe", "-cd", "my conf", *more]  # anywhere in the line
+    argv = [word for word in PROBE[3:] if not word.startswith("data.batch_size")]
+    argv += ["--probe", "-cd", "my conf", "experiment=mine"]  # anywhere in the line
+    argv += ["--target", "16", "--max-micro-batch", "8"]
     assert [trial["size"] for trial in report(capsys, *argv)["trials"]] == [8]

@@ -189,14 +189,10 @@ LOGGED: dict[str, Any] = {
     "ckpt_path": None,
     "_wandb": {"t": {"1": [1, 5]}},
 }
-SWEPT = [
-    "optimizer.lr=1e-05",
-    "lr_scaling='sqrt'",
-    "lr_scaling.rule='none'",
-    "seed=0",
-    "schedule='none'",
-    "name='a,b'",
-]
+SWEPT = """
+optimizer.lr=1e-05 lr_scaling='sqrt' lr_scaling.rule='none' seed=0 schedule='none'
+name='a,b'
+""".split()
 OWN = ["hydra.run.dir=x", "optimizer.lr=9", "--cfg", "lr_scaling.reference_batch=32"]
 
 

@@ -176,16 +176,11 @@ def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:
     assert sweep._command(trial, trial.arguments)[-1] == f"ckpt_path='{checkpoint}'"
 
 
-SHORT = [
-    "trainer.max_steps=3",
-    "data.max_length=64",
-    "data.num_train=120",
-    "data.num_val=16",
-    "model.d_model=8",
-    "model.num_heads=1",
-    "trainer.val_check_interval=${trainer.accumulate_grad_batches}",
-    "callbacks=none",
-]
+SHORT = """
+trainer.max_steps=3 data.max_length=64 data.num_train=120 data.num_val=16
+model.d_model=8 model.num_heads=1
+trainer.val_check_interval=${trainer.accumulate_grad_batches} callbacks=none
+""".split()
 
 
 def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 
 from recipes.code_lm import CodeLM
@@ -29,6 +31,7 @@ from trainkit.cli.wandb_logger import resolve_mode
 from trainkit.errors import TrainkitError
 
 KEY = "local" + 35 * "x"
+REFUSED = "mode: online needs a login for https?://"
 
 
 @pytest.mark.parametrize(
@@ -41,18 +44,23 @@ KEY = "local" + 35 * "x"
         ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
         ("offline", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, "offline"),
         ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "online"),
+        # Without a login it is refused, instead of asking for one.
+        ("online", {}, REFUSED),
+        ("auto", {"WANDB_MODE": "online"}, REFUSED),
+        ("auto", {"WANDB_SWEEP_ID": "s"}, REFUSED),
     ],
 )
+@pytest.mark.usefixtures("private_wandb")
 def test_mode_by_the_environment(
-    private_wandb: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    environ: dict[str, str],
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, mode: Any, environ: dict[str, str], expected: str
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert resolve_mode(mode) == expected  # type: ignore[arg-type]
+    if expected == REFUSED:
+        with pytest.raises(TrainkitError, match=REFUSED):
+            resolve_mode(mode)
+    else:
+        assert resolve_mode(mode) == expected
 
 
 @pytest.mark.parametrize("where", ["home", "variable"])
@@ -65,19 +73,10 @@ def test_a_login_for_this_server_is_found(
     if where == "variable":
         monkeypatch.setenv("NETRC", str(path))
     assert resolve_mode("auto") == "offline"  # that is another server's
-
-    import wandb
-
     wandb.teardown()  # the client reads its settings once
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.here")
     assert resolve_mode("auto") == "online"
-
-
-def test_a_file_of_logins_that_holds_none_is_no_login(
-    private_wandb: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (Path.home() / ".netrc").write_text("machine wandb.here login user")
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.here")
+    path.write_text("machine wandb.here login user")  # it holds no password
     assert resolve_mode("auto") == "offline"
 
 
@@ -92,24 +91,7 @@ def test_wandb_offline_is_remembered(
     assert resolve_mode("auto") == "online"
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"WANDB_MODE": "online"}, {"WANDB_SWEEP_ID": "s"}]
-)
-def test_online_without_a_login_is_refused_instead_of_asking(
-    private_wandb: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TrainkitError, match="mode: online needs a login for https?://"):
-        resolve_mode("auto" if environ else "online")
-
-
-SECRET, VARIABLE, ARGUMENT, PASSWORD = (
-    "s3cretvalue",
-    "plainvalue",
-    "argvalue",
-    "pwvalue",
-)
+SECRET, VARIABLE, ARGUMENT, PASSWORD = "s3cretvalue plainvalue argvalue pwvalue".split()
 
 TRAINING = """
 import sys
@@ -148,10 +130,8 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
     """Train in a process."""
     git = ["git", "-c", "init.defaultBranch=main"]
     remote = "https://me:pwvalue@github.com/a/b.git"
-    subprocess.run([*git, "init", "-q", str(folder)], check=True, timeout=240)
-    subprocess.run(
-        [*git, "-C", str(folder), "remote", "add", "origin", remote], check=False
-    )
+    assert ended([*git, "init", "-q"], folder, os.environ).returncode == 0
+    ended([*git, "remote", "add", "origin", remote], folder, os.environ)
     (folder / "run").mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAINING)
     env = server.env(
@@ -165,7 +145,8 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
         WANDB_ERROR_REPORTING="true",  # what is sent by default
     )
     command = [sys.executable, "train.py", kind, f"password={ARGUMENT}"]
-    subprocess.run(command, env=env, cwd=folder, check=True, timeout=240)
+    done = ended(command, folder, env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -357,9 +338,9 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
     )
     env = wandb_server.env(private_wandb, **forked())
 
-    wandb = [sys.executable, "-m", "wandb"]
-    assert ended([*wandb, "sweep", "sweep.yaml"], private_wandb, env).returncode == 0
-    agent = ended([*wandb, "agent", "local/p/sw0"], private_wandb, env)
+    command = [sys.executable, "-m", "wandb"]
+    assert ended([*command, "sweep", "sweep.yaml"], private_wandb, env).returncode == 0
+    agent = ended([*command, "agent", "local/p/sw0"], private_wandb, env)
 
     assert agent.returncode == 0, agent.stderr
     runs = {
