@@ -7,7 +7,6 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401
@@ -222,13 +221,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert f"  {name} " in text
     assert main([]) == 2
-
-
-@pytest.fixture
-def own_ctrl_c() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("own_ctrl_c")

@@ -96,22 +96,15 @@ def test_plain_lightnings_division_is_not_silent(
 
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 def test_what_does_not_train_divides_nothing(capsys: Any) -> None:
+    overwrite = {"save_config_kwargs": {"overwrite": True}}
     for subcommand, is_said in (("validate", False), ("fit", True)):
-        TrainkitCLI(
-            Net,
-            Data,
-            args=[subcommand, *quiet()],
-            save_config_kwargs={"overwrite": True},
-        )
+        TrainkitCLI(Net, Data, args=[subcommand, *quiet()], **overwrite)
         assert ("plain Lightning" in capsys.readouterr().out) == is_said
 
 
 def test_a_schedule_equals_the_written_one() -> None:
-    trained = fitted(
-        "--trainer.accumulate_grad_batches=1",
-        "--accumulation=PerToken",
-        "--schedule.sizes={0: 4, 1: 2}",
-    )
+    words = ["--trainer.accumulate_grad_batches=1", "--accumulation=PerToken"]
+    trained = fitted(*words, "--schedule.sizes={0: 4, 1: 2}")
     schedule = AccumulationSchedule({0: 4, 1: 2})
     assert torch.equal(trained, by_hand(PerToken(), schedule))
 
@@ -205,9 +198,8 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_argument("--name", type=str, default="run")
 
-    cli = Mine(
-        Net, Data, run=False, args=[*quiet(), "--name=x", "--accumulation=PerToken"]
-    )
+    args = [*quiet(), "--name=x", "--accumulation=PerToken"]
+    cli = Mine(Net, Data, run=False, args=args)
     assert cli.config.name == "x"
     assert strategy_of(cli) == PerToken()
 
@@ -215,21 +207,17 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
 # ---- older versions of jsonargparse --------------------------------------------------
 
 
-def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
-    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
-    option that names others came later."""
-    bases = [base for base in MicroBatching.__mro__ if base is not object]
-    assert not all(map(is_dataclass, bases))
-    assert is_dataclass(MicroBatching)
-
-
 @dataclass(frozen=True)
 class NoOtherBase:
     size: int = 1
 
 
-def test_a_dataclass_without_such_a_base_is_refused() -> None:
-    """The control."""
+def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
+    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
+    option that names others came later. The control is a class without one."""
+    bases = [base for base in MicroBatching.__mro__ if base is not object]
+    assert not all(map(is_dataclass, bases))
+    assert is_dataclass(MicroBatching)
     with pytest.raises(ValueError, match="Not allowed for|to be a subclass type"):
         ArgumentParser().add_subclass_arguments(NoOtherBase, "of")
 
@@ -252,11 +240,9 @@ REFUSED = "LRScaling reference_batch: must be a positive number, received -1.0."
 
 
 def test_what_a_constructor_refuses_is_read_from_an_older_text() -> None:
+    """An error of somebody else's class stays what it is."""
     error = older_union("Expected a <class 'NoneType'>", REFUSED, kind=OURS)
     assert str(_refusal_in(error)) == REFUSED
-
-
-def test_an_error_of_somebody_elses_class_stays_what_it_is() -> None:
     error = older_union("Expected a <class 'NoneType'>", "no", kind="theirs.Net")
     assert _refusal_in(error) is None
 
@@ -355,10 +341,7 @@ def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
     cli = make("--accumulation=PerToken", "--trainer.callbacks+=LearningRateMonitor")
     (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
-    program = (
-        "import pickle\n"
-        "parser, config = pickle.load(open('cli.pickle', 'rb'))\n"
-        "print(parser.dump(config))"
-    )
+    program = "import pickle\nparser, config = pickle.load(open('cli.pickle', 'rb'))\n"
+    program += "print(parser.dump(config))"
     done = ended([sys.executable, "-c", program], tmp_path)
     assert "class_path: trainkit.PerToken" in done.stdout, done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,6 @@ def private_env(home: Path) -> dict[str, str]:
     """The environment of a user without an account."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     return {**env, "HOME": str(home), **forked()}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
 
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:

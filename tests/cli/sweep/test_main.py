@@ -77,7 +77,6 @@ def test_wrong_options_are_refused(
     is_random = words[:1] == ["--offline"]
     lr = {"distribution": "beta"} if is_random else LR
     path = toy(no_account, {"lr": lr}, method="random" if is_random else "grid")
-
     with pytest.raises(TrainkitError, match=text):
         main([str(path), *words])
     assert not (no_account / "sweeps").exists()
@@ -90,7 +89,6 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
     for name in ("offline", "search"):
         monkeypatch.delitem(sys.modules, f"trainkit.cli.sweep.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
-
     with pytest.raises(TrainkitError, match=r"'lightning-trainkit\[sweeps\]'"):
         main([str(path), "--offline"])
     assert not (no_account / "sweeps").exists()
@@ -134,7 +132,6 @@ def test_a_parameter_is_one_that_trainkit_train_would_take(
     sweep = train(
         tmp_path, parameters, *(word.replace("{own}", str(own)) for word in words)
     )
-
     if text is None:
         check_keys(sweep)
         return
@@ -151,7 +148,6 @@ def test_keys_of_another_program_are_its_own_and_its_folder_is_told(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "train.yaml").touch()
     monkeypatch.chdir(tmp_path)
-
     with pytest.raises(TrainkitError, match="belongs to another program"):
         check_keys(sweep)
 

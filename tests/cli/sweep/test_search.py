@@ -87,9 +87,7 @@ def test_probabilities_are_kept() -> None:
 def test_a_grid_is_every_combination_once_in_order_and_then_ends() -> None:
     nested = {"parameters": {"b": {"values": ["x", None]}}}
     grid = config("grid", n={"min": 1, "max": 2}, opt=nested, c={"value": [1]})
-
     found = proposals(grid, 9)
-
     pairs = [(n, b) for n in (1, 2) for b in ("x", None)]
     assert found == [{"n": n, "opt.b": b, "c": [1]} for n, b in pairs]
     assert len(proposals({**grid, "run_cap": 3}, 9)) == 3
@@ -169,7 +167,6 @@ def sweep(*command: str, **config: Any) -> SweepFile:
 @given(SCALARS | st.lists(SCALARS, max_size=3))
 def test_hydra_reads_back_what_was_written(value: Any) -> None:
     override = OverridesParser.create().parse_override(f"key={hydra_text(value)}")
-
     read = _plain(override.value())
     assert read == value
     assert type(read) is type(value)
@@ -268,7 +265,6 @@ def test_json_is_strict_and_complete() -> None:
         as_json(sweep_of(), TRIALS, id="s1"),
         parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
     )
-
     assert (read["id"], read["best"], read["metric"]) == ("s1", "t4", "val/loss")
     assert len(read["trials"]) == len(TRIALS)
     assert {t["name"]: t["value"] for t in read["trials"]}["t3"] is None
@@ -301,7 +297,6 @@ def test_what_lacks_the_metric_says_what_it_logged_or_needs() -> None:
     ours = ["trainkit", "train", "${args_no_hyphens}"]
     assert "logger=wandb" in lacking(sweep_of(command=ours), [ended])
     assert "logger=wandb" not in lacking(sweep_of(), [ended])
-
     ended.logged = ["lr", *(f"grad/{n}" for n in range(20)), "val/loss"]
     text = lacking(sweep_of(metric={"name": "val/los"}), [ended])
     assert "t finished and logged no val/los" in text

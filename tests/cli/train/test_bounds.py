@@ -51,7 +51,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     assert is_refused(status, "size mismatch for token.weight")
     with only_one(run, what="a run"):  # it is under way
         assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
-
     (tmp_path / "no.ckpt").write_text("this is no checkpoint")
     status = train("ckpt_path=no.ckpt")
     assert is_refused(status, "must be a readable checkpoint, received ")
@@ -65,7 +64,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     assert is_refused(go_on(longer), "summary.json: must be as a run writes it, and is")
     (run / "summary.json").write_text(summary)
     before = texts(run)
-
     capsys.readouterr()
     for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so
         assert go_on(*words, at=run) == 0
@@ -73,7 +71,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
         assert "the run had finished after 2 optimizer steps" in shown
         assert "with a larger trainer.max_steps, max_epochs or max_time" in shown
         assert texts(run) == before
-
     # One that came to nothing is not the last; and no change is inherited.
     assert go_on(longer, "trainer.accumulate_grad_batches=2") == 0
     assert "2 x accumulation 2" in capsys.readouterr().out

@@ -230,7 +230,6 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
     """
     job = ["seed=0,1", "hydra.sweep.dir=two", *SGD, FOUR_STEPS]
     done = run(SCRIPT, "-m", *job, cwd=tmp_path)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trainkit | training: finished after 4") == 2
     first, second = run_dirs(tmp_path / "two")
@@ -264,7 +263,6 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
     assert 1 <= summary_of(two)["steps"] < 4
     assert f"stopped by SIGTERM; to resume: cd {tmp_path} && " in stopped.stdout
     assert stopped.stdout.count("trainkit | stopped by") == 1
-
     done = run(MODULE, "ckpt_path=last", SIGNALLED, FOUR_STEPS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert the_run(tmp_path) == two
@@ -276,7 +274,6 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
 @pytest.mark.slow
 def test_a_rank_that_fails_fails_the_training(tmp_path: Path) -> None:
     done = run(SCRIPT, f"model._target_={MODELS}.SecondRankFails", cwd=tmp_path)
-
     # Lightning kills a rank that has not ended some seconds after it was told to.
     assert done.returncode in (1, -signal.SIGKILL), done.stderr
     assert "RuntimeError: the second rank is broken" in done.stderr
@@ -290,7 +287,6 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     job = ["seed=0", "hydra.sweep.dir=two", "hydra/launcher=joblib"]
     done = run(SCRIPT, "-m", *job, "hydra.launcher.n_jobs=2", cwd=tmp_path)
-
     assert done.returncode == 0, done.stderr
     summary = summary_of(the_run(tmp_path / "two"))
     assert summary["effective_batch"]["replicas"] == 2
@@ -328,7 +324,6 @@ def test_a_node_killed_and_started_again_trains_as_one_process(
     finally:
         for each in nodes:
             each.kill()
-
     assert [each.returncode for each in nodes] == [0, 0], said
     assert (tmp_path / "killed").exists()
     two = the_run(tmp_path)  # one folder

@@ -89,7 +89,6 @@ def test_every_launcher_runs_all_of_them_and_tells_what_failed(
     swept = ["optimizer.lr=0.001,7", "model._target_=my_model.Mine"]
     own = [ray_folder] if launcher == "ray" else []
     done = launched(launcher, *own, *swept, cwd=tmp_path)
-
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: seven is too much" in done.stderr
     good, bad = run_dirs(tmp_path / "outputs")
@@ -152,9 +151,7 @@ def test_optuna_goes_on_past_failed_trials_and_the_status_tells(
     words = ["hparams_search=optuna", f"hydra.sweeper.n_trials={trials}"]
     words += ["metric=odd", "hydra.sweeper.sampler.seed=5"]
     own = [f"optimizer.lr={rates}", "model._target_=my_model.Mine"]
-
     assert train("-m", *words, *own) == 1
-
     found = [(rate_of(run), summary_of(run)["status"]) for run in run_dirs(tmp_path)]
     assert len(found) == trials
     failed = [rate for rate, status in found if status == "failed"]

@@ -24,7 +24,7 @@ from tests.cli.wandb_runs import (
     window_losses,
 )
 from tests.startup import ended, forked
-from tests.wandb_server import WandbServer
+from tests.wandb_server import WandbServer, wait_until
 from trainkit import WandbRunLogger
 from trainkit.cli.runs.resume import as_trial
 from trainkit.cli.wandb_logger import resolve_mode
@@ -205,7 +205,7 @@ def test_a_server_that_dies_in_mid_run_costs_seconds_and_no_row(
         command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     try:
-        wandb_server.wait_until(
+        wait_until(
             lambda: any(len(r.history) == 10 for r in wandb_server.runs.values())
         )
         wandb_server.die()
@@ -218,7 +218,6 @@ def test_a_server_that_dies_in_mid_run_costs_seconds_and_no_row(
     assert child.returncode == 3
     assert f"wandb sync --include-online {folder}" in said
     assert [len(run.history) for run in wandb_server.runs.values()] == [10]
-
     wandb_server.revive()
     sync(wandb_server, folder, tmp_path)
     (run,) = wandb_server.runs.values()
@@ -243,7 +242,6 @@ def test_a_server_that_is_not_there_at_the_start_makes_the_run_offline(
     logger.finalize("success")
     offline = [f for f in folders(private_wandb) if f.name.startswith("offline-")]
     assert f"To upload it: wandb sync {offline[0]}" in capsys.readouterr().err
-
     wandb_server.revive()
     sync(wandb_server, offline[0], private_wandb)
     (run,) = wandb_server.runs.values()
@@ -266,12 +264,10 @@ def test_without_an_account_the_run_is_offline_and_can_be_uploaded(
 ) -> None:
     words = ["logger=wandb", "lr_scaling=linear", "lr_scaling.reference_batch=4"]
     assert training.train(*words) == 0
-
     (folder,) = folders(the_run(private_wandb))
     assert folder.name.startswith("offline-run-")
     kinds = {record["type"] for record in records(folder)}
     assert kinds >= {"history", "metric", "exit"}
-
     sync(wandb_server, folder, private_wandb)
     run = only_run(wandb_server)
     assert len(window_losses(run.history)) == 2
@@ -301,7 +297,6 @@ def test_a_trial_that_failed_goes_on_from_its_checkpoint_if_an_agent_gets_it_aga
     run = only_run(online)
     assert run.state == "failed"
     assert len(window_losses(run.history)) == 1
-
     monkeypatch.setattr(Breaks, "at", -1)
     assert training.train(*words) == 0
     run = only_run(online)
@@ -337,11 +332,9 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
         run.config.get("trainer.max_steps") == steps[0] and len(run.history) >= 5
     )
     env = wandb_server.env(private_wandb, **forked())
-
     command = [sys.executable, "-m", "wandb"]
     assert ended([*command, "sweep", "sweep.yaml"], private_wandb, env).returncode == 0
     agent = ended([*command, "agent", "local/p/sw0"], private_wandb, env)
-
     assert agent.returncode == 0, agent.stderr
     runs = {
         run.config.get("trainer.max_steps"): run for run in wandb_server.runs.values()
