@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cli.fit.lightning_user import stand_alone
 from tests.cli.ones_own import Data, Net, loader
 from tests.cli.training import the_run, train
+from tests.helpers import trainer
 from tests.recipes.small import small
 from trainkit.cli.evaluate import main as evaluate
 from trainkit.cli.evaluate.predictions import Predictions, rows_of
@@ -131,8 +132,7 @@ def test_a_test_with_overrides(run: Path) -> None:
     module = Net()
     best = torch.load(run / "checkpoints" / "best.ckpt")
     module.load_state_dict(best["state_dict"])
-    alone = Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
-    (wanted,) = alone.test(module, Data(), verbose=False)
+    (wanted,) = trainer().test(module, Data(), verbose=False)
     assert found["metrics"] == wanted
     assert trainkit("test", run, "+data.test_rows=5") == 0
     again = result(run, "test")
@@ -299,15 +299,9 @@ def numbers(count: int, **options: Any) -> Any:
 
 def predicted(folder: Path, function: Any, *loaders: Any) -> Predictions:
     writer = Predictions(folder)
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=[writer],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer(callbacks=[writer])
     try:
-        trainer.predict(Echo(function), [*loaders], return_predictions=False)
+        run.predict(Echo(function), [*loaders], return_predictions=False)
     finally:
         writer.close()
     return writer

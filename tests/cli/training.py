@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ model.num_layers=1 model.num_heads=1 report=false
 """.split()
 
 
-def train(*overrides: str, small: list[str] = SMALL) -> int:
+def train(*overrides: str, small: Sequence[str] = SMALL) -> int:
     GlobalHydra.instance().clear()
     flags = [word for word in overrides if word.startswith("-")]
     rest = [word for word in overrides if not word.startswith("-")]

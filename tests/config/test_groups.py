@@ -18,6 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
 from tests.helpers import (
+    QUIET,
     TokenModule,
     TokenNet,
     loader,
@@ -39,7 +40,7 @@ from trainkit import (
 from trainkit.config.attach import attach_accumulation, attach_optimizer
 from trainkit.config.groups import check_made, nodes_of
 
-NET = {"_target_": "tests.config.test_groups.MyModule"}
+NET = {"_target_": f"{__name__}.MyModule"}
 
 
 def groups(**nodes: Any) -> Any:
@@ -58,6 +59,7 @@ class MyModule(OtherModule):
 
 
 MINE = "tests.config.test_groups.MyModule"
+OF_AN_OPTION = r"schedule\.size: needs an option .* '~schedule.size'"
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,7 @@ MINE = "tests.config.test_groups.MyModule"
         ("model", {"depth": 1}, "model: must have a _target_, received depth"),
         ("trainer", None, "trainer: must have a _target_, received None"),
         ("accumulation", "per_token", "must have a _target_, received per_token"),
-        (
-            "schedule",
-            {"size": 3},
-            r"schedule\.size: needs an option .* '~schedule.size'",
-        ),
+        ("schedule", {"size": 3}, OF_AN_OPTION),
         ("callbacks", {"_target_": MINE}, "callbacks: must hold entries by name"),
         ("logger", {"x": 1}, "logger.x: must have a _target_ or be null, received 1"),
         ("logger", {"x": {"a": 1}}, r"Write logger\.x\._target_=my_module"),
@@ -216,14 +214,7 @@ def test_an_attached_optimizer_equals_a_written_one() -> None:
 def test_a_module_of_the_other_namespace_gets_one_too() -> None:
     module = OldBare()
     attach_optimizer(module, make_sgd)
-    run = pytorch_lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = pytorch_lightning.Trainer(**QUIET)
     before = weights(module)
     run.fit(module, loader(SEQUENCES, 2))
     assert not torch.equal(weights(module), before)
@@ -269,14 +260,10 @@ def test_copies_and_pickles_have_an_optimizer_of_their_own() -> None:
         assert groups[0]["params"][0] is next(twin.parameters())
 
 
-def test_a_module_with_its_own_optimizer_is_refused() -> None:
-    with pytest.raises(
-        TrainkitError, match=r"TokenModule: it defines .*Choose\s+optimizer=none"
-    ):
+def test_an_optimizer_beside_the_modules_own_or_a_second_one_is_refused() -> None:
+    said = r"TokenModule: it defines .*Choose\s+optimizer=none"
+    with pytest.raises(TrainkitError, match=said):
         attach_optimizer(TokenModule(), make_sgd)
-
-
-def test_a_second_optimizer_is_refused() -> None:
     module = Bare()
     attach_optimizer(module, make_sgd)
     with pytest.raises(TrainkitError, match="Bare: it defines configure_optimizers"):

@@ -79,7 +79,7 @@ def test_each_label_is_the_next_byte_and_padding_is_none() -> None:
     assert batch["labels"].tolist() == [[2, 3], [5, -100]]
 
 
-FEW = {"num_train": 60, "num_val": 8}
+FEW: dict[str, Any] = {"num_train": 60, "num_val": 8}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import (
+    QUIET,
     TokenNet,
     loader,
     pad,
@@ -114,16 +115,6 @@ class ByRow(AccumulationStrategy):
 
 
 USER = "tests.cli.fit.lightning_user"
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "max_epochs": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accumulate_grad_batches": WINDOW,
-}
 
 
 def stand_alone(monkeypatch: Any, tmp_path: Path) -> None:
@@ -136,7 +127,7 @@ def stand_alone(monkeypatch: Any, tmp_path: Path) -> None:
 
 
 def quiet(**more: Any) -> list[str]:
-    options = {**QUIET, **more}
+    options = {**QUIET, "accumulate_grad_batches": WINDOW, **more}
     words = [f"--trainer.{name}={str(v).lower()}" for name, v in options.items()]
     return ["--seed_everything=3", *words]
 

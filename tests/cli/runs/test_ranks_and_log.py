@@ -18,29 +18,20 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
+from tests.helpers import trainer
 from trainkit.cli import _compat
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.runs import ranks
 from trainkit.cli.runs.ranks import ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog, _Shown, screen_log
 
-SLEEPS = "import time; time.sleep(600)"
-
 
 def with_rank(program: str) -> tuple[Trainer, subprocess.Popen[bytes]]:
     """A Trainer whose launcher has started one process."""
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    two = trainer(devices=2, strategy="ddp")
     process = subprocess.Popen([sys.executable, "-c", program])
-    trainer.strategy.launcher.procs.append(process)  # type: ignore[union-attr]
-    return trainer, process
+    two.strategy.launcher.procs.append(process)  # type: ignore[union-attr]
+    return two, process
 
 
 def test_they_are_waited_for_and_the_environment_is_as_before(
@@ -48,8 +39,8 @@ def test_they_are_waited_for_and_the_environment_is_as_before(
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    trainer, process = with_rank("import time; time.sleep(0.2)")
-    with ranks_of_one_run(trainer):
+    two, process = with_rank("import time; time.sleep(0.2)")
+    with ranks_of_one_run(two):
         monkeypatch.setenv("MASTER_PORT", "2")
         monkeypatch.setenv("LOCAL_RANK", "0")
     assert process.returncode == 0
@@ -58,22 +49,19 @@ def test_they_are_waited_for_and_the_environment_is_as_before(
 
 
 def test_one_that_fails_fails_the_run() -> None:
-    trainer, _ = with_rank("raise SystemExit(3)")
-    with pytest.raises(
-        TrainingFailed, match=r"another rank failed; exit statuses: \[3\]"
-    ):
-        with ranks_of_one_run(trainer):
-            pass
+    two, _ = with_rank("raise SystemExit(3)")
+    said = r"another rank failed; exit statuses: \[3\]"
+    with pytest.raises(TrainingFailed, match=said), ranks_of_one_run(two):
+        pass
 
 
 def test_after_an_error_one_that_hangs_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks, "_TO_END_AFTER_AN_ERROR", 0.1)
-    trainer, process = with_rank(SLEEPS)
-    with pytest.raises(ZeroDivisionError):
-        with ranks_of_one_run(trainer):
-            raise ZeroDivisionError
+    two, process = with_rank("import time; time.sleep(600)")
+    with pytest.raises(ZeroDivisionError), ranks_of_one_run(two):
+        raise ZeroDivisionError
     assert process.poll() is not None
 
 
@@ -81,8 +69,7 @@ def test_a_run_without_other_ranks_leaves_the_environment_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They may be torchrun's, which started this process too."""
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
-    with ranks_of_one_run(trainer):
+    with ranks_of_one_run(trainer()):
         monkeypatch.setenv("MASTER_PORT", "3")
     assert os.environ["MASTER_PORT"] == "3"
 
@@ -113,13 +100,13 @@ def test_a_logger_that_came_by_pickle_is_attached(private_wandb: Path) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"strategy": "ddp", "devices": 2}])
 def test_ranks_are_taken_over_and_lightning_watches_none(how: dict[str, Any]) -> None:
-    trainer: Any = Trainer(accelerator="cpu", logger=False, **how)
-    assert _compat.take_over_ranks(trainer) == []
+    alone: Any = trainer(**how)
+    assert _compat.take_over_ranks(alone) == []
     if how:
         process = subprocess.Popen([sys.executable, "-c", ""])
-        trainer.strategy.launcher.procs.append(process)
-        assert _compat.take_over_ranks(trainer) == [process]
-        assert _compat.take_over_ranks(trainer) == []
+        alone.strategy.launcher.procs.append(process)
+        assert _compat.take_over_ranks(alone) == [process]
+        assert _compat.take_over_ranks(alone) == []
         process.wait(240)
 
 
@@ -156,9 +143,8 @@ def test_it_has_what_was_printed_warned_and_logged(
     print("after it was closed")
     found = path.read_text().splitlines()
     assert found == [
-        *("before it is opened", "to stdout", "to stderr", "logged"),
-        *("bold", "without an end", "only in the file"),
-        "of another system",
+        *("before it is opened", "to stdout", "to stderr", "logged", "bold"),
+        *("without an end", "only in the file", "of another system"),
     ]
     shown = capsys.readouterr()
     assert "only in the file" not in shown.out + shown.err
@@ -205,11 +191,8 @@ def test_a_bar_of_rich_leaves_what_is_printed_above_it_and_its_end(
                     bar.print("between")
         print("after")
     lines = path.read_text().splitlines()
-    assert [line for line in lines if "bar" not in line] == [
-        "before",
-        "between",
-        "after",
-    ]
+    others = [line for line in lines if "bar" not in line]
+    assert others == ["before", "between", "after"]
     assert out.getvalue().count("bar 0") > 50  # the control: so many were drawn
     assert len(lines) <= 3 + 2 * num_bars
     assert "100%" in lines[-2]
