@@ -50,6 +50,7 @@ class Loose:
 allow_targets("tests")
 WIDGET = "tests.config.test_check.Widget"
 ANYTHING = "tests.config.test_check.Anything"
+NOT_A_SIZE = {"_target_": WIDGET, "size": "x"}
 
 
 def refused(config: Any, **kwargs: Any) -> str:
@@ -76,20 +77,14 @@ def test_an_unknown_key_is_named_with_those_that_there_are() -> None:
         ({"size": None}, "group.size: must be int, received None"),
         ({"size": "8"}, "group.size: must be int, received '8'. The text is not"),
         ({"size": 1, "parts": [1, "2"]}, "received [1, '2']. The text is not"),
+        ({}, "group.size: Widget needs it"),
+        ({"size": "???"}, "group.size: must be given"),
     ],
 )
-def test_a_wrong_type_is_named(values: dict[str, Any], key: str) -> None:
+def test_a_wrong_type_or_a_missing_argument_is_named(
+    values: dict[str, Any], key: str
+) -> None:
     assert key in refused({"_target_": WIDGET, **values})
-
-
-def test_a_missing_argument_is_named() -> None:
-    assert "group.size: Widget needs it" in refused({"_target_": WIDGET})
-    assert "group.size: must be given" in refused({"_target_": WIDGET, "size": "???"})
-
-
-def test_deeper_ones_are_found() -> None:
-    inner = {"_target_": WIDGET, "size": "x"}
-    assert "group.one.deep[1].size" in refused({"one": {"deep": [1, inner]}})
 
 
 @pytest.mark.parametrize(
@@ -121,13 +116,14 @@ def test_what_fits_is_left_alone(config: Any) -> None:
             {"_target_": "trainkit.AccumulationSchedule", "sizes": "10:4"},
             "On the command line: 'group.sizes={0: 2, 5: 4}'",
         ),
+        ({"one": {"deep": [1, NOT_A_SIZE]}}, "group.one.deep[1].size"),
         (
             {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1},
             "learning_rate",
         ),
     ],
 )
-def test_real_targets(config: dict[str, Any], text: str) -> None:
+def test_real_and_deeper_targets(config: dict[str, Any], text: str) -> None:
     assert text in refused(config)
 
 

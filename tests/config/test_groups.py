@@ -260,7 +260,7 @@ def test_copies_and_pickles_have_an_optimizer_of_their_own() -> None:
         assert groups[0]["params"][0] is next(twin.parameters())
 
 
-def test_an_optimizer_beside_the_modules_own_or_a_second_one_is_refused() -> None:
+def test_a_second_optimizer_and_an_unknown_interval_are_refused() -> None:
     said = r"TokenModule: it defines .*Choose\s+optimizer=none"
     with pytest.raises(TrainkitError, match=said):
         attach_optimizer(TokenModule(), make_sgd)
@@ -268,9 +268,6 @@ def test_an_optimizer_beside_the_modules_own_or_a_second_one_is_refused() -> Non
     attach_optimizer(module, make_sgd)
     with pytest.raises(TrainkitError, match="Bare: it defines configure_optimizers"):
         attach_optimizer(module, make_sgd)
-
-
-def test_an_unknown_interval_is_refused() -> None:
     with pytest.raises(TrainkitError, match="interval: must be 'step' or 'epoch'"):
         attach_optimizer(Bare(), make_sgd, interval="batch")  # type: ignore[arg-type]
 

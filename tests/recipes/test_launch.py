@@ -37,12 +37,14 @@ def composed(words: list[str]) -> Composition:
     return Composition(words)
 
 
-def test_every_recipe_stands_in_the_table() -> None:
+def test_every_recipe_stands_in_the_table_and_has_a_line_for_two_ranks() -> None:
     named = {name for name, _ in NAMES}
     assert named == {path.parent.name for path in RECIPES.glob("*/__init__.py")}
     for name, file in NAMES:
         assert (RECIPES / file).is_file()
         assert f"`trainkit train experiment={name}`" in README
+    listed = {name for names, _ in ON_TWO_RANKS for name in names.split(", ")}
+    assert listed == named
 
 
 @pytest.mark.parametrize(("names", "words"), ON_TWO_RANKS)
@@ -62,11 +64,6 @@ def test_the_step_on_two_ranks_is_that_of_one(names: str, words: str) -> None:
             for c, sizes in zip((one, two), windows, strict=True)
         )
         assert first == [2 * size for size in second]
-
-
-def test_every_recipe_has_a_line_for_two_ranks() -> None:
-    listed = {name for names, _ in ON_TWO_RANKS for name in names.split(", ")}
-    assert listed == {name for name, _ in NAMES}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

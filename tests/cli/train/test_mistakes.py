@@ -39,6 +39,7 @@ def is_one_message(text: str, shown: str) -> bool:
 
 
 LOGGER = "logger=none +logger._target_=torch.nn.Identity"
+MANUAL = f"model._target_={__name__}.Manual accumulation=none"
 NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
 
 
@@ -66,6 +67,7 @@ NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
         (LOGGER, "logger: must hold entries by name"),
         ("accumulation.labels=targets", "targets"),  # does not fit the batch
         (NO_END, "scheduler.total_steps: `auto` needs an end"),
+        (MANUAL, "Add trainer.gradient_clip_val=null"),
     ],
 )
 def test_a_mistake_is_one_message_and_2(
@@ -212,13 +214,6 @@ def test_two_checkpoints_of_one_metric_say_the_way_out(
     assert "callbacks.best=null leaves out" in capsys.readouterr().err
     alone = ["callbacks.best=null", "trainer.max_steps=1"]
     assert train(mine + ", monitor: val/loss}", *alone) == 0
-
-
-def test_clipping_of_the_trainer_does_not_go_with_manual_optimization(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train(f"model._target_={__name__}.Manual", "accumulation=none") == 2
-    assert "Add trainer.gradient_clip_val=null" in capsys.readouterr().err
 
 
 def test_places_with_odd_names(tmp_path: Path) -> None:
