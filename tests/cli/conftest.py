@@ -30,6 +30,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def for_lightnings_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in the folder of the test are found, and its seeds are forgotten."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Lightning 2.6 calls jsonargparse 4.53 by old names; only a strict suite sees it.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything sets them
+        monkeypatch.setenv(variable, "0")
+
+
+@pytest.fixture
 def own_ctrl_c() -> Iterator[None]:
     """SIGINT as Python has it; what a test makes of it is forgotten."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

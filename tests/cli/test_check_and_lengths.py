@@ -47,10 +47,10 @@ def test_a_training_that_is_not_ends_with_1_and_says_why_also_in_a_page(
     assert math.hypot(*offs) == pytest.approx(report["deviation"])
 
 
+@pytest.mark.usefixtures("for_lightnings_cli")
 def test_a_module_of_the_lightning_cli(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     own = "tests.cli.ones_own"
     words = ["check", "fit", f"--model={own}.Bare", f"--data={own}.OnlyTrain"]
     words += ["--trainer.accelerator=cpu", "--seed_everything=0"]

@@ -16,7 +16,6 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.cli.fit.lightning_user import stand_alone
 from tests.cli.ones_own import Data, Net, loader
 from tests.cli.training import the_run, train
 from tests.helpers import trainer
@@ -149,11 +148,7 @@ def test_log_exact_and_layers_that_a_guard_has_changed(tmp_path: Path) -> None:
     assert found["metrics"]["val/loss"] == validations(run)[found["step"]]
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_alone(monkeypatch, tmp_path)
-
-
+@pytest.mark.usefixtures("for_lightnings_cli")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_of_the_lightning_cli_is_given_by_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator
 
+from tests.config.test_conf import composed
 from trainkit import TrainkitError
 from trainkit.cli.main import main
 from trainkit.config import allow_targets
@@ -214,6 +215,11 @@ def test_what_is_beyond_a_limit_is_refused(
         return
     with pytest.raises(TrainkitError, match=rf"^{key}: must be {rule}, received"):
         check_limits(limited)
+
+
+@pytest.fixture(scope="module")
+def demo() -> DictConfig:
+    return composed()
 
 
 @pytest.mark.parametrize(

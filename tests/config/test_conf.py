@@ -55,6 +55,12 @@ def composed(*overrides: str, run_dir: str = "/tmp/run") -> DictConfig:
         return compose("train", [f"paths.run_dir={run_dir}", *overrides])
 
 
+@pytest.fixture(scope="module")
+def demo() -> DictConfig:
+    """The demo's configuration, to be copied and changed: composing takes long."""
+    return composed()
+
+
 class Optimized(CodeLM):
     """Has an optimizer of its own."""
 

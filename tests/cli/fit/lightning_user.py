@@ -117,15 +117,6 @@ class ByRow(AccumulationStrategy):
 USER = "tests.cli.fit.lightning_user"
 
 
-def stand_alone(monkeypatch: Any, tmp_path: Path) -> None:
-    """Let a test find and leave nothing outside of its own folder."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Lightning 2.6 calls jsonargparse 4.53 by old names; only a strict suite sees it.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything sets them
-        monkeypatch.setenv(variable, "0")
-
-
 def quiet(**more: Any) -> list[str]:
     options = {**QUIET, "accumulate_grad_batches": WINDOW, **more}
     words = [f"--trainer.{name}={str(v).lower()}" for name, v in options.items()]

@@ -49,6 +49,8 @@ from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
 from trainkit.cli.fit.parser import TrainkitParser
 from trainkit.core.noise.estimate import NoiseEstimate
 
+pytestmark = pytest.mark.usefixtures("for_lightnings_cli")
+
 COUNTS = f"--accumulation.by={USER}.count_tokens"
 BY_TOKENS = "--trainer.callbacks.strategy=PerToken"
 

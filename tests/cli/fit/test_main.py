@@ -21,6 +21,8 @@ from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.fit.main import RedactedConfig, _refuse_absent, main
 from trainkit.cli.main import main as command
 
+pytestmark = pytest.mark.usefixtures("for_lightnings_cli")
+
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
     written(
