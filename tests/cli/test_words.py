@@ -143,8 +143,7 @@ IN_PYTHON_ONLY = [
 
 
 @pytest.mark.parametrize(
-    ("text", "train", "fit"),
-    [*TEXTS, *((text, text, text) for text in IN_PYTHON_ONLY)],
+    ("text", "train", "fit"), [*TEXTS, *((text, text, text) for text in IN_PYTHON_ONLY)]
 )
 def test_a_call_is_said_in_the_words_of_the_command(
     text: str, train: str, fit: str

@@ -116,10 +116,7 @@ def test_training_and_validation_share_no_row(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("data", "collate"),
-    [
-        (gan.Digits, default_collate),
-        (multi_term.Names, multi_term.multi_term.collate),
-    ],
+    [(gan.Digits, default_collate), (multi_term.Names, multi_term.multi_term.collate)],
     ids=["gan", "multi_term"],
 )
 def test_noise_is_that_of_the_row_wherever_it_is_read(data: Any, collate: Any) -> None:
