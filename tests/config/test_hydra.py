@@ -109,13 +109,9 @@ def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
         pytest.skip("it is what runs now, or something else is wanted")
     if not install("--no-deps", "--target", str(tmp_path), *PACKAGES):
         pytest.skip("needs a package index")
-    done = ended(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        + ["-W", OF_OTHERS, *TESTS],
-        ROOT,
-        {**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=500,
-    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = ended([*words, "-W", OF_OTHERS, *TESTS], ROOT, env, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -237,12 +233,8 @@ def test_its_program_trains_exactly(project: Path) -> None:
     names = ("big", "streamed", "split", "plain")
     command = [sys.executable, "src/train.py", "-m", f"experiment={','.join(names)}"]
     paths = os.pathsep.join([CHILD_PATH, str(project), *filter(None, sys.path)])
-    done = ended(
-        command,
-        project,
-        {**os.environ, **forked(), "PYTHONPATH": paths, "HYDRA_FULL_ERROR": "1"},
-        timeout=300,
-    )
+    env = {**os.environ, **forked(), "PYTHONPATH": paths, "HYDRA_FULL_ERROR": "1"}
+    done = ended(command, project, env, timeout=300)
     assert done.returncode == 0, done.stderr
     (start, big), streamed, split, plain = (
         torch.load(project / "runs" / name / "weights") for name in names
