@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, trainer
-from tests.startup import forked
+from tests.startup import ended
 from trainkit import AccumulationCallback, PerToken
 
 ROOT = Path(__file__).parents[1]
@@ -72,13 +71,9 @@ def test_python_blocks_run(block: str) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_first_programs_are_proved(number: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(blocks("README.md", "python")[number])
-    printed = subprocess.check_output(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, **forked()},
-        text=True,
-    )
-    assert "trainkit | proof: exact on" in printed
+    done = ended([sys.executable, "program.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trainkit | proof: exact on" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["README.md", CORE, LIT, DATA])

@@ -69,13 +69,12 @@ def test_special_tokens_have_the_first_ids(tmp_path: Path) -> None:
 
 def test_several_at_once_get_the_same_and_leave_one_whole_file(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
+
+    def learned(_: int) -> str:
+        return byte_bpe(TEXTS, vocab_size=280, folder=folder).to_str()
+
     with ThreadPoolExecutor(4) as pool:
-        made = list(
-            pool.map(
-                lambda _: byte_bpe(TEXTS, vocab_size=280, folder=folder).to_str(),
-                range(8),
-            )
-        )
+        made = list(pool.map(learned, range(8)))
     assert len(set(made)) == 1
     (name,) = kept(folder)  # no half-written one beside it
     assert (folder / name).read_text(encoding="utf-8") == made[0]

@@ -65,13 +65,9 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     env["MPLCONFIGDIR"] = get_configdir()  # with the cache of fonts, which takes long
     if launcher in ("joblib", "submitit_local"):  # ray knows its workers' numbers
         env |= forked()
-    command = [str(Path(sys.executable).with_name("trainkit")), "train", "-m"]
-    return ended(
-        [*command, f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *SMALL, *words],
-        cwd,
-        env,
-        timeout=300,
-    )
+    command = [Path(sys.executable).with_name("trainkit"), "train", "-m", *SMALL]
+    command += [f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *words]
+    return ended(command, cwd, env, timeout=300)
 
 
 @pytest.mark.slow
@@ -178,15 +174,10 @@ def test_optuna_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     (site,) = made.glob("lib/python*/site-packages")
     lent = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "lent.pth").write_text("\n".join([str(ROOT), *sorted(lent)]) + "\n")
-    tests = [f"{ROOT}/tests/{name}" for name in ("cli/train/test_launchers.py",
-             "config/test_conf.py")]  # fmt: skip
-    words = ["-m", "environments or not environments", "-k", "optuna and not works_in"]
-    done = ended(
-        [made / "bin" / "python", "-m", "pytest", "-q", *words, *tests],
-        ROOT,
-        os.environ,
-        timeout=500,
-    )
+    command = [made / "bin" / "python", "-m", "pytest", "-q", __file__]
+    command += ["-m", "environments or not environments", "tests/config/test_conf.py"]
+    command += ["-k", "optuna and not works_in"]
+    done = ended(command, ROOT, os.environ, timeout=500)
     assert done.returncode == 0, done.stdout
     *_, last = done.stdout.splitlines()
     assert re.match(r"4 passed, \d+ deselected", last), done.stdout  # and none skipped
