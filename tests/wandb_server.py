@@ -115,6 +115,14 @@ class Agent:
     runs: set[str] = field(default_factory=set)
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
+    """Until something has arrived, or an AssertionError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+
+
 class WandbServer:
     """Answers the client in threads of this process; see the top of the file."""
 
@@ -179,13 +187,6 @@ class WandbServer:
     def stop_run(self, name: str) -> None:
         """Tell the agent that has the run to stop it, at its next heartbeat."""
         self.to_stop.add(name)
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
-        """Until something has arrived, or an AssertionError."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-            time.sleep(0.02)
 
     def die(self) -> None:
         """Refuse connections, and break those that are open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from tests.cli.sweep.helpers import private_env
+from tests.cli.wandb_runs import connect
 from tests.wandb_server import WandbServer
 from trainkit.config import allow_targets
 
@@ -24,6 +27,24 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["trainkit"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def for_lightnings_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in the folder of the test are found, and its seeds are forgotten."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Lightning 2.6 calls jsonargparse 4.53 by old names; only a strict suite sees it.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything sets them
+        monkeypatch.setenv(variable, "0")
+
+
+@pytest.fixture
+def own_ctrl_c() -> Iterator[None]:
+    """SIGINT as Python has it; what a test makes of it is forgotten."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -49,3 +70,27 @@ def private_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
         monkeypatch.setenv("HOME", home)
         yield tmp_path
         wandb.teardown()
+
+
+@pytest.fixture
+def online(
+    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> WandbServer:
+    connect(wandb_server, monkeypatch, private_wandb)
+    return wandb_server
+
+
+@pytest.fixture
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private HOME, nothing of W&B's inherited; returns the folder to work in.
+
+    Trials that a sweep starts from here are forks, and it looks at them often: the
+    client writes their rows at once."""
+    for name in os.environ.keys() - (env := private_env(tmp_path)).keys():
+        monkeypatch.delenv(name)
+    soon = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05"}
+    for name, value in {**env, **soon}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("trainkit.cli.sweep.offline._TICK", 0.02)
+    monkeypatch.setattr("trainkit.cli.sweep.offline._LOOK_EVERY", 0.1)
+    return tmp_path

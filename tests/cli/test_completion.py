@@ -23,14 +23,8 @@ from trainkit.cli.main import COMMANDS
 from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError
 
-STRATEGIES = [
-    "none",
-    "per_class_weight",
-    "per_sample",
-    "per_token",
-    "uniform",
-    "weighed",
-]
+STRATEGIES = ["none", "per_class_weight", "per_sample", "per_token", "uniform"]
+STRATEGIES.append("weighed")
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +113,7 @@ def test_what_is_on_the_disk_is_offered(tmp_path: Path) -> None:
         f"trainkit test {run} trainer.devi": [],
     }
     for place in ("--config-dir=", "--config-dir ", "-cd "):
-        line = f"trainkit train {place}{tmp_path}/conf model=min"
-        expected[line] = ["model=mine"]
+        expected[f"trainkit train {place}{tmp_path}/conf model=min"] = ["model=mine"]
     train, plan = "trainkit train ", "trainkit plan "
     found = complete_all(*expected, train, plan)
     assert {"accumulation=", "lr_scaling=", "schedule="} < set(found.pop(train))
@@ -178,15 +171,11 @@ def environment(commands: Path) -> dict[str, str]:
 
 
 SHELLS = {
-    "bash": ["bash", "--norc", "--noprofile", "-i"],
-    "zsh": ["zsh", "-f", "-i"],
-    "fish": ["fish", "--no-config", "-i"],
+    "bash": ("--norc --noprofile -i", 'eval "$(trainkit completion bash)"\n'),
+    "zsh": ("-f -i", 'eval "$(trainkit completion zsh)"\n'),
+    "fish": ("--no-config -i", "trainkit completion fish | source\n"),
 }
-LOAD = {
-    "bash": 'eval "$(trainkit completion bash)"\n',
-    "zsh": 'eval "$(trainkit completion zsh)"\n',
-    "fish": "trainkit completion fish | source\n",
-}
+"""Their options, and how they load the completion."""
 
 
 @contextmanager
@@ -233,7 +222,8 @@ def type_and_wait(keyboard: int, keys: str, ran: Path) -> str:
 def test_tab_completes_what_is_then_run(
     shell: str, commands: Path, tmp_path: Path
 ) -> None:
-    if shutil.which(shell) is None:
+    program, (options, load) = shutil.which(shell), SHELLS[shell]
+    if program is None:
         pytest.skip(f"{shell} is not installed")
     (tmp_path / "sweep_of_rates.yaml").touch()
     typed = {
@@ -243,9 +233,9 @@ def test_tab_completes_what_is_then_run(
         "trainkit train trainer.max_st\t5\n": "train trainer.max_steps=5",
         "trainkit sweep sweep_o\t--json\n": "sweep sweep_of_rates.yaml --json",
     }
-    argv = [shutil.which(shell) or shell, *SHELLS[shell][1:]]
+    argv = [program, *options.split()]
     with terminal(argv, environment(commands), tmp_path) as keyboard:
-        os.write(keyboard, LOAD[shell].encode())
+        os.write(keyboard, load.encode())
         for keys, words in typed.items():
             ran = type_and_wait(keyboard, keys, tmp_path / "ran")
             assert " ".join(ran.split()) == words

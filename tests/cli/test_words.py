@@ -85,6 +85,7 @@ def test_modules_of_the_current_folder_are_found_once(
     assert sys.path == [str(tmp_path), "/somewhere"]
 
 
+REHEARSED = "`trainkit check {} ...` with the same words"
 TEXTS = [
     (
         'micro_batching = MicroBatching(size=8, inside="auto")',
@@ -114,27 +115,22 @@ TEXTS = [
         "--accumulation=PerClassWeight --accumulation.weight=[1.0,2.5] "
         "--accumulation.ignore_index=0",
     ),
-    ("PerToken(shift=True, mask=None)",)
-    + (
+    (
+        "PerToken(shift=True, mask=None)",
         "accumulation=per_token accumulation.shift=true accumulation.mask=null",
         "--accumulation=PerToken --accumulation.shift=true --accumulation.mask=null",
     ),
     ("set checks='now' here", "set checks=now here", "set --checks=now here"),
     (
         "set accumulate_grad_batches=1; trainkit.check(module, data) says more",
-        "set trainer.accumulate_grad_batches=1; `trainkit check train ...` with the "
-        "same words says more",
-        "set --trainer.accumulate_grad_batches=1; `trainkit check fit ...` with the "
-        "same words says more",
+        f"set trainer.accumulate_grad_batches=1; {REHEARSED.format('train')} says more",
+        f"set --trainer.accumulate_grad_batches=1; {REHEARSED.format('fit')} says more",
     ),
-]
-
-TEXTS += [
     (
         f"off by 0.2. {MORE}",
-        "off by 0.2. `trainkit check train ...` with the same words names the remedy.",
-        "off by 0.2. `trainkit check fit ...` with the same words names the remedy.",
-    )
+        f"off by 0.2. {REHEARSED.format('train')} names the remedy.",
+        f"off by 0.2. {REHEARSED.format('fit')} names the remedy.",
+    ),
 ]
 
 IN_PYTHON_ONLY = [
@@ -146,17 +142,15 @@ IN_PYTHON_ONLY = [
 ]
 
 
-@pytest.mark.parametrize(("text", "train", "fit"), TEXTS)
+@pytest.mark.parametrize(
+    ("text", "train", "fit"), [*TEXTS, *((text, text, text) for text in IN_PYTHON_ONLY)]
+)
 def test_a_call_is_said_in_the_words_of_the_command(
     text: str, train: str, fit: str
 ) -> None:
+    """What has no words stays as it is."""
     assert in_words("train", text) == train
     assert in_words("fit", text) == fit
-
-
-@pytest.mark.parametrize("text", IN_PYTHON_ONLY)
-def test_what_has_no_words_stays_as_it_is(text: str) -> None:
-    assert in_words("train", text) == text
 
 
 @pytest.mark.parametrize(
@@ -176,10 +170,9 @@ def test_the_words_build_the_object_that_the_call_makes(
     words = in_words("train", text).split()
     alone = ["experiment=ragged_regression", "~model", "~data"]
     built = instantiate(Composition([*alone, *words]).config[key])
-    meant = eval(text, {each.__name__: each for each in (same,)})
     assert type(built) is same
     if same is not BatchNormGuard:
-        assert built == meant
+        assert built == eval(text, {same.__name__: same})
 
 
 def test_errors_warnings_and_rows_are_said_in_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,15 @@ from trainkit.cli.main import main
 # They are the source of all of Python's library.
 code_lm.read_functions = functools.cache(code_lm.read_functions)
 
-SMALL = [
-    "trainer.max_steps=2",
-    "trainer.val_check_interval=4",
-    "trainer.num_sanity_val_steps=0",
-    "trainer.log_every_n_steps=1",
-    "callbacks.checkpoint.every_n_train_steps=1",
-    "experiment=demo",
-    "data.max_length=128",
-    "data.num_train=64",
-    "data.num_val=8",
-    "data.batch_size=2",
-    "model.d_model=8",
-    "model.num_layers=1",
-    "model.num_heads=1",
-    "report=false",
-]
+SMALL = """
+trainer.max_steps=2 trainer.val_check_interval=4 trainer.num_sanity_val_steps=0
+trainer.log_every_n_steps=1 callbacks.checkpoint.every_n_train_steps=1 experiment=demo
+data.max_length=128 data.num_train=64 data.num_val=8 data.batch_size=2 model.d_model=8
+model.num_layers=1 model.num_heads=1 report=false
+""".split()
 
 
-def train(*overrides: str, small: list[str] = SMALL) -> int:
+def train(*overrides: str, small: Sequence[str] = SMALL) -> int:
     GlobalHydra.instance().clear()
     flags = [word for word in overrides if word.startswith("-")]
     rest = [word for word in overrides if not word.startswith("-")]

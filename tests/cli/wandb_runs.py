@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import lightning.pytorch as pl
 import pytest
 
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
-from tests.startup import forked
-from tests.wandb_server import WandbServer
+from tests.startup import ended, forked
+from tests.wandb_server import Run, WandbServer
 from trainkit import AccumulationCallback, PerToken, WindowMonitor
 
 DATA = ragged_sequences(38)  # ten batches of four, the last of two
@@ -50,6 +48,11 @@ def fit(
     return found
 
 
+def only_run(server: WandbServer) -> Run:
+    (found,) = server.runs.values()
+    return found
+
+
 def folders(save_dir: Path) -> list[Path]:
     """The runs below a folder, the oldest first."""
     return [Path(p) for p in sorted(glob.glob(f"{save_dir}/wandb/*run-*-*"))]
@@ -58,14 +61,8 @@ def folders(save_dir: Path) -> list[Path]:
 def records(folder: Path) -> list[dict[str, Any]]:
     """What the client has written, as its own command reads it."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **forked()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    done = ended(command, Path())
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -78,13 +75,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def sync(server: WandbServer, folder: Path, home: Path) -> None:
     """`wandb sync`, as a user would."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(folder)]
-    subprocess.run(
-        command,
-        env=server.env(home, **forked()),
-        capture_output=True,
-        timeout=240,
-        check=True,
-    )
+    done = ended(command, home, server.env(home, **forked()))
+    assert done.returncode == 0, done.stderr
 
 
 def window_losses(history: list[dict[str, Any]]) -> list[float]:

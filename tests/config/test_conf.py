@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,6 +52,12 @@ def composed(*overrides: str, run_dir: str = "/tmp/run") -> DictConfig:
         overrides = ("experiment=demo", *overrides)
     with initialize_config_module("trainkit.conf", **VERSION_BASE):
         return compose("train", [f"paths.run_dir={run_dir}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def demo() -> DictConfig:
+    """The demo's configuration, to be copied and changed: composing takes long."""
+    return composed()
 
 
 class Optimized(CodeLM):
@@ -171,26 +176,6 @@ def test_the_stages_are_those_of_the_command_line(
     sizes = [each.trainer.accumulate_grad_batches for each in (config, demo)]
     assert sizes == [1, 4]  # a schedule sets the size of windows
     check_all(config)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("accumulation.ignore_index", "abc", "accumulation.ignore_index: must be int"),
-        ("model.width", 3, "model.width: CodeLM has no such argument"),
-        ("optimizer.lr", "fast", "optimizer.lr: must be"),
-        ("callbacks.monitor.every", 3, "callbacks.monitor.every: WindowMonitor"),
-        ("accumulation._target_", "os.system", "allowed package"),
-        ("trainer.plugins", [{"_target_": "os.getcwd"}], "os.getcwd"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    key: str, value: Any, text: str, demo: DictConfig
-) -> None:
-    config = copy.deepcopy(demo)
-    OmegaConf.update(config, key, value, force_add=True)
-    with pytest.raises(TrainkitError, match=text):
-        check_all(config)
 
 
 def test_what_an_option_leaves_open_must_be_given() -> None:

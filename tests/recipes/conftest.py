@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from tests.recipes.debugging import QUICK
+from tests.recipes.small import QUICK
 from trainkit.cli.main import main
 
 
@@ -17,6 +18,19 @@ from trainkit.cli.main import main
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of tokenizers: learned once in all these tests."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def set_up(cache: Path) -> Callable[[Any], Any]:
+    """Data that are ready to be trained on."""
+
+    def ready(data: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(cache))
+            data.setup("fit")
+        return data
+
+    return ready
 
 
 @pytest.fixture

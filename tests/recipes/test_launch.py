@@ -1,4 +1,4 @@
-"""recipes/README.md and recipes/launch: every command in them is one that there is."""
+"""recipes/README.md, recipes/launch and recipes/loops: every command and loop works."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tests.startup import ended
 from trainkit import Uniform
 from trainkit.cli.composition import Composition
 from trainkit.cli.runs.resume import expand
@@ -36,12 +37,14 @@ def composed(words: list[str]) -> Composition:
     return Composition(words)
 
 
-def test_every_recipe_stands_in_the_table() -> None:
+def test_every_recipe_stands_in_the_table_and_has_a_line_for_two_ranks() -> None:
     named = {name for name, _ in NAMES}
     assert named == {path.parent.name for path in RECIPES.glob("*/__init__.py")}
     for name, file in NAMES:
         assert (RECIPES / file).is_file()
         assert f"`trainkit train experiment={name}`" in README
+    listed = {name for names, _ in ON_TWO_RANKS for name in names.split(", ")}
+    assert listed == named
 
 
 @pytest.mark.parametrize(("names", "words"), ON_TWO_RANKS)
@@ -61,11 +64,6 @@ def test_the_step_on_two_ranks_is_that_of_one(names: str, words: str) -> None:
             for c, sizes in zip((one, two), windows, strict=True)
         )
         assert first == [2 * size for size in second]
-
-
-def test_every_recipe_has_a_line_for_two_ranks() -> None:
-    listed = {name for names, _ in ON_TWO_RANKS for name in names.split(", ")}
-    assert listed == {name for name, _ in NAMES}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -102,14 +100,7 @@ def launched(
     script: str, programs: Path, *words: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [str(LAUNCH / script), *words],
-        env={"PATH": path, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return ended([LAUNCH / script, *words], programs, {"PATH": path, **env})
 
 
 def given(programs: Path, name: str) -> list[str]:
@@ -200,12 +191,10 @@ def test_workers_of_ray_train_are_one_process(tmp_path: Path) -> None:
     script = str(LAUNCH / "ray_train.py")
     env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env["RAY_worker_niceness"] = "0"  # by default 15: they starve beside other tests
-    done = subprocess.run(
+    done = ended(
         [sys.executable, "-c", NO_DASHBOARD, script, "--accelerator", "cpu"],
-        cwd=tmp_path,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
+        tmp_path,
+        {**os.environ, **env},
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
@@ -245,3 +234,38 @@ def test_options_of_sbatch_are_those_that_the_trainer_needs() -> None:
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert options["signal"].startswith("INT@")
     assert {"nodes", "requeue"} <= options.keys()
+
+
+# ---- loops without Lightning's Trainer, each run as its file says --------------------
+
+
+LOOPS = Path(__file__).parents[2] / "recipes" / "loops"
+EXACT_LINE = re.compile(r"^(.*): (\S+) from the big batch$", re.M)
+PLAIN_LINE = re.compile(r"(\d+)%")
+
+
+def test_each_loop_is_tried() -> None:
+    assert {path.name for path in LOOPS.glob("*.py")} == {name for name, *_ in LINES}
+
+
+LINES = [
+    ("plain.py", 3, 3),
+    ("with_fabric.py", 1, 0),
+    ("hf_trainer.py", 1, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_exact", "num_plain"), LINES)
+def test_it_is_the_big_batch(
+    name: str, num_exact: int, num_plain: int, tmp_path: Path
+) -> None:
+    """In float64; what it prints beside it, plain accumulation, is the control."""
+    done = ended([sys.executable, str(LOOPS / name)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    exact = [float(off) for _, off in EXACT_LINE.findall(done.stdout) if "%" not in off]
+    plain = [int(off) for off in PLAIN_LINE.findall(done.stdout)]
+    assert len(exact) == num_exact
+    assert max(exact) < 1e-12
+    assert len(plain) == num_plain
+    assert all(off > 2 for off in plain)

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +29,28 @@ def forked() -> dict[str, str]:
     """The part of an environment that makes a process a fork, on Linux."""
     server = _server() if sys.platform == "linux" else ""
     return {"PYTHONPATH": CHILD_PATH, "TESTS_FORK_SERVER": server}
+
+
+def ended(
+    words: Sequence[str | Path],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """A process that has ended, with what it said; it is a fork if no `env` is given.
+
+    It is killed if it hangs.
+    """
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **forked()} if env is None else env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def share(*, at_once: bool = False) -> None:

@@ -1,25 +1,39 @@
-"""The Lightning CLI's door: the same training as the hand-written one."""
+"""The Lightning CLI's door: the hand-written training; and what files may hold."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import sys
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from tests.cli.fit.lightning_runs import (
+from tests.cli.fit.lightning_user import (
     USER,
+    ByRow,
+    Configured,
+    Data,
+    MixinNet,
+    Net,
+    WithoutOptimizer,
     by_hand,
     callbacks_of,
+    fit,
     fitted,
     make,
     only,
     quiet,
     strategy_of,
+    written,
 )
-from tests.cli.fit.lightning_user import ByRow, Data, MixinNet, Net, WithoutOptimizer
+from tests.helpers import weights
+from tests.startup import ended
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -29,9 +43,13 @@ from trainkit import (
     PerSample,
     PerToken,
     Uniform,
+    WindowMonitor,
 )
 from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
 from trainkit.cli.fit.parser import TrainkitParser
+from trainkit.core.noise.estimate import NoiseEstimate
+
+pytestmark = pytest.mark.usefixtures("for_lightnings_cli")
 
 COUNTS = f"--accumulation.by={USER}.count_tokens"
 BY_TOKENS = "--trainer.callbacks.strategy=PerToken"
@@ -80,22 +98,15 @@ def test_plain_lightnings_division_is_not_silent(
 
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 def test_what_does_not_train_divides_nothing(capsys: Any) -> None:
+    overwrite = {"save_config_kwargs": {"overwrite": True}}
     for subcommand, is_said in (("validate", False), ("fit", True)):
-        TrainkitCLI(
-            Net,
-            Data,
-            args=[subcommand, *quiet()],
-            save_config_kwargs={"overwrite": True},
-        )
+        TrainkitCLI(Net, Data, args=[subcommand, *quiet()], **overwrite)
         assert ("plain Lightning" in capsys.readouterr().out) == is_said
 
 
 def test_a_schedule_equals_the_written_one() -> None:
-    trained = fitted(
-        "--trainer.accumulate_grad_batches=1",
-        "--accumulation=PerToken",
-        "--schedule.sizes={0: 4, 1: 2}",
-    )
+    words = ["--trainer.accumulate_grad_batches=1", "--accumulation=PerToken"]
+    trained = fitted(*words, "--schedule.sizes={0: 4, 1: 2}")
     schedule = AccumulationSchedule({0: 4, 1: 2})
     assert torch.equal(trained, by_hand(PerToken(), schedule))
 
@@ -189,9 +200,8 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_argument("--name", type=str, default="run")
 
-    cli = Mine(
-        Net, Data, run=False, args=[*quiet(), "--name=x", "--accumulation=PerToken"]
-    )
+    args = [*quiet(), "--name=x", "--accumulation=PerToken"]
+    cli = Mine(Net, Data, run=False, args=args)
     assert cli.config.name == "x"
     assert strategy_of(cli) == PerToken()
 
@@ -199,21 +209,17 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
 # ---- older versions of jsonargparse --------------------------------------------------
 
 
-def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
-    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
-    option that names others came later."""
-    bases = [base for base in MicroBatching.__mro__ if base is not object]
-    assert not all(map(is_dataclass, bases))
-    assert is_dataclass(MicroBatching)
-
-
 @dataclass(frozen=True)
 class NoOtherBase:
     size: int = 1
 
 
-def test_a_dataclass_without_such_a_base_is_refused() -> None:
-    """The control."""
+def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
+    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
+    option that names others came later. The control is a class without one."""
+    bases = [base for base in MicroBatching.__mro__ if base is not object]
+    assert not all(map(is_dataclass, bases))
+    assert is_dataclass(MicroBatching)
     with pytest.raises(ValueError, match="Not allowed for|to be a subclass type"):
         ArgumentParser().add_subclass_arguments(NoOtherBase, "of")
 
@@ -236,11 +242,9 @@ REFUSED = "LRScaling reference_batch: must be a positive number, received -1.0."
 
 
 def test_what_a_constructor_refuses_is_read_from_an_older_text() -> None:
+    """An error of somebody else's class stays what it is."""
     error = older_union("Expected a <class 'NoneType'>", REFUSED, kind=OURS)
     assert str(_refusal_in(error)) == REFUSED
-
-
-def test_an_error_of_somebody_elses_class_stays_what_it_is() -> None:
     error = older_union("Expected a <class 'NoneType'>", "no", kind="theirs.Net")
     assert _refusal_in(error) is None
 
@@ -251,3 +255,95 @@ def test_an_option_that_is_misspelt_finds_the_right_one(first: str) -> None:
     parser.add_argument("--accumulation")
     with pytest.raises(ArgumentError, match=r"Did you mean --accumulation\?"):
         parser.error(f"{first}nrecognized arguments: --acumulation=PerToken")
+
+
+# ---- what the CLI writes it reads again ----------------------------------------------
+
+
+FILE = "{class_path: PerToken, init_args: {ignore_index: -7}}"
+
+
+def test_an_argument_after_a_file_changes_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "mine.yaml", FILE)
+    cli = make(f"--accumulation={path}", "--accumulation.ignore_index=-3")
+    assert strategy_of(cli) == PerToken(ignore_index=-3)
+
+
+def test_a_config_file_may_refer_to_its_entries_and_the_environment(
+    tmp_path: Path,
+) -> None:
+    path = written(
+        tmp_path / "mine.yaml",
+        f"""
+        model:
+          strategy: {{class_path: {USER}.ByRow, init_args: {{factor: 1e-4}}}}
+          lr: ${{oc.env:NOT_SET_ANYWHERE,1e-3}}
+        trainer:
+          log_every_n_steps: 7
+          callbacks:
+          - class_path: trainkit.WindowMonitor
+            init_args: {{every_n_steps: "${{trainer.log_every_n_steps}}"}}
+        """,
+    )
+    cli = make(f"--config={path}", model=Configured)
+    assert isinstance(cli.model.strategy, ByRow)
+    assert cli.model.strategy.factor == 1e-4  # a number, not the string
+    assert cli.model.lr == 1e-3
+    (monitor,) = only(cli, WindowMonitor)
+    assert monitor.every_n_steps == 7
+
+
+def test_a_printed_config_trains_to_the_same_weights(
+    tmp_path: Path, capsys: Any
+) -> None:
+    args = [*quiet(), "--accumulation=PerToken"]
+    args += ["--lr_scaling.rule=linear", "--lr_scaling.reference_batch=8"]
+    with pytest.raises(SystemExit) as end:
+        TrainkitCLI(Net, Data, args=["fit", *args, "--print_config=skip_null"])
+    assert end.value.code == 0
+    file = written(tmp_path / "printed.yaml", capsys.readouterr().out)
+    assert yaml.safe_load(Path(file).read_text())["lr_scaling"]["class_path"]
+    first, again = fit(*args), fit(f"--config={file}")
+    assert torch.equal(weights(first.model), weights(again.model))
+    assert not torch.equal(weights(first.model), by_hand(PerToken()))  # rates scaled
+
+
+def test_the_saved_config_of_a_run_runs_again_without_the_folder_it_read(
+    tmp_path: Path,
+) -> None:
+    facts = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50).facts()
+    (tmp_path / "summary.json").write_text(json.dumps({"noise_scale": facts}))
+    args = [*quiet(logger="true"), f"--trainer.default_root_dir={tmp_path}"]
+    args += [f"--accumulation={written(tmp_path / 'mine.yaml', FILE)}"]
+    args += ["--lr_scaling.rule=gain", "--lr_scaling.reference_batch=8"]
+    args += [f"--lr_scaling.noise_scale={tmp_path}"]
+    args += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+    args += ["--trainer.log_every_n_steps=2"]
+    first = fit(*args)
+    saved = Path(str(first.trainer.log_dir), "config.yaml")
+    scaling = yaml.safe_load(saved.read_text())["lr_scaling"]
+    assert scaling["init_args"]["noise_scale"] == 43.25  # the folder may change
+    again = TrainkitCLI(Net, Data, args=["fit", f"--config={saved}"])  # saves its own
+    assert again.trainer.log_dir != first.trainer.log_dir
+    assert strategy_of(again) == PerToken(ignore_index=-7)
+    assert torch.equal(weights(first.model), weights(again.model))
+
+
+def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    args = [*quiet(max_epochs="1"), "--accumulation=PerToken"]
+    args += ["--lr_scaling.rule=sqrt", "--lr_scaling.reference_batch=3"]
+    first = fit(*args)
+    first.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    more = [*args, "--trainer.max_epochs=2"]
+    resumed = fit(*more, f"--ckpt_path={tmp_path / 'half.ckpt'}")
+    assert torch.equal(weights(resumed.model), weights(fit(*more).model))
+    assert not torch.equal(weights(resumed.model), weights(first.model))
+
+
+def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
+    cli = make("--accumulation=PerToken", "--trainer.callbacks+=LearningRateMonitor")
+    (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
+    program = "import pickle\nparser, config = pickle.load(open('cli.pickle', 'rb'))\n"
+    program += "print(parser.dump(config))"
+    done = ended([sys.executable, "-c", program], tmp_path)
+    assert "class_path: trainkit.PerToken" in done.stdout, done.stderr

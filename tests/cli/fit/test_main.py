@@ -14,13 +14,14 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tests.cli.fit.lightning_runs import USER, make, quiet, written
-from tests.cli.fit.lightning_user import Net
+from tests.cli.fit.lightning_user import USER, Net, make, quiet, written
 from tests.helpers import weights
 from trainkit import TrainkitError
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.fit.main import RedactedConfig, _refuse_absent, main
 from trainkit.cli.main import main as command
+
+pytestmark = pytest.mark.usefixtures("for_lightnings_cli")
 
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
@@ -45,12 +46,11 @@ def test_no_configuration_in_the_folder_is_written_over(tmp_path: Path) -> None:
     assert main(["fit", "--config=config.yaml", *command]) == 0
     assert main(["validate", *command]) == 0
     assert main(["fit", *command, "--trainer.log_every_n_steps=3"]) == 0
-    files = sorted(tmp_path.glob("config*"))
-    assert [each.name for each in files] == [
-        "config-v1.yaml", "config-v2.yaml", "config.yaml",
-    ]  # fmt: skip
-    texts = [yaml.safe_load(each.read_text()) for each in files]
-    assert [each["trainer"]["log_every_n_steps"] for each in texts] == [7, 3, 7]
+    kept = {
+        path.name: yaml.safe_load(path.read_text())["trainer"]["log_every_n_steps"]
+        for path in tmp_path.glob("config*")
+    }
+    assert kept == {"config-v1.yaml": 7, "config-v2.yaml": 3, "config.yaml": 7}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,7 @@ def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
     [
         ("a: [", "Problems parsing config: while parsing a flow node"),
         ("nope: 3", "does not accept option 'nope'"),
-        (
-            "trainer: {max_epochs: '${data.n}'}",
-            "Interpolation key 'data.n' not found",
-        ),
+        ("trainer: {max_epochs: '${data.n}'}", "Interpolation key 'data.n' not found"),
         ("accumulation: {_target_: trainkit.PerToken}", "class_path and init_args des"),
     ],
 )
@@ -221,7 +218,6 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
 ) -> None:
     steps, whole = unbroken()
     capsys.readouterr()
-
     ends = ends_of_fits(monkeypatch)
     stopped_at(monkeypatch, num_batches, number)
     assert fit("--accumulation=PerToken") == status
@@ -232,7 +228,6 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     assert f"trainkit fit {MODEL} --data=" in line
     assert line.endswith(f" --accumulation=PerToken --ckpt_path={last}\n")
     assert ends == []
-
     assert fit("--accumulation=PerToken", f"--ckpt_path={last}") == 0
     ((resumed_steps, resumed),) = ends
     assert torch.load(last, weights_only=True)["global_step"] < steps == resumed_steps
@@ -252,6 +247,7 @@ def test_the_checkpoint_of_a_stop_is_beside_lightnings_own_or_the_users(
     assert found == {"mine/last.ckpt" if is_own else "checkpoints/last.ckpt"}
 
 
+@pytest.mark.usefixtures("own_ctrl_c")
 @pytest.mark.parametrize(
     ("numbers", "checkpointing"),
     [((signal.SIGINT, signal.SIGINT), "true"), ((signal.SIGINT,), "false")],
@@ -260,24 +256,17 @@ def test_an_end_without_a_checkpoint_says_so(
     numbers: tuple[int, ...], checkpointing: str, monkeypatch: Any, capsys: Any
 ) -> None:
     stopped_at(monkeypatch, 5, *numbers)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        assert fit(enable_checkpointing=checkpointing) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert fit(enable_checkpointing=checkpointing) == 130
     assert "stopped by SIGINT; nothing was saved" in capsys.readouterr().out
     assert not list(Path().rglob("*.ckpt"))
 
 
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_a_checkpoint_from_before_a_second_ctrl_c_is_named(
     monkeypatch: Any, capsys: Any
 ) -> None:
     stopped_at(monkeypatch, 11, signal.SIGINT, signal.SIGINT)  # in the second epoch
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        assert fit() == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert fit() == 130
     (saved,) = Path().absolute().rglob("*.ckpt")
     said = capsys.readouterr().out
     assert said.endswith(f"| stopped by SIGINT; saved earlier: {saved}\n")
@@ -298,9 +287,8 @@ def test_secrets_are_not_in_the_configuration_of_a_run(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
-    written(
-        tmp_path / "c.yaml", "trainer: {default_root_dir: '${oc.env:MY_API_KEY}'}\n"
-    )
+    secret = "trainer: {default_root_dir: '${oc.env:MY_API_KEY}'}\n"
+    written(tmp_path / "c.yaml", secret)
     assert main(["fit", "--config=c.yaml", MODEL, f"--data={USER}.Data", *quiet()]) == 0
     (config,) = tmp_path.rglob("config.yaml")
     assert "sk-0123456789" not in config.read_text()
@@ -318,12 +306,9 @@ def test_only_what_this_rank_has_saved_is_redacted(
 ) -> None:
     """Another rank may find the file while it is being written."""
     saved = tmp_path / "config.yaml"
-    broadcast = SimpleNamespace(
-        broadcast=lambda _: is_first or saved.write_text("a: [")
-    )
-    trainer: Any = SimpleNamespace(
-        log_dir=str(tmp_path), is_global_zero=is_first, strategy=broadcast
-    )
+    told = SimpleNamespace(broadcast=lambda _: is_first or saved.write_text("a: ["))
+    is_zero: Any = {"is_global_zero": is_first}
+    trainer: Any = SimpleNamespace(log_dir=str(tmp_path), strategy=told, **is_zero)
     module: Any = None
     config = SavedElsewhere(module, module, save_to_log_dir=False)
     config.setup(trainer, module, "fit")

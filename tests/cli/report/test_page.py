@@ -1,27 +1,38 @@
-"""The page is whole in itself, and says what the rows say."""
+"""The page of a run is whole in itself, says what the rows say, and is left by it."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cli.report.runs import (
     SUMMARY,
     WINDOW,
     cells,
+    charts_of,
     drawn,
     legends,
     page_of,
     run_folder,
     titles,
 )
+from tests.cli.training import summary_of, the_run, train
+from trainkit.cli.main import main
 from trainkit.cli.report.charts import Line
 from trainkit.cli.report.page import report_of_training
-from trainkit.pages.look import LIGHT
+from trainkit.cli.report.run import STEP_TIMES, read_step_times
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.summary_rows import throughput_text
+from trainkit.pages import frame
+from trainkit.pages.look import LIGHT, number
 
 
 def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
@@ -35,9 +46,7 @@ def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
     }
     assert page.count("<svg ") == len(titles(page)) + 1 == 9  # the loss is there twice
     train, validation = drawn(page, "Loss")
-    ((left, top), (middle, half), (right, bottom)) = (
-        train[0][n : n + 2] for n in (0, 2, 4)
-    )
+    left, top, middle, half, right, bottom = train[0][:6]
     assert middle == pytest.approx((left + right) / 2, abs=0.2)
     assert half == pytest.approx((top + bottom) / 2, abs=0.2)
     assert left < middle < right
@@ -90,17 +99,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_it_runs_nothing_and_needs_no_other_file_and_no_network(page: str) -> None:
     assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
-    elsewhere = (
-        r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import|https?:|<[^>]*\bon\w+="
-    )
-    assert not re.search(elsewhere, page)
+    assert not re.search(r"<script|\b(src|href)=\"(?!#)|url\((?!#)|@import", page)
+    assert not re.search(r"https?:|<[^>]*\bon\w+=", page)
     assert page.count('href="#') > 0  # the control: within an SVG
 
 
-def test_names_are_no_markup(page: str) -> None:
+def test_names_are_no_markup_and_identifiers_are_used_once(page: str) -> None:
     assert "<img" not in page
     assert "<b>run" not in page
     assert list(legends(page)[EVIL]) == [EVIL]
+    known = re.findall(r'\bid="(.*?)"', page)
+    assert len(known) == len(set(known)) > 8
+    assert set(re.findall(r"(?:url\(|href=\")#(\w+)", page)) <= set(known)
 
 
 def test_the_colours_are_those_of_the_readers_system(page: str) -> None:
@@ -115,28 +125,17 @@ def test_the_colours_are_those_of_the_readers_system(page: str) -> None:
         assert not re.search(r":\s*#", svg)  # no other colour
 
 
-def test_two_charts_share_no_identifier(page: str) -> None:
-    known = re.findall(r'\bid="(.*?)"', page)
-    assert len(known) == len(set(known)) > 8
-    used = re.findall(r"(?:url\(|href=\")#(\w+)", page)
-    assert set(used) <= set(known)
-
-
 @pytest.mark.parametrize(
     ("losses", "pieces", "numbers"),
     [
-        (
-            [3.0, 2.0, "nan", "inf", 2.0, 1.0],
-            [4, 4],
-            ["4", "2", "3", "1", "1", "3", "0 to 5"],
-        ),
-        ([3.0, 2.0, 2.5], [6], ["3", "0", "3", "2.5", "2", "3", "0 to 2"]),
+        ("3 2 nan inf 2 1", [4, 4], ["4", "2", "3", "1", "1", "3", "0 to 5"]),
+        ("3 2 2.5", [6], ["3", "0", "3", "2.5", "2", "3", "0 to 2"]),
     ],
 )
 def test_what_is_not_finite_leaves_a_gap_and_the_lines_are_there_in_numbers(
-    losses: list[Any], pieces: list[int], numbers: list[str], tmp_path: Path
+    losses: str, pieces: list[int], numbers: list[str], tmp_path: Path
 ) -> None:
-    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses)]
+    rows = [{"step": n, "val/loss": loss} for n, loss in enumerate(losses.split())]
     page = page_of(run_folder(tmp_path, rows))
     (line,) = drawn(page, "Loss")
     assert [len(piece) for piece in line] == pieces
@@ -182,3 +181,85 @@ def test_the_table_on_top_is_the_summary(
     top = cells(page_of(folder), "summary")
     assert said[1] in top[said[0]][0]
     assert ("since then" in top) == (last_step == 9)
+
+
+# ---- the page that `trainkit train` leaves -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training with everything that a chart is of."""
+    where = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr(sys, "argv", ["trainkit"])
+        scaling = ["lr_scaling=sqrt", "lr_scaling.reference_batch=2"]
+        schedule = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
+        words = ["trainer.max_steps=4", "report=true"]
+        assert train(*scaling, *schedule, *words) == 0
+    return the_run(where)
+
+
+def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
+    chart = charts_of(RunFolder(run))[title]
+    return {line.name: line.shown for line in chart.lines}
+
+
+def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert titles(page)[:10] == [
+        *("Loss", "Window weight, in tokens", "Throughput, in tokens per second"),
+        *("Throughput, in samples per second", "Imbalance", "Learning rate"),
+        *("Accumulation", "Gradient norm", "Padding", "Uniform gap"),
+    ]
+    assert set(lines(run, "Loss")) == {"window/loss", "val/loss"}
+    windows = lines(run, "Accumulation")["window/micro_batches"]
+    assert [value for _, value in windows] == [1, 1, 4, 4]
+    assert "finished after 4 optimizer steps" in page
+    rates = lines(run, "Throughput, in tokens per second")["tokens per second"]
+    assert len(rates) < 4  # the time before the first step is not known
+    speed = summary_of(run)["throughput"]
+    assert throughput_text(**speed) in unescape(page)
+    times = read_step_times(run / STEP_TIMES)
+    seconds = dict(zip(times["step"], times["seconds"], strict=True))
+    mean = sum(rate * seconds[step] for step, rate in rates) / speed["seconds"]
+    assert mean == pytest.approx(speed["tokens_per_second"])
+    assert speed["seconds"] == pytest.approx(sum(seconds[step] for step, _ in rates))
+    assert rates[-1][1] > 0
+    names = {path.stem for path in (run / "pictures").iterdir()}
+    assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
+
+
+def test_it_can_be_made_again_to_the_letter(run: Path) -> None:
+    path = run / "report.html"
+    before = path.read_bytes()
+    path.unlink()
+    assert main(["report", "--no-pictures", str(run)]) == 0
+    assert path.read_bytes() == before
+
+
+def test_a_resumed_run_has_each_step_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
+    assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes
+    after = lines(run, "Learning rate")
+    assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
+
+
+# ---- numbers in words, and the colours of both themes --------------------------------
+
+
+@given(st.floats(-1e6, 1e6))
+def test_a_number_is_the_value_to_six_digits(value: float) -> None:
+    assert float(number(value).replace(",", "")) == float(f"{value:.6g}")
+
+
+def test_both_themes_have_every_colour() -> None:
+    """In the dark one no colour is that of the light one."""
+    style = Path(frame.__file__).with_name("page.css").read_text()
+    dark = dict(re.findall(r"--(\w+):(#\w{6})", style))
+    assert dark.keys() == LIGHT.keys()
+    assert not set(dark.items()) & set(LIGHT.items())

@@ -1,9 +1,11 @@
-"""`step_times.csv`, by a clock that only the test moves."""
+"""`step_times.csv`: written by a clock that only the test moves, and read again."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,15 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 
+from tests.cli.report.runs import SUMMARY, charts_of, page_of, run_folder, titles
 from tests.helpers import loader as loader_of
 from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, WindowMonitor
 from trainkit.cli.report import step_times
-from trainkit.cli.report.run import read_step_times, throughput
+from trainkit.cli.report.run import rates, read_step_times, throughput
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.summary_rows import rows, throughput_text
 
 STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0
 """Seconds of a batch, of the wait for it, of a validation, of a checkpoint, and of what
@@ -129,8 +133,8 @@ def test_each_step_has_its_time_without_what_lies_between(
 
     callbacks: list[Any] = [AccumulationCallback(each) for each in strategies]
     callbacks += [WindowMonitor(every_n_steps=1000)] * (tokens is not None)
-    saving = LambdaCallback(on_train_batch_end=save)
-    times = fitted(clock, tmp_path, *callbacks, saving, val_check_interval=3)
+    callbacks.append(LambdaCallback(on_train_batch_end=save))
+    times = fitted(clock, tmp_path, *callbacks, val_check_interval=3)
     assert clock.now > 16 * CHECKPOINT + FIRST
     assert times["step"].tolist() == [*range(2, NUM_MEASURED + 2)]
     assert times["seconds"].tolist() == [SECONDS] * NUM_MEASURED
@@ -218,3 +222,89 @@ def test_a_full_disk_ends_nothing(
     times.on_train_batch_end(each, None, None, None, 0)
     times.teardown(None, None, "fit")
     assert "trainkit | report: no throughput: " in capsys.readouterr().out
+
+
+# ---- what is read from it ------------------------------------------------------------
+
+
+HEAD = "step,seconds,waiting,samples,tokens,padding\n"
+TIMES = "1,nan,nan,4,60,40\n2,0.5,0.1,8,90,10\n3,0.25,0.05,4,60,0\n4,1.25,0,8,50,50\n"
+
+
+def times(path: Path, text: str = HEAD + TIMES) -> Path:
+    file = path / "step_times.csv"
+    file.write_text(text)
+    return file
+
+
+def test_it_is_what_was_counted_over_the_time(tmp_path: Path) -> None:
+    known = read_step_times(times(tmp_path))
+    assert throughput(known) == {
+        "steps": 3,
+        "seconds": 2.0,
+        "steps_per_second": 1.5,
+        "samples_per_second": 10,
+        "tokens_per_second": 100,
+        "padding": pytest.approx(60 / 260),
+        "waiting": pytest.approx(0.15 / 2),
+    }
+    tokens, samples = rates(known).values()
+    assert samples.shown == [(2, 16), (3, 16), (4, 6.4)]
+    assert tokens.shown == [(2, 180), (3, 240), (4, 40)]
+
+
+def test_the_table_the_chart_and_the_summary_agree(tmp_path: Path) -> None:
+    """By the seconds of each step the mean of the chart is the number of the table."""
+    folder = run_folder(tmp_path, [{"step": 4, "window/loss": 1, "window/weight": 9}])
+    known = read_step_times(times(tmp_path))
+    speed = {"throughput": throughput(known)}
+    said = "10 samples/s, 100 tokens/s, 23% padding, 8% of the time waiting for data"
+    assert said in page_of(folder)  # as of a run that was killed
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | speed))
+    assert said in page_of(folder)
+    assert rows(SUMMARY | speed)[-1] == ("throughput", said)
+    assert rows(SUMMARY | {"throughput": None}) == rows(SUMMARY)
+    seconds = dict(zip(known["step"], known["seconds"], strict=True))
+    for counted in ("samples", "tokens"):
+        (line,) = charts_of(folder)[f"Throughput, in {counted} per second"].lines
+        mean = sum(rate * seconds[step] for step, rate in line.shown) / 2.0
+        assert f"{mean:.0f} {counted}/s" in said
+
+
+def test_weights_are_not_called_tokens(tmp_path: Path) -> None:
+    """The control: what the strategy weighs is not what was counted."""
+    seen = [{"step": n, "window/seen": 4 * n, "window/loss": 1} for n in range(1, 5)]
+    folder = run_folder(tmp_path, seen)
+    (tmp_path / "summary.json").write_text(json.dumps({**SUMMARY, "unit": "tokens"}))
+    times(tmp_path, HEAD + re.sub(r"(\d+),(\d+)\n", "0,0\n", TIMES))
+    assert titles(page_of(folder)) == ["Loss", "Throughput, in samples per second"]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "said"),
+    [
+        ("", [], None),  # there is no such file
+        (HEAD + "1,nan,nan,4,60,40\n", [], None),
+        # a process began at step 3
+        (HEAD + TIMES + "3,nan,nan,4,60,0\n", [2, 4], "9.14 samples/s, 80 tokens/s, 3"),
+        (HEAD + TIMES + "4,0,0,8,50,50\n", [2, 3], "16 samples/s, 200 tokens/s"),
+        # killed while writing, after step 4 was done again
+        (HEAD + TIMES + "4,0.5,0,8,50,50\n5,0.", [2, 3, 4], "16 samples/s, 160 tokens"),
+        ("step,seconds\n1,nan\n2,0.5\n", [], "2 steps/s"),  # of an earlier version
+    ],
+)
+def test_what_is_not_known_is_left_out(
+    text: str, steps: list[int], said: str | None, tmp_path: Path
+) -> None:
+    known = read_step_times(times(tmp_path, text) if text else tmp_path / "none")
+    lines = rates(known)
+    assert (lines["samples per second"].steps if lines else []) == steps
+    measured = throughput(known)
+    assert (measured is None) == (said is None)
+    assert measured is None or throughput_text(**measured).startswith(said or "")
+
+
+def test_numbers_have_three_digits() -> None:
+    assert throughput_text(1.5, 1238.4, 38149.0, 0.124, 0.03) == (
+        "1,240 samples/s, 38,100 tokens/s, 12% padding, 3% of the time waiting for data"
+    )

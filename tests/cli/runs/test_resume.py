@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.startup import ended
 from trainkit import TrainkitError
 from trainkit.cli.runs.folder import RunFolder, only_one, remember_wandb_run
 from trainkit.cli.runs.resume import as_trial, expand, quoted
@@ -38,10 +39,8 @@ THERE = "/there"
 def resumed(name: str, checkpoint: str = "last.ckpt") -> list[str]:
     """The words that name a run's folder and its checkpoint."""
     folder = f"{THERE}/outputs/code_lm/{name}"
-    return [
-        f"hydra.run.dir='{folder}'",
-        f"ckpt_path='{folder}/checkpoints/{checkpoint}'",
-    ]
+    where = f"{folder}/checkpoints/{checkpoint}"
+    return [f"hydra.run.dir='{folder}'", f"ckpt_path='{where}'"]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +146,9 @@ def of_torchrun(monkeypatch: pytest.MonkeyPatch, count: int, job: str = "job") -
 def test_auto_begins_a_run_and_goes_on_with_it_by_the_same_command() -> None:
     assert expand(["seed=1", AUTO]) == ["seed=1"]
     folder = made("a", ["seed=1", AUTO], at=1)
-    assert expand(["seed=1", AUTO]) == [
-        "seed=1",
-        f"hydra.run.dir='{folder.path}'",
-        f"ckpt_path='{folder.path}/checkpoints/last.ckpt'",
-    ]
+    place, last = folder.path, f"{folder.path}/checkpoints/last.ckpt"
+    goes_on = ["seed=1", f"hydra.run.dir='{place}'", f"ckpt_path='{last}'"]
+    assert expand(["seed=1", AUTO]) == goes_on
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -231,17 +228,22 @@ with only_one(Path(sys.argv[1]), what="run"):
 
 
 def tries(folder: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", TRIES, str(folder)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=240)
+    return ended([sys.executable, "-c", TRIES, str(folder)], Path(), os.environ)
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    """And so is the same one."""
     with only_one(tmp_path / "run", what="run"):
         refused = tries(tmp_path / "run")
+        with pytest.raises(TrainkitError, match="run: .* is in use by another process"):
+            with only_one(tmp_path / "run", what="run"):
+                pass
     assert refused.returncode != 0
     assert "is in use by another process" in refused.stderr
     assert tries(tmp_path / "run").returncode == 0
     assert tries(tmp_path / "other").returncode == 0
+    with only_one(tmp_path / "run", what="run"):
+        pass
 
 
 def test_a_system_without_such_locks_does_without(
@@ -252,15 +254,6 @@ def test_a_system_without_such_locks_does_without(
 
     monkeypatch.setattr("filelock.FileLock.acquire", no_locks)
     with only_one(tmp_path, what="run"), only_one(tmp_path, what="run"):
-        pass
-
-
-def test_and_so_is_the_same_one(tmp_path: Path) -> None:
-    with only_one(tmp_path, what="run"):
-        with pytest.raises(TrainkitError, match="run: .* is in use by another process"):
-            with only_one(tmp_path, what="run"):
-                pass
-    with only_one(tmp_path, what="run"):
         pass
 
 

@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.startup import forked
+from tests.startup import ended, forked
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 TOY = str(Path(__file__).parent / "toy_trial.py")
@@ -54,21 +53,13 @@ def command(*words: str) -> list[str]:
 def run(
     words: list[str], env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    options: Any = {"capture_output": True, "text": True, "timeout": 280}
-    return subprocess.run(words, env=dict(env), cwd=cwd, check=False, **options)
+    return ended(words, cwd, env, timeout=280)
 
 
 def private_env(home: Path) -> dict[str, str]:
     """The environment of a user without an account."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     return {**env, "HOME": str(home), **forked()}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
 
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:

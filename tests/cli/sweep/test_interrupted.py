@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.sweep import helpers
-from tests.cli.sweep.helpers import LR, command, private_env, run, toy, wait_until
-from tests.wandb_server import WandbServer
+from tests.cli.sweep.helpers import LR, command, private_env, run, toy
+from tests.wandb_server import WandbServer, wait_until
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.process import KILL_DELAY, TrialProcess, end_orphan
 from trainkit.cli.sweep.sweep_file import SweepFile
@@ -65,9 +65,6 @@ def test_one_that_cannot_be_ended_is_named(
     process.trial.pid = number
     assert end_orphan(process.trial)
     wait_until(lambda: process.poll() is not None)
-
-
-pytest.importorskip("optuna")
 
 
 @pytest.fixture
@@ -135,9 +132,7 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     assert states(tmp_path) == ["finished", "running"]
     os.kill(trial, 0)  # the trial itself is still running
     (tmp_path / "go").touch()
-
     done = go_on(tmp_path)
-
     assert done.returncode == 0, done.stderr
     assert states(tmp_path) == ["finished"] * 3
     rates = [line.split()[1] for line in started(tmp_path)]
@@ -146,7 +141,6 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     assert names[1] == names[2]
     (folder,) = (tmp_path / "sweeps").glob("*")
     sweep_id = folder.name
-
     assert uploaded(tmp_path, wandb_server) == {
         f"{sweep_id}-00{n}": [1, 2, 3, 4] for n in range(3)
     }
@@ -163,7 +157,6 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "is in use by another process" in done.stderr
-
     os.kill(sweep, signal.SIGTERM)
     output, news = held.communicate(timeout=240)
     assert held.returncode == 143
@@ -173,14 +166,12 @@ def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     assert f"to resume: cd {tmp_path} && " in news
     assert f" sweep toy.yaml --offline --resume {folder.name}" in news
     assert "finished" in output  # the table of what there is
-
     file = tmp_path / "toy.yaml"
     before = file.read_text()
     toy(tmp_path, {"lr": {"values": [1, 2]}})
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "toy.yaml has changed since" in done.stderr
-
     file.write_text(before)
     (tmp_path / "go").touch()
     done = go_on(tmp_path)

@@ -28,8 +28,6 @@ from trainkit.cli.main import main
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.trial import Trial
 
-pytest.importorskip("optuna")
-
 HYPERBAND = {"type": "hyperband", "min_iter": 2, "eta": 3, "strict": True}
 CRASHES = ["${interpreter}", "-c", "import sys; sys.exit('no such data')"]
 N_IS_1_CRASHES = [
@@ -50,13 +48,11 @@ def loss(lr_exponent: int, rows: int) -> Any:
 
 def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
     path = toy(no_account, {"lr": LR, "rows": 4, "started": "started.txt"})
-
     sweep = offline(path)
     assert sweep.run(count=1) == 0  # as many are started now
     assert [trial.state for trial in trials_of(sweep)] == ["finished"]
     sweep = offline(path)
     assert sweep.run(agents=2) == 0
-
     trials = by_lr(trials_of(sweep))
     losses = {lr: trial.number for lr, trial in trials.items()}
     assert losses == {0.1: loss(-1, 4), 0.01: loss(-2, 4), 0.001: loss(-3, 4)}
@@ -69,10 +65,8 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
 def test_a_search_ends_at_its_cap(no_account: Path) -> None:
     lr = {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}
     path = toy(no_account, {"lr": lr, "rows": 1}, method="bayes", run_cap=3)
-
     sweep = offline(path)
     sweep.run(agents=2)
-
     found = trials_of(sweep)
     assert [trial.state for trial in found] == ["finished"] * 3
     assert len({trial.arguments["lr"] for trial in found}) == 3
@@ -125,9 +119,7 @@ def test_trials_that_crash_or_lack_the_metric(
 ) -> None:
     news: list[str] = []
     path = toy(no_account, parameters, **config)
-
     offline(path, news.append).run()
-
     found = trials_of(offline(path))
     assert [(trial.state, trial.note) for trial in found] == ended
     assert re.search(said, "\n".join(news))
@@ -145,10 +137,8 @@ def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
     lr = {"values": [0.1, 1.0, 0.03, 0.01]}
     hold = {"hold": "never", "hold_at": 1.0}
     path = toy(no_account, {"lr": lr, "rows": 4, **hold}, early_terminate=HYPERBAND)
-
     sweep = offline(path)
     sweep.run(agents=2)
-
     trials = by_lr(trials_of(sweep))
     assert trials[1.0].state == "stopped"
     assert trials[1.0].exit_code == 0  # it ended gracefully, and what it logged is read
@@ -166,28 +156,21 @@ def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:
     sweep = offline(path)
     folder = no_account / "with space" / "t0"
     trial = Trial(name="t0", arguments={"optimizer.lr": 0.1}, folder=str(folder))
-
     (folder / "wandb").mkdir(parents=True)  # of an attempt that was killed
     words = sweep._command(trial, trial.arguments)
     assert not (folder / "wandb").exists()
     assert words[2:] == ["optimizer.lr=0.1", f"hydra.run.dir='{folder}'"]
-
     checkpoint = folder / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir()
     checkpoint.touch()
     assert sweep._command(trial, trial.arguments)[-1] == f"ckpt_path='{checkpoint}'"
 
 
-SHORT = [
-    "trainer.max_steps=3",
-    "data.max_length=64",
-    "data.num_train=120",
-    "data.num_val=16",
-    "model.d_model=8",
-    "model.num_heads=1",
-    "trainer.val_check_interval=${trainer.accumulate_grad_batches}",
-    "callbacks=none",
-]
+SHORT = """
+trainer.max_steps=3 data.max_length=64 data.num_train=120 data.num_val=16
+model.d_model=8 model.num_heads=1
+trainer.val_check_interval=${trainer.accumulate_grad_batches} callbacks=none
+""".split()
 
 
 def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
@@ -205,12 +188,10 @@ def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
 def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_server(
     wandb_server: WandbServer, tmp_path: Path
 ) -> None:
-    pytest.importorskip("optuna")
     name = "lr_batch.yaml"
     shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[8])
     words = command(name, "--offline", "--agents", "2", "--json")
     done = run(words, private_env(tmp_path), tmp_path)
-
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)["trials"]
     losses = {t["arguments"]["optimizer.lr"]: t["value"] for t in trials}
@@ -221,14 +202,12 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--to", str(page)]) == 0
     assert all(f"{folder.name}-00{n}: lr=" in page.read_text() for n in range(2))
-
     # W&B's own commands run the same file.
     shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[32])
     env = wandb_server.env(tmp_path, **forked())
     wandb = [sys.executable, "-m", "wandb"]
     assert run([*wandb, "sweep", name], env, tmp_path).returncode == 0
     run([*wandb, "agent", "local/p/sw0"], env, tmp_path)
-
     (received,) = wandb_server.runs.values()
     assert received.state == "finished"
     assert received.summary["val/loss"] == pytest.approx(losses[0.003], rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.sweep.helpers import LR, command, private_env, run, toy
 from tests.startup import forked
-from tests.wandb_server import Run, WandbServer
+from tests.wandb_server import Run, WandbServer, wait_until
 
 TWO = {"values": [0.1, 0.01]}
 
@@ -36,9 +36,7 @@ def test_two_agents_run_a_sweep_over_a_crash(
     wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     toy(tmp_path, {"lr": LR, "rows": 4, "crash_at": 0.1})
-
     done = run(command("toy.yaml", "--agents", "2", "--json"), env, tmp_path)
-
     assert done.returncode == 0, done.stderr
     runs = by_lr(wandb_server)
     whole = ("finished", [1, 2, 3, 4])
@@ -68,10 +66,8 @@ def test_the_clients_own_commands_run_the_file_and_hyperband_ends_a_trial_gracef
         r.config.get("lr") == 0.1 and len(r.history) >= 2
     )
     wandb = [sys.executable, "-m", "wandb"]
-
     assert run([*wandb, "sweep", str(path)], env, tmp_path).returncode == 0
     agent = run([*wandb, "agent", "local/p/sw0"], env, tmp_path)
-
     assert agent.returncode == 0, agent.stderr
     runs = by_lr(wandb_server)
     found = {lr: (r.exit_code, steps(r)) for lr, r in runs.items()}
@@ -93,20 +89,16 @@ def test_ctrl_c_stops_the_agents_and_their_trials_save(
         text=True,
     )
     try:
-        wandb_server.wait_until(
-            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values())
-        )
+        wait_until(lambda: any(len(r.history) == 2 for r in wandb_server.runs.values()))
         process.send_signal(signal.SIGINT)
         _, news = process.communicate(timeout=240)
     finally:
         process.kill()
-
     assert process.returncode == 130
     assert "to resume: cd " in news
     assert " sweep toy.yaml --resume sw0" in news
     (received,) = wandb_server.runs.values()
     assert (received.exit_code, steps(received)) == (0, [1, 2])
-
     (tmp_path / "never").touch()
     done = run(command("toy.yaml", "--resume", "sw0"), env, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -135,9 +127,7 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
     )
     words = ["${interpreter}", "${program}", "logger=csv", "${args_no_hyphens}"]
     toy(tmp_path, {"optimizer.lr": LR}, program=str(program), command=words)
-
     done = run(command("toy.yaml"), env, tmp_path)
-
     assert done.returncode == 1  # it logged no run
     given, kept = json.loads((tmp_path / "words").read_text())
     assert "experiment=None" in given
@@ -148,9 +138,7 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
 def test_without_a_login_the_message_says_what_to_do(tmp_path: Path) -> None:
     toy(tmp_path, {"lr": LR})
     env = private_env(tmp_path)
-
     done = run(command("toy.yaml"), {**env, "NETRC": str(tmp_path / "none")}, tmp_path)
-
     assert done.returncode == 2
     assert "wandb login" in done.stderr
     assert "--offline" in done.stderr

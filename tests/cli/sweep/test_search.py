@@ -1,9 +1,10 @@
-"""What Optuna proposes, and the command line of a trial."""
+"""What Optuna proposes, the command line of a trial, and its place in the table."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ from hypothesis import strategies as st
 from trainkit.cli.sweep.offline import command_line
 from trainkit.cli.sweep.search import is_poor, propose
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import State, Trial
+from trainkit.cli.sweep.trial import (
+    State,
+    Trial,
+    as_json,
+    best_of,
+    lacking,
+    ranked,
+    table,
+)
 from trainkit.cli.sweep.whole_config import hydra_text
-
-pytest.importorskip("optuna")
 
 RANGE = {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}
 TAKEN: list[dict[str, Any]] = [
@@ -80,9 +87,7 @@ def test_probabilities_are_kept() -> None:
 def test_a_grid_is_every_combination_once_in_order_and_then_ends() -> None:
     nested = {"parameters": {"b": {"values": ["x", None]}}}
     grid = config("grid", n={"min": 1, "max": 2}, opt=nested, c={"value": [1]})
-
     found = proposals(grid, 9)
-
     pairs = [(n, b) for n in (1, 2) for b in ("x", None)]
     assert found == [{"n": n, "opt.b": b, "c": [1]} for n, b in pairs]
     assert len(proposals({**grid, "run_cap": 3}, 9)) == 3
@@ -139,8 +144,6 @@ def test_hyperband_stops_the_poor_one_at_its_band_only(
     assert not (poor and is_poor(sweep, trials[0], trials))
 
 
-pytest.importorskip("optuna")
-
 ARGUMENTS = {"lr": 0.1, "flag": True, "off": False}
 SHORT = ["".join(w) for n in range(5) for w in itertools.product("\\'a,", repeat=n)]
 SCALARS = (
@@ -164,7 +167,6 @@ def sweep(*command: str, **config: Any) -> SweepFile:
 @given(SCALARS | st.lists(SCALARS, max_size=3))
 def test_hydra_reads_back_what_was_written(value: Any) -> None:
     override = OverridesParser.create().parse_override(f"key={hydra_text(value)}")
-
     read = _plain(override.value())
     assert read == value
     assert type(read) is type(value)
@@ -212,3 +214,91 @@ def test_command_line_is_the_agents(
 def test_trainkit_train_is_recognised(config: dict[str, Any], is_one: bool) -> None:
     words = [*config.pop("command", ["${program}"]), "${args_no_hyphens}"]
     assert sweep(*words, **config).runs_trainkit is is_one
+
+
+# ---- a trial: what it logged, and its place in the table -----------------------------
+
+
+TRIALS = [
+    Trial(name="t0", arguments={"lr": 0.1}, state="finished", metric=[3.0, 2.0]),
+    Trial(name="t1", arguments={"lr": 0.01}, state="stopped", metric=[1.0]),
+    Trial(name="t2", arguments={"lr": 0.5}, state="crashed", note="exit 1: [out]"),
+    Trial(name="t3", arguments={"lr": 1.0}, state="finished", metric=[math.nan]),
+    Trial(name="t4", arguments={"lr": 1e-5}, state="finished", metric=[1.5]),
+]
+
+
+def sweep_of(**config: Any) -> SweepFile:
+    parameters = {"lr": {"min": 0.0, "max": 1.0}, "fixed": {"value": 1}}
+    common = {"method": "random", "program": "t.py", "metric": {"name": "val/loss"}}
+    return SweepFile.model_validate({**common, "parameters": parameters, **config})
+
+
+@pytest.mark.parametrize(("goal", "best"), [("minimize", "t4"), ("maximize", "t0")])
+def test_the_best_has_ended_well_and_what_has_no_number_comes_last(
+    goal: str, best: str
+) -> None:
+    metric = {"name": "val/loss", "goal": goal}
+    found = best_of(sweep_of(metric=metric), TRIALS)
+    assert found is not None
+    assert found.name == best
+    order = [trial.name for trial in ranked(sweep_of(metric=metric), TRIALS)]
+    assert set(order[3:]) == {"t2", "t3"}
+    for none in ([], TRIALS[2:4]):
+        assert best_of(sweep_of(metric=metric), none) is None
+
+
+def test_lines_show_the_swept_values_and_mark_the_best() -> None:
+    assert table(sweep_of(), TRIALS) == [
+        "   trial  state     val/loss  lr     note",
+        "   t1     stopped   1         0.01",
+        "*  t4     finished  1.5       1e-05",
+        "   t0     finished  2         0.1",
+        "   t2     crashed             0.5    exit 1: [out]",
+        "   t3     finished  nan       1",
+    ]
+    assert table(sweep_of(), []) == ["  trial  state  val/loss  lr  note"]
+
+
+def test_json_is_strict_and_complete() -> None:
+    read = json.loads(
+        as_json(sweep_of(), TRIALS, id="s1"),
+        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
+    )
+    assert (read["id"], read["best"], read["metric"]) == ("s1", "t4", "val/loss")
+    assert len(read["trials"]) == len(TRIALS)
+    assert {t["name"]: t["value"] for t in read["trials"]}["t3"] is None
+
+
+def trial(state: State, *metric: float) -> Trial:
+    return Trial(name="t", arguments={}, state=state, metric=list(metric))
+
+
+@pytest.mark.parametrize(
+    ("trials", "lacks"),
+    [
+        ([trial("finished")], True),
+        ([trial("crashed"), trial("finished")], True),
+        ([trial("crashed"), trial("stopped"), trial("running")], False),
+        ([trial("finished", 1.0), trial("finished")], False),
+        ([trial("finished"), trial("running", 1.0)], False),
+        ([], False),
+    ],
+)
+def test_only_a_finished_trial_tells_and_only_where_none_has_a_value(
+    trials: list[Trial], lacks: bool
+) -> None:
+    assert bool(lacking(sweep_of(), trials)) == lacks
+    assert not lacking(sweep_of(metric=None), trials)
+
+
+def test_what_lacks_the_metric_says_what_it_logged_or_needs() -> None:
+    ended = trial("finished")
+    ours = ["trainkit", "train", "${args_no_hyphens}"]
+    assert "logger=wandb" in lacking(sweep_of(command=ours), [ended])
+    assert "logger=wandb" not in lacking(sweep_of(), [ended])
+    ended.logged = ["lr", *(f"grad/{n}" for n in range(20)), "val/loss"]
+    text = lacking(sweep_of(metric={"name": "val/los"}), [ended])
+    assert "t finished and logged no val/los" in text
+    assert "It logged val/loss, " in text  # the closest first
+    assert text.count("grad/") + text.count("lr,") == 11

@@ -32,9 +32,7 @@ def test_a_good_file_is_taken_as_it_is(tmp_path: Path) -> None:
     bands = {"type": "hyperband", "min_iter": 3}
     good = {**GOOD, "parameters": {**GOOD["parameters"], "optimizer": nested}}
     good["early_terminate"] = bands
-
     sweep = read(yaml.safe_dump(good), tmp_path)
-
     assert sweep.config == good
     assert sweep.early_terminate == Hyperband.model_validate({**bands, "eta": 3})
     assert sweep.metric_name == "val/loss"
@@ -56,7 +54,6 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
     values = (
         f"program: t.py\nmethod: random\nparameters: {{lr: {{values: [{text}, 1]}}}}"
     )
-
     with pytest.raises(TrainkitError, match=f"{text} looks .* {re.escape(fixed)}"):
         read(values, tmp_path)
     assert yaml.safe_load(fixed) == float(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.train.trained_models import OPTIMIZED, killer, own_option
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.runs.folder import RunFolder, only_one
@@ -50,7 +51,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     assert is_refused(status, "size mismatch for token.weight")
     with only_one(run, what="a run"):  # it is under way
         assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
-
     (tmp_path / "no.ckpt").write_text("this is no checkpoint")
     status = train("ckpt_path=no.ckpt")
     assert is_refused(status, "must be a readable checkpoint, received ")
@@ -64,7 +64,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
     assert is_refused(go_on(longer), "summary.json: must be as a run writes it, and is")
     (run / "summary.json").write_text(summary)
     before = texts(run)
-
     capsys.readouterr()
     for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so
         assert go_on(*words, at=run) == 0
@@ -72,7 +71,6 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
         assert "the run had finished after 2 optimizer steps" in shown
         assert "with a larger trainer.max_steps, max_epochs or max_time" in shown
         assert texts(run) == before
-
     # One that came to nothing is not the last; and no change is inherited.
     assert go_on(longer, "trainer.accumulate_grad_batches=2") == 0
     assert "2 x accumulation 2" in capsys.readouterr().out
@@ -83,15 +81,12 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
 def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
     """Nor the root among them, if the run is; "last" is looked for under its name."""
     groups = tmp_path / "my conf"
-    (groups / "model").mkdir(parents=True)
-    (groups / "model" / "mine.yaml").write_text(
-        "_target_: tests.cli.train.test_main.Foreign\nwidth: 3\n"
-    )
+    own_option(groups, "model", f"{OPTIMIZED}\nwidth: 3\n")
     (groups / "mine.yaml").write_text("defaults: [train, _self_]\nname: my\n")
     named = ["--config-dir=my conf", "--config-name=mine"]
     words = [word for word in SMALL if not word.startswith("model.")]
-    own = ["model=mine", "optimizer=none", "scheduler=none"]
-    assert train(*named, *own, *words, small=[]) == 0
+    words += ["model=mine", "optimizer=none", "scheduler=none"]
+    assert train(*named, *words, small=[]) == 0
     run = the_run(tmp_path)
     assert run.parent.name == "my"
     for steps, again, at in ((3, [], run), (4, named, None)):
@@ -115,11 +110,11 @@ def died() -> Iterator[list[int]]:
         signal.signal(each, handler)
 
 
-def killer(hook: str, batch: int, signum: str = "SIGTERM") -> str:
-    return (
-        "+callbacks.killer={_target_: tests.cli.train.killer.Killer, "
-        f"hook: {hook}, batch: {batch}, signum: {signum}}}"
-    )
+def left_with(*words: str) -> Any:
+    """The status by which a training leaves."""
+    with pytest.raises(SystemExit) as end:
+        train(*words)
+    return end.value.code
 
 
 class LateLogger(MetricsCSVLogger):
@@ -157,8 +152,8 @@ def test_an_epoch_of_one_batch_is_the_last_one_as_well(
     small.append("trainer.accumulate_grad_batches=1")
     assert train(killer("on_train_batch_end", 1), *epochs, *small) == 0
     assert summary_of(the_run(tmp_path))["status"] == "finished"
-    with pytest.raises(SystemExit):  # the control
-        train(killer("on_train_batch_end", 0), *epochs, *small)
+    control = killer("on_train_batch_end", 0)
+    assert left_with(control, *epochs, *small) == 143
     statuses = {summary_of(each)["status"] for each in run_dirs(tmp_path)}
     assert statuses == {"finished", "interrupted"}
 
@@ -185,9 +180,7 @@ def test_a_stop_while_loggers_are_closed_leaves_the_run_as_it_ended(
 ) -> None:
     monkeypatch.setattr(LateLogger, "signals", signals)
     if status:
-        with pytest.raises(SystemExit) as end:
-            train(LATE, *words)
-        assert end.value.code == status
+        assert left_with(LATE, *words) == status
     else:
         assert train(LATE) == 0
         assert "SIGTERM: training is over" in capfd.readouterr().err
@@ -199,22 +192,20 @@ def test_a_stop_while_loggers_are_closed_leaves_the_run_as_it_ended(
 def test_the_other_runs_of_a_multirun_are_not_begun(
     died: list[int], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        train("-m", "seed=1,2", LATE)
-    assert end.value.code == 143
+    assert left_with("-m", "seed=1,2", LATE) == 143
     (run,) = run_dirs(tmp_path)
     assert summary_of(run)["status"] == "finished"
 
 
-STATUSES = [
-    (signal.SIGINT, None, 130),
-    (signal.SIGTERM, None, 143),
-    (signal.SIGINT, "sweep", 130),
-    (signal.SIGTERM, "sweep", 0),  # that is how a sweep stops a poor trial
-]
-
-
-@pytest.mark.parametrize(("number", "sweep", "status"), STATUSES)
+@pytest.mark.parametrize(
+    ("number", "sweep", "status"),
+    [
+        (signal.SIGINT, None, 130),
+        (signal.SIGTERM, None, 143),
+        (signal.SIGINT, "sweep", 130),
+        (signal.SIGTERM, "sweep", 0),  # that is how a sweep stops a poor trial
+    ],
+)
 def test_the_status_says_who_stopped_it(
     number: signal.Signals,
     sweep: str | None,

@@ -1,4 +1,4 @@
-"""Many trainings at once: Hydra's launchers, and its Optuna sweeper."""
+"""Many trainings at once: Hydra's launchers, Optuna, and the table after them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.types import RunMode
 from matplotlib import get_configdir
+from omegaconf import OmegaConf
 
 from tests.cli.training import SMALL, run_dirs, summary_of, train
 from tests.environments import install
-from tests.startup import CHILD_PATH, forked
+from tests.startup import CHILD_PATH, ended, forked
+from trainkit.cli.comparison import Comparison, show, table
+from trainkit.cli.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,11 +48,6 @@ class Mine(CodeLM):
 """A user's own, in the folder where the command is given."""
 
 
-@pytest.fixture(autouse=True)
-def _with_a_model(tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text(MODEL)
-
-
 @pytest.fixture
 def ray_folder() -> Iterator[str]:
     """Ray has sockets in it, whose names must be short."""
@@ -58,6 +57,7 @@ def ray_folder() -> Iterator[str]:
 
 def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    (cwd / "my_model.py").write_text(MODEL)
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env |= {"PYTHONPATH": CHILD_PATH, "TRAINKIT_ALLOW": "my_model"}
@@ -65,16 +65,9 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     env["MPLCONFIGDIR"] = get_configdir()  # with the cache of fonts, which takes long
     if launcher in ("joblib", "submitit_local"):  # ray knows its workers' numbers
         env |= forked()
-    command = [str(Path(sys.executable).with_name("trainkit")), "train", "-m"]
-    return subprocess.run(
-        [*command, f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *SMALL, *words],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [Path(sys.executable).with_name("trainkit"), "train", "-m", *SMALL]
+    command += [f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *words]
+    return ended(command, cwd, env, timeout=300)
 
 
 @pytest.mark.slow
@@ -92,7 +85,6 @@ def test_every_launcher_runs_all_of_them_and_tells_what_failed(
     swept = ["optimizer.lr=0.001,7", "model._target_=my_model.Mine"]
     own = [ray_folder] if launcher == "ray" else []
     done = launched(launcher, *own, *swept, cwd=tmp_path)
-
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: seven is too much" in done.stderr
     good, bad = run_dirs(tmp_path / "outputs")
@@ -150,13 +142,12 @@ def test_optuna_goes_on_past_failed_trials_and_the_status_tells(
     trials: int,
 ) -> None:
     own_optuna()
+    (tmp_path / "my_model.py").write_text(MODEL)
     monkeypatch.setenv("TRAINKIT_ALLOW", "my_model")
     words = ["hparams_search=optuna", f"hydra.sweeper.n_trials={trials}"]
     words += ["metric=odd", "hydra.sweeper.sampler.seed=5"]
     own = [f"optimizer.lr={rates}", "model._target_=my_model.Mine"]
-
     assert train("-m", *words, *own) == 1
-
     found = [(rate_of(run), summary_of(run)["status"]) for run in run_dirs(tmp_path)]
     assert len(found) == trials
     failed = [rate for rate, status in found if status == "failed"]
@@ -183,16 +174,10 @@ def test_optuna_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     (site,) = made.glob("lib/python*/site-packages")
     lent = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "lent.pth").write_text("\n".join([str(ROOT), *sorted(lent)]) + "\n")
-    tests = [f"{ROOT}/tests/{name}" for name in ("cli/train/test_launchers.py",
-             "config/test_conf.py")]  # fmt: skip
-    words = ["-m", "environments or not environments", "-k", "optuna and not works_in"]
-    done = subprocess.run(
-        [made / "bin" / "python", "-m", "pytest", "-q", *words, *tests],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = [made / "bin" / "python", "-m", "pytest", "-q", __file__]
+    command += ["-m", "environments or not environments", "tests/config/test_conf.py"]
+    command += ["-k", "optuna and not works_in"]
+    done = ended(command, ROOT, os.environ, timeout=500)
     assert done.returncode == 0, done.stdout
     *_, last = done.stdout.splitlines()
     assert re.match(r"4 passed, \d+ deselected", last), done.stdout  # and none skipped
@@ -207,3 +192,85 @@ def own_optuna() -> None:
 
 def rate_of(run: Path) -> float:
     return yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["lr"]
+
+
+# ---- the table after several runs ----------------------------------------------------
+
+
+def made(where: Path, name: str, loss: float | None, *words: str) -> RunFolder:
+    run = RunFolder(where / name)
+    run.write_start({}, words)
+    if loss is not None:
+        metrics = {"val/loss": loss}
+        ended = {"metrics": metrics, "status": "finished", "steps": 4}
+        run.write_json(run.SUMMARY, {"metric": "val/loss", **ended})
+    return run
+
+
+def names(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines[1:]]
+
+
+def test_the_best_comes_first_and_what_has_no_metric_last(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path, "none", None, "seed=1"),
+        made(tmp_path, "high", 0.75, "seed=2"),
+        made(tmp_path, "low", 0.25, "seed=3"),
+    ]
+    assert names(table(runs)) == ["low", "high", "none"]
+    assert names(table(runs, maximizes=True)) == ["high", "low", "none"]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", "1"), ("max", "2")])
+def test_a_multirun_is_ranked_by_its_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, best: str
+) -> None:
+    for name in "12":
+        made(tmp_path, name, float(name))
+    show(OmegaConf.create({"mode": mode, "hydra": {"sweep": {"dir": tmp_path}}}))
+    assert names(capsys.readouterr().out.splitlines())[0] == best
+
+
+def test_what_all_runs_share_is_no_column(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path, "0", 1.0, "accumulation=uniform", "name=x"),
+        made(tmp_path, "1", 2.0, "accumulation=per_token", "name=x"),
+    ]
+    header, first, second = table(runs)
+    assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
+    assert first.split() == ["0", "uniform", "finished", "4", "1"]
+    assert second.split() == ["1", "per_token", "finished", "4", "2"]
+
+
+def test_no_secret_waits_for_the_end_of_a_multirun(tmp_path: Path) -> None:
+    """Hydra writes the words of the command line before its first job, which may be
+    killed."""
+    written = tmp_path / "multirun.yaml"
+    written.write_text("hydra: {overrides: {task: ['+hub.token=abcdefgh', seed=1]}}\n")
+    config = {"hydra": {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}}
+    Comparison().on_job_start(OmegaConf.create(config))
+    assert "abcdefgh" not in written.read_text()
+    assert "seed=1" in written.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]
+
+
+@pytest.mark.parametrize("place", ["absolute", "relative"])
+def test_how_many_runs_failed_is_no_name_of_a_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    """Also those that failed before they had begun."""
+    monkeypatch.chdir(tmp_path)
+    folder = "." if place == "relative" else str(tmp_path)
+    for name in "12":
+        made(tmp_path, name, 1.0)
+    config = OmegaConf.create({"mode": "min", "hydra": {"sweep": {"dir": folder}}})
+    show(config)
+    assert "runs failed" not in capsys.readouterr().out
+    (tmp_path / "0").mkdir()
+    for name in "02":
+        (tmp_path / name / ".failed").touch()
+    show(config)
+    assert capsys.readouterr().out.endswith("\ntrainkit | 2 of 3 runs failed\n")

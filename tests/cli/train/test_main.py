@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torchmetrics.classification import BinaryConfusionMatrix
 
 import trainkit
 from recipes.code_lm import CodeLM, Functions
 from tests.cli.report.runs import SUMMARY
+from tests.cli.train.trained_models import OPTIMIZED, Optimized, own_option
 from tests.cli.training import (
     SMALL,
     run_dirs,
@@ -28,6 +29,7 @@ from tests.cli.training import (
     train,
     weights_of,
 )
+from tests.helpers import trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, warmup_cosine
 from trainkit.cli.runs.summary_rows import rows
 
@@ -64,16 +66,16 @@ def test_a_run_leaves_its_folder(
     assert all(rows[1][name] for name in ("window/loss", "lr-AdamW", "val/loss"))
     said = capsys.readouterr().out
     for text in (
-        "trainkit | step: per-device batch 2 x accumulation 4",  # before
-        "trainkit | step 2 of 2: ",  # during
-        "trainkit | window/loss: ",  # after
-        "trainkit | window weight: ",
-        "trainkit | learning rate: ",
-        "trainkit | plain accumulation: its gradients would have been off by",
-        "trainkit | throughput: ",
-        f"trainkit | written to: {run}",
+        "step: per-device batch 2 x accumulation 4",  # before
+        "step 2 of 2: ",  # during
+        "window/loss: ",  # after
+        "window weight: ",
+        "learning rate: ",
+        "plain accumulation: its gradients would have been off by",
+        "throughput: ",
+        f"written to: {run}",
     ):
-        assert text in said, text
+        assert f"trainkit | {text}" in said
     assert "\x1b" not in said  # there is no terminal
     assert summary["throughput"]["steps"] == 1
 
@@ -98,10 +100,8 @@ def test_an_inner_cut_is_summed_up_by_name(
     assert train(*one, "micro_batching=inside", "micro_batching.size=3") == 0
     limits = summary_of(the_run(tmp_path))["micro_batching"]
     assert (limits["size"], limits["found"]) == (3, None)
-    told = capsys.readouterr().out
-    assert (
-        f"inside training_step, {limits['inside']} ran in chunks of at most 3" in told
-    )
+    said = f"inside training_step, {limits['inside']} ran in chunks of at most 3"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,22 +124,13 @@ def test_the_cut_of_loader_batches_is_in_the_table(
     assert said in dict(rows(facts))["micro-batches"]
 
 
-def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:
+def by_hand(
+    module: LightningModule, accumulate: int, **options: Any
+) -> dict[str, torch.Tensor]:
     """The same training in Python, without any configuration."""
     data = Functions(batch_size=2, max_length=128, num_train=64, num_val=8, seed=0)
-    trainer = Trainer(
-        max_steps=2,
-        accumulate_grad_batches=8,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, data)
+    run = trainer(accumulate, max_steps=2, gradient_clip_val=1.0, **options)
+    run.fit(module, data)
     return module.state_dict()
 
 
@@ -175,7 +166,8 @@ def test_it_is_the_hand_written_training_to_the_bit(
 ) -> None:
     per_token, uniform = run_dirs(two_strategies[0])
     seed_everything(0, verbose=False)
-    expected = by_hand(ByHand(d_model=8, num_layers=1, num_heads=1, max_length=128))
+    module = ByHand(d_model=8, num_layers=1, num_heads=1, max_length=128)
+    expected = by_hand(module, 8, limit_val_batches=0)
     assert same_weights(weights_of(per_token), expected)
     assert not same_weights(weights_of(uniform), expected)  # the control
 
@@ -193,11 +185,9 @@ def test_a_multirun_compares(two_strategies: tuple[Path, str]) -> None:
     assert losses["per_token"] != losses["uniform"]
     header, *rows = said.splitlines()[-4:-1]
     assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
-    shown = [tuple(row.split()[i] for i in (1, 4)) for row in rows]
-    assert shown == [
-        (name, f"{loss:.6g}")
-        for name, loss in sorted(losses.items(), key=lambda each: each[1])
-    ]
+    shown = {row.split()[1]: row.split()[4] for row in rows}
+    assert shown == {name: f"{loss:.6g}" for name, loss in losses.items()}
+    assert list(shown) == sorted(losses, key=losses.__getitem__)
 
 
 def test_secrets_of_a_command_line_are_not_written_down(
@@ -210,73 +200,30 @@ def test_secrets_of_a_command_line_are_not_written_down(
         assert SECRET.encode() not in path.read_bytes(), path
 
 
-class Foreign(LightningModule):
-    """Knows nothing of trainkit, and has an optimizer of its own."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.byte = torch.nn.Embedding(256, width)
-        self.head = torch.nn.Linear(width, 256)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logits = self.head(self.byte(batch["ids"])).flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
 class PerRow(PerSample):
     """A strategy of a user's own."""
 
 
+FOREIGN = [word for word in SMALL if not word.startswith("model.")] + ["model=mine"]
+
+
 def test_a_foreign_module_and_a_strategy_of_ones_own(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    (conf / "accumulation").mkdir(parents=True)
-    (conf / "model").mkdir()
-    (conf / "accumulation" / "mine.yaml").write_text(
-        "_target_: tests.cli.train.test_main.PerRow\nsize: null\n"
-    )
-    (conf / "model" / "mine.yaml").write_text(
-        "_target_: tests.cli.train.test_main.Foreign\nwidth: 3\n"
-    )
-    words = [word for word in SMALL if not word.startswith("model.")]
-    asked = [
-        *words, "model=mine", "accumulation=mine", "metric=null",
-        "trainer.limit_val_batches=0", f"--config-dir={conf}", "proof=off",
-    ]  # fmt: skip
+    own_option(tmp_path, "accumulation", f"{__name__}.PerRow\nsize: null\n")
+    own_option(tmp_path, "model", f"{OPTIMIZED}\nwidth: 3\n")
+    asked = [*FOREIGN, "accumulation=mine", "metric=null", "proof=off"]
+    asked += ["trainer.limit_val_batches=0", f"--config-dir={tmp_path}"]
     assert train(*asked, "optimizer=none", "scheduler=none", small=[]) == 0
     seed_everything(0, verbose=False)
-    module = Foreign(width=3)
-    trainer = Trainer(
-        max_steps=2,
-        accumulate_grad_batches=4,
-        gradient_clip_val=1.0,
-        callbacks=[AccumulationCallback(PerSample(), proof="off")],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = Functions(batch_size=2, max_length=128, num_train=64, num_val=8, seed=0)
-    trainer.fit(module, data)
-    assert same_weights(weights_of(the_run(tmp_path)), module.state_dict())
+    callback = AccumulationCallback(PerSample(), proof="off")
+    expected = by_hand(Optimized(width=3), 4, callbacks=[callback])
+    assert same_weights(weights_of(the_run(tmp_path)), expected)
 
 
 def test_a_module_with_its_own_optimizer_refuses_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(
-        "_target_: tests.cli.train.test_main.Foreign\n"
-    )
-    words = [word for word in SMALL if not word.startswith("model.")]
-    asked = [*words, "model=mine", f"--config-dir={tmp_path}"]
-    assert train(*asked, small=[]) == 2
+    own_option(tmp_path, "model", f"{OPTIMIZED}\n")
+    assert train(*FOREIGN, f"--config-dir={tmp_path}", small=[]) == 2
     assert "Choose optimizer=none" in capsys.readouterr().err
 
 

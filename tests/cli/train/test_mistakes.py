@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
 
 from recipes.code_lm import CodeLM
+from tests.cli.train.trained_models import Foreign
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.errors import guarded
@@ -21,21 +20,6 @@ from trainkit.cli.runs.new_folder import NewFolder, remove_if_new
 from trainkit.cli.runs.resume import expand
 from trainkit.cli.words import quoted
 from trainkit.config.build import build
-
-
-class Foreign(LightningModule):
-    """Takes what the configuration says of the other model, and needs none of it."""
-
-    def __init__(self, **kwargs: int) -> None:
-        super().__init__()
-        self.logits = nn.Embedding(256, 256)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.logits(batch["ids"]).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val/loss", self.training_step(batch, batch_idx))
 
 
 class Manual(Foreign):
@@ -54,42 +38,42 @@ def is_one_message(text: str, shown: str) -> bool:
     return is_alone and text in shown
 
 
+LOGGER = "logger=none +logger._target_=torch.nn.Identity"
+MANUAL = f"model._target_={__name__}.Manual accumulation=none"
+NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
         # What Hydra says of words,
-        (["trainer=4"], "A group takes the name of one of its options"),
-        (["-m", "model=glob(nothing*)"], "must give at least one run"),
-        (["--trainer.max_steps=3"], "arguments: --trainer.max_steps=3. Settings have"),
-        (["--config-path=pkg://trainkit.conf", "trainer.devices=0"], "devices"),
-        (["--config-path=nowhere"], "/nowhere' exists and readable"),
-        (["accumulation=null"], "A group takes the name of one of its options"),
-        (["=1"], "overrides: Config group override must be a string"),
-        (["accumulation=x"], "\tper_token\n"),
-        (["trainer.max_epoch=1"], "Did you mean trainer.max_epochs?"),
-        (["--config-dir=nowhere"], "nowhere' not found"),
+        ("trainer=4", "A group takes the name of one of its options"),
+        ("-m model=glob(nothing*)", "must give at least one run"),
+        ("--trainer.max_steps=3", "arguments: --trainer.max_steps=3. Settings have"),
+        ("--config-path=pkg://trainkit.conf trainer.devices=0", "devices"),
+        ("--config-path=nowhere", "/nowhere' exists and readable"),
+        ("accumulation=null", "A group takes the name of one of its options"),
+        ("=1", "overrides: Config group override must be a string"),
+        ("accumulation=x", "\tper_token\n"),
+        ("trainer.max_epoch=1", "Did you mean trainer.max_epochs?"),
+        ("--config-dir=nowhere", "nowhere' not found"),
         # trainkit of a configuration, and of a run that cannot begin;
-        (["ckpt_path=nowhere.ckpt"], "does not exist"),
-        (["optimizer=none"], "Choose scheduler=none"),
-        (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
+        ("ckpt_path=nowhere.ckpt", "does not exist"),
+        ("optimizer=none", "Choose scheduler=none"),
+        ("paths.root_dir=/dev/null", "the folder of the run cannot be created"),
         # or the training, before its first step.
-        (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
-        (["scheduler.warmup=2"], "scheduler: warmup_cosine warmup: must lie in 0 to 1"),
-        (
-            ["logger=none", "+logger._target_=torch.nn.Identity"],
-            "logger: must hold entries by name",
-        ),
-        (["accumulation.labels=targets"], "targets"),  # does not fit the batch
-        (
-            ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
-            "scheduler.total_steps: `auto` needs an end",
-        ),
+        ("scheduler=one_cycle scheduler.pct_start=5", "scheduler: Expected float"),
+        ("scheduler.warmup=2", "scheduler: warmup_cosine warmup: must lie in 0 to 1"),
+        (LOGGER, "logger: must hold entries by name"),
+        ("accumulation.labels=targets", "targets"),  # does not fit the batch
+        (NO_END, "scheduler.total_steps: `auto` needs an end"),
+        (MANUAL, "Add trainer.gradient_clip_val=null"),
     ],
 )
 def test_a_mistake_is_one_message_and_2(
-    overrides: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    overrides: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(*overrides) == 2
+    assert train(*overrides.split()) == 2
     assert is_one_message(text, capsys.readouterr().err)
 
 
@@ -100,6 +84,7 @@ def composed() -> DictConfig:
 
 
 REMOVED: Any = object()
+NOT_CHOSEN = "an option of lr_scaling, and none is chosen, received 'sqr"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +104,13 @@ REMOVED: Any = object()
         ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
         ("model._target_", REMOVED, "model: must have a _target_, received"),
         ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
+        ("model.width", 3, "model.width: CodeLM has no such argument"),
+        ("optimizer.lr", "fast", "optimizer.lr: must be"),
+        ("callbacks.monitor.every", 3, "callbacks.monitor.every: WindowMonitor"),
+        ("accumulation._target_", "os.system", "allowed package"),
+        ("trainer.plugins", [{"_target_": "os.getcwd"}], "os.getcwd"),
         ("micro_batching.size", 3, "size: needs an option of micro_batching"),
-        (
-            "lr_scaling.rule",
-            "sqrt",
-            "an option of lr_scaling, and none is chosen, received 'sqr",
-        ),
+        ("lr_scaling.rule", "sqrt", NOT_CHOSEN),
     ],
 )
 def test_a_value_that_does_not_fit_is_one_message_and_2(
@@ -186,27 +172,20 @@ def test_a_refusal_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.count("You passed in -2") == 1
 
 
-@pytest.mark.parametrize(
-    ("group", "content", "text"),
-    [
+def test_a_file_of_ones_own_is_yaml_and_needs_a_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for group, content, text in (
         ("model", "a: [1\n", "mine.yaml"),
         ("model", "depth: 1\n", "line _target_: my_module.MyClass"),
         ("optimizer", "depth: 1\n", "line _target_: my_module.MyClass"),
-    ],
-)
-def test_a_file_of_ones_own_is_yaml_and_needs_a_target(
-    group: str,
-    content: str,
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / group).mkdir()
-    (tmp_path / group / "mine.yaml").write_text(content)
-    words = ["experiment=demo", f"{group}=mine", f"--config-dir={tmp_path}", "name=own"]
-    assert train(*words, small=[]) == 2
-    assert is_one_message(text, capsys.readouterr().err)
-    assert not run_dirs(tmp_path)
+    ):
+        (tmp_path / group).mkdir(exist_ok=True)
+        (tmp_path / group / "mine.yaml").write_text(content)
+        words = ["experiment=demo", f"{group}=mine", f"--config-dir={tmp_path}"]
+        assert train(*words, "name=own", small=[]) == 2
+        assert is_one_message(text, capsys.readouterr().err)
+        assert not run_dirs(tmp_path)
 
 
 def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
@@ -220,7 +199,7 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
 
 def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
     """There are no checkpoints, and no windows to monitor."""
-    model = "model._target_=tests.cli.train.test_mistakes.Foreign"
+    model = "model._target_=tests.cli.train.trained_models.Foreign"
     off = ["trainer.enable_checkpointing=false", "accumulation=none"]
     off.append("trainer.accumulate_grad_batches=1")
     assert train(model, *off) == 0
@@ -240,14 +219,6 @@ def test_two_checkpoints_of_one_metric_say_the_way_out(
     assert "callbacks.best=null leaves out" in capsys.readouterr().err
     alone = ["callbacks.best=null", "trainer.max_steps=1"]
     assert train(mine + ", monitor: val/loss}", *alone) == 0
-
-
-def test_clipping_of_the_trainer_does_not_go_with_manual_optimization(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = "model._target_=tests.cli.train.test_mistakes.Manual"
-    assert train(model, "accumulation=none") == 2
-    assert "Add trainer.gradient_clip_val=null" in capsys.readouterr().err
 
 
 def test_places_with_odd_names(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.cli.train.trained_models import own_option
 from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
@@ -54,9 +54,16 @@ class WithData(Bare):
         return Data().train_dataloader()
 
     val_dataloader = train_dataloader
-"""
-MORE = """
-import ones_own
+
+
+class Broken(Mine):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * float("nan")
+
+
+class Empty(Data):
+    def train_dataloader(self):
+        return DataLoader([], 4)
 
 
 def number():
@@ -64,13 +71,9 @@ def number():
 
 
 def module():
-    return ones_own.Mine()
-
-
-class Empty(ones_own.Data):
-    def train_dataloader(self):
-        return ones_own.DataLoader([], 4)
+    return Mine()
 """
+
 MINE = ["model._target_=ones_own.Mine", "data._target_=ones_own.Data"]
 EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "report=false"]
 
@@ -100,12 +103,9 @@ def test_nothing_of_the_demo_is_left(
     assert (run / "checkpoints" / "best.ckpt").exists()
     assert (run / "metrics.csv").read_text().count("val/loss") == 1
     config = yaml.safe_load((run / "config.yaml").read_text())
-    trainer = config["trainer"]
-    assert trainer.get("gradient_clip_val") is None
-    assert trainer.get("accumulate_grad_batches", 1) == 1
-    assert not config["optimizer"]
-    assert not config["scheduler"]
-    assert not config["accumulation"]
+    assert config["trainer"].get("gradient_clip_val") is None
+    assert config["trainer"].get("accumulate_grad_batches", 1) == 1
+    assert not any(config[n] for n in ("optimizer", "scheduler", "accumulation"))
 
 
 def test_nothing_chosen_is_the_demo() -> None:
@@ -115,29 +115,39 @@ def test_nothing_chosen_is_the_demo() -> None:
     assert completed(["--config-name=mine"]) == ["--config-name=mine"]
 
 
+SEVERAL = "accumulation: must be chosen where a step has several micro-batches"
+SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+IN_A_CALLBACK = f"+callbacks.own={{_target_: {SCHEDULER}, scheduling: {{0: 4}}}}"
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "messages"),
     [
-        ([MINE[1]], "model: must be given. Choose model=..., one of trainkit's or"),
-        ([MINE[0]], "data: must be given, since Mine has no train_dataloader"),
-        ([*MINE, "trainer.max_epochs=null"], "a training needs an end"),
+        ([MINE[1]], ["model: must be given. Choose model=..., one of trainkit's or"]),
+        ([MINE[0]], ["data: must be given, since Mine has no train_dataloader"]),
+        ([*MINE, "trainer.max_epochs=null"], ["a training needs an end"]),
         (
             ["model._target_=ones_own.Bare", MINE[1]],
-            "optimizer: must be chosen, since Bare has no configure_optimizers",
+            ["optimizer: must be chosen, since Bare has no configure_optimizers"],
         ),
+        ([*MINE, "trainer.accumulate_grad_batches=4"], [SEVERAL]),
         (
-            [*MINE, "trainer.accumulate_grad_batches=4"],
-            "accumulation: must be chosen where a step has several micro-batches",
+            [*MINE, IN_A_CALLBACK],
+            ["accumulation: must be chosen", "(GradientAccumulationScheduler=4)"],
         ),
-        (["model._target_=no_such_file.Mine"], "there is no module 'no_such_file'"),
-        (["model._target_=pytest.Item"], "must name something of an allowed package"),
+        (["model._target_=no_such_file.Mine"], ["there is no module 'no_such_file'"]),
+        (["model._target_=pytest.Item"], ["must name something of an allowed package"]),
     ],
 )
 def test_what_is_missing_is_asked_for(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str],
+    messages: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     assert own(*words) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert all(message in shown for message in messages)
     assert not list(tmp_path.rglob("config.yaml"))
 
 
@@ -149,10 +159,8 @@ def test_an_optimizer_that_is_chosen(tmp_path: Path) -> None:
 
 
 def test_conf_of_the_current_folder_is_found(tmp_path: Path) -> None:
-    for group, name in (("model", "Mine"), ("data", "Data")):
-        (tmp_path / "conf" / group).mkdir(parents=True)
-        text = f"_target_: ones_own.{name}\n"
-        (tmp_path / "conf" / group / "mine.yaml").write_text(text)
+    own_option(tmp_path / "conf", "model", "ones_own.Mine")
+    own_option(tmp_path / "conf", "data", "ones_own.Data")
     assert main(["check", "train", "model=mine", "data=mine"]) == 0  # needs no end
     assert own("model=mine", "data=mine", "trainer.max_epochs=1") == 0
     assert own("ckpt_path=last", "trainer.max_epochs=2") == 0
@@ -230,10 +238,9 @@ def test_a_root_that_is_not_built_on_trainkits_is_refused(
 def test_a_configuration_of_a_package_is_found_again_when_its_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "of_one" / "data").mkdir(parents=True)
+    own_option(tmp_path / "of_one", "data", "ones_own.Data")
     for each in ("", "data"):
         (tmp_path / "of_one" / each / "__init__.py").touch()
-    (tmp_path / "of_one" / "data" / "mine.yaml").write_text("_target_: ones_own.Data")
     assert own("--config-path=pkg://of_one", MINE[0], "data=mine") == 0
     assert own("ckpt_path=last", "trainer.max_epochs=3") == 0
     assert summary_of(the_run(tmp_path))["steps"] == 18
@@ -255,16 +262,6 @@ def test_another_clone_of_trainkit_is_read_as_it_is(
     assert "seed: 99" in shown
 
 
-BROKEN = """
-from ones_own import Mine
-
-
-class Broken(Mine):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * float("nan")
-"""
-
-
 @pytest.mark.parametrize(
     ("checks", "status", "said"),
     [
@@ -273,51 +270,24 @@ class Broken(Mine):
     ],
 )
 def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(
-    checks: str,
-    status: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    checks: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    words = ["model._target_=broken.Broken", "data._target_=ones_own.Data"]
-    words += ["accumulation=per_sample", f"checks={checks}", "proof=off"]
-    words.append("trainer.max_epochs=1")
-    try:
-        assert own(*words) == status
-    finally:
-        sys.modules.pop("broken", None)
+    words = ["model._target_=ones_own.Broken", MINE[1], "accumulation=per_sample"]
+    words += [f"checks={checks}", "proof=off", "trainer.max_epochs=1"]
+    assert own(*words) == status
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore")  # of Lightning, that the loader is empty
 def test_what_cannot_be_trained_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "more.py").write_text(MORE)
-    try:
-        for word, said in (
-            ("model._target_=more.number", "and more.number has made one of int"),
-            ("data._target_=more.number", "and more.number has made one of int"),
-            ("data._target_=more.Empty", "the training loader must have batches"),
-        ):
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # of Lightning, that the loader is empty
-                assert own(*MINE, word) == 2
-            assert said in capsys.readouterr().err
-            assert not (tmp_path / "outputs").exists()
-        assert own(*MINE, "model._target_=more.module") == 0  # the control
-    finally:
-        sys.modules.pop("more", None)
-
-
-def test_lightnings_own_schedule_of_windows_needs_a_strategy_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kind = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
-    callback = f"+callbacks.own={{_target_: {kind}, scheduling: {{0: 4}}}}"
-    assert own(*MINE, callback) == 2
-    shown = capsys.readouterr().err
-    assert "accumulation: must be chosen" in shown
-    assert "(GradientAccumulationScheduler=4)" in shown
+    for word, said in (
+        ("model._target_=ones_own.number", "and ones_own.number has made one of int"),
+        ("data._target_=ones_own.number", "and ones_own.number has made one of int"),
+        ("data._target_=ones_own.Empty", "the training loader must have batches"),
+    ):
+        assert own(*MINE, word) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "outputs").exists()
+    assert own(*MINE, "model._target_=ones_own.module") == 0  # the control

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 from pathlib import Path
@@ -11,16 +12,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import wandb
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import OmegaConf
 
 from tests.cli.wandb_runs import (
     DATA,
     STEPS,
     axes,
-    connect,
     fit,
     folders,
+    only_run,
     rows,
     sync,
     window_losses,
@@ -30,23 +34,11 @@ from tests.wandb_server import WandbServer
 from trainkit import LRScaling, WandbRunLogger
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.wandb_logger import WandbFacts
+from trainkit.config import instantiate
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import Stopped
 
 GROUP_FILE = Path(__file__).parents[3] / "conf/logger/wandb.yaml"
-
-
-@pytest.fixture
-def online(
-    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
-) -> WandbServer:
-    connect(wandb_server, monkeypatch, private_wandb)
-    return wandb_server
-
-
-def only_run(server: WandbServer) -> Any:
-    assert len(server.runs) == 1
-    return next(iter(server.runs.values()))
 
 
 # ---- offline -------------------------------------------------------------------------
@@ -156,12 +148,9 @@ def test_what_a_sweep_has_set_is_logged_beside_it(
 ) -> None:
     parameters = private_wandb / "config-defaults.yaml"
     parameters.write_text("lr_scaling: {value: sqrt}\n")
-    for name, value in {
-        "WANDB_SWEEP_ID": "sw0",
-        "WANDB_RUN_ID": "sw0r0",
-        "WANDB_SWEEP_PARAM_PATH": str(parameters),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sw0")
+    monkeypatch.setenv("WANDB_RUN_ID", "sw0r0")
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(parameters))
     logger = WandbRunLogger(save_dir=private_wandb)
     logger.log_hyperparams({"lr_scaling": {"k": 2}, "seed": 1})
     logger.finalize("success")
@@ -216,8 +205,6 @@ def test_a_run_of_the_users_own_is_logged_to_and_left_open(
 def test_other_ranks_open_no_run(
     private_wandb: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning.pytorch.utilities import rank_zero_only
-
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = WandbRunLogger(save_dir=private_wandb)
     logger.log_hyperparams({"a": 1})
@@ -260,10 +247,6 @@ def test_a_folder_whose_run_cannot_be_told_is_refused(
 
 
 def test_the_group_file_lists_every_argument() -> None:
-    import inspect
-
-    from omegaconf import OmegaConf
-
     options = OmegaConf.load(GROUP_FILE).wandb
     options.tags = None  # the run's, which are none by default
     assert options._target_ == "trainkit.WandbRunLogger"
@@ -275,12 +258,6 @@ def test_the_group_file_lists_every_argument() -> None:
 
 
 def test_both_doors_make_the_logger_of_its_file(private_wandb: Path) -> None:
-    from jsonargparse import ArgumentParser
-    from lightning.pytorch.loggers import Logger
-    from omegaconf import OmegaConf
-
-    from trainkit.config import instantiate
-
     options: Any = OmegaConf.load(GROUP_FILE).wandb
     options.update(save_dir="run", tags=["a"], log_model="all", mode="offline")
     plain: Any = OmegaConf.to_container(options)
@@ -299,22 +276,12 @@ def test_both_doors_make_the_logger_of_its_file(private_wandb: Path) -> None:
     assert vars(made[0]) == vars(made[1])
 
 
-@pytest.fixture
-def config_of(
-    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    connect(wandb_server, monkeypatch, private_wandb)
-
-    def train(*callbacks: Any, **options: Any) -> dict[str, Any]:
-        fit(WandbRunLogger(save_dir=private_wandb), *callbacks, **options)
-        (run,) = wandb_server.runs.values()
-        return run.config
-
-    return train
-
-
-def test_effective_batch_and_rates_equal_those_of_the_training(config_of: Any) -> None:
-    config = config_of(WandbFacts(), LRScaling("linear", reference_batch=8))
+def test_effective_batch_and_rates_equal_those_of_the_training(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    scaling = LRScaling("linear", reference_batch=8)
+    fit(WandbRunLogger(save_dir=private_wandb), WandbFacts(), scaling)
+    config = only_run(online).config
     batch = config["effective_batch"]
     assert (batch["samples"], batch["micro_batch_samples"]) == (16, 4)
     assert (batch["accumulate"], batch["replicas"]) == (4, 1)
@@ -327,11 +294,12 @@ def test_effective_batch_and_rates_equal_those_of_the_training(config_of: Any) -
 
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_tokens_are_measured_over_the_first_windows(
-    config_of: Any, epochs: int
+    online: WandbServer, private_wandb: Path, epochs: int
 ) -> None:
     """Three windows an epoch, fewer than are measured in all, or more."""
     tokens = sum(len(labels) for _, labels in DATA)
-    batch = config_of(WandbFacts(), epochs=epochs)["effective_batch"]
+    fit(WandbRunLogger(save_dir=private_wandb), WandbFacts(), epochs=epochs)
+    batch = only_run(online).config["effective_batch"]
     if epochs == 1:
         assert batch["micro_batch_tokens"] == pytest.approx(tokens / 10)
     assert batch["tokens"] == pytest.approx(4 * batch["micro_batch_tokens"])

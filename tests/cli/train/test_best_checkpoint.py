@@ -1,0 +1,299 @@
+"""The best weights: by a metric that something logs, and tested at the end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import ones_own
+from tests.cli.test_evaluate import EPOCHS, OWN, result, trained, trainkit
+from tests.cli.training import run_dirs, summary_of, the_run, train
+from tests.cli.wandb_runs import folders, records
+from tests.startup import ended, forked
+from trainkit.cli.comparison import table
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.train.monitors import _there_are
+
+FIXED = [f"data._target_={OWN}.Data", "accumulation=per_sample", "report=false"]
+FIXED += ["trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Skipping val loop"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+ONE_EPOCH = "trainer.max_epochs=1"
+NO_SANITY = "trainer.num_sanity_val_steps=0"
+UNVALIDATED = "is logged by nothing, since Unvalidated has no validation"
+CHOICE = "is logged by nothing; there are: val/nll. Ch"
+ENDED = "so this run has no metric; it ended before its first validation"
+
+
+def own(model: str, *words: str) -> int:
+    saved = ["callbacks.checkpoint.every_n_train_steps=1"]
+    saved *= "callbacks=none" not in words
+    return train(f"model._target_={OWN}.{model}", *words, *saved, small=FIXED)
+
+
+def test_without_validation_there_is_no_best_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Nll", f"data._target_={OWN}.OnlyTrain", ONE_EPOCH) == 0
+    said = capsys.readouterr()
+    line = "trainkit | best checkpoint: none, since Nll has no validation; last"
+    assert said.out.count(line) == 1
+    assert "was not logged" not in said.out
+    assert "could not find" not in said.err
+    files = {path.name for path in (the_run(tmp_path) / "checkpoints").iterdir()}
+    assert files == {"last.ckpt"}
+
+
+def test_a_default_that_is_not_logged_is_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert own("Nll", ONE_EPOCH) == 0
+    said = capsys.readouterr().out
+    assert ENDED not in said  # the control of what follows
+    assert said.count("best checkpoint: none, since val/loss is logged by nothing") == 1
+    assert "there are: val/nll" in said
+    assert "Choose metric=val/nll" in said
+    bare = ["callbacks=none", "trainer.enable_progress_bar=false", ONE_EPOCH]
+    assert own("Unvalidated", *bare) == 0
+    said = capsys.readouterr().out
+    assert "metric: val/loss was not logged, so this run has no metric; there" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+def test_an_end_before_the_first_validation_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert own("Nll", NO_SANITY, "trainer.max_epochs=null", "trainer.max_steps=1") == 0
+    assert ENDED in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "said"),
+    [
+        ("Unvalidated", "metric=val/loss", UNVALIDATED),
+        ("Nll", "metric=''", "metric: must be a name or null, received ''"),
+        # This one shows in the sanity check.
+        ("Nll", "metric=val/loss", f"val/loss {CHOICE}"),
+    ],
+)
+def test_one_that_was_chosen_is_refused_before_the_first_step(
+    model: str, word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own(model, word) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "Traceback" not in shown
+    assert not list(tmp_path.rglob("outputs*"))
+
+
+@pytest.mark.parametrize(
+    ("model", "word"), [("Quiet", "metric=val/loss"), ("Unvalidated", "metric=nope")]
+)
+def test_it_ends_a_training_that_would_go_on(
+    model: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first epoch, with a checkpoint from which it continues."""
+    assert own(model, word) == 2
+    shown = capsys.readouterr().err
+    assert "window/loss" in shown
+    assert "Traceback" not in shown
+    assert "Choose metric=" in shown
+    run = the_run(tmp_path)
+    assert summary_of(run)["steps"] == 5
+    last = run / "checkpoints" / "last.ckpt"
+    assert f"trainkit train ckpt_path={last}" in shown
+    if model == "Unvalidated":
+        assert train(f"ckpt_path={last}", "metric=window/loss", small=[]) == 0
+        assert summary_of(run)["steps"] == 10
+
+
+def test_a_training_at_its_end_is_finished_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Nll", "metric=val/loss", NO_SANITY, ONE_EPOCH) == 2
+    said = capsys.readouterr()
+    assert "finished after 5 optimizer steps" in said.out
+    assert said.err.splitlines()[-1].startswith("trainkit: metric: val/loss is logged")
+    run = the_run(tmp_path)
+    assert summary_of(run)["status"] == "finished"
+    assert (run / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Late", ["metric=val/late"]),
+        ("Quiet", ["metric=val/nll"]),
+        # No validation has run, so nobody knows.
+        ("Nll", ["metric=val/acc", NO_SANITY, "trainer.check_val_every_n_epoch=5"]),
+    ],
+)
+def test_what_is_there_is_no_mistake(model: str, words: list[str]) -> None:
+    """The controls."""
+    assert own(model, *words, ONE_EPOCH) == 0
+
+
+def test_what_a_callback_monitors_lightning_looks_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = "+callbacks.mine={_target_: lightning.pytorch.callbacks.EarlyStopping"
+    assert own("Nll", "metric=val/nll", f"{stop}, monitor: nope}}") == 1
+    assert "Early stopping conditioned on metric `nope`" in capsys.readouterr().err
+
+
+def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["metric=test/loss", ONE_EPOCH]
+    assert own("Net", *words, "test=true") == 0
+    said = capsys.readouterr().out
+    assert "best checkpoint: none, since test/loss is known after training" in said
+    assert own("Net", *words) == 2  # the control
+    assert "test/loss is logged by nothing" in capsys.readouterr().err
+
+
+def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:
+    """The other one has a best checkpoint."""
+    assert own("Nll", "-m", "metric=val/nll,val/loss", ONE_EPOCH) != 0
+    good, bad = run_dirs(tmp_path)
+    assert summary_of(good)["status"] == "finished"
+    assert (good / "checkpoints" / "best.ckpt").exists()
+    assert summary_of(bad)["status"] == "failed"
+
+
+def test_of_several_loaders_the_names_of_the_first_are_proposed() -> None:
+    """The control is one loader, of which the closest name is proposed."""
+    several = ["train/loss", "val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"]
+    said = _there_are(several, "val/loss")
+    assert said.endswith("Choose metric=val/loss/dataloader_idx_0")
+    said = _there_are(["train/loss", "val/nll"], "val/nl")
+    assert said.endswith("Choose metric=val/nll")
+
+
+# ---- `test=true` tests the best weights when training has ended ----------------------
+
+
+def test_it_is_the_test_that_the_command_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["metric=test/loss", "callbacks.best.monitor=val/loss"]
+    run = trained(tmp_path, "test=true", *words)
+    said = capsys.readouterr().out
+    at_end = summary_of(run)["test"]
+    assert at_end == result(run, "test")
+    assert at_end["checkpoint"] == "checkpoints/best.ckpt"
+    assert at_end["step"] < summary_of(run)["steps"] == 20
+    assert f"test/loss: {at_end['metrics']['test/loss']:.4g}" in said
+    assert "val/loss" in summary_of(run)["metrics"]
+    with (run / "metrics.csv").open() as file:
+        logged = [float(r["test/loss"]) for r in csv.DictReader(file) if r["test/loss"]]
+    assert logged == [at_end["metrics"]["test/loss"]]
+    header, row = table([RunFolder(run)])  # by which runs are compared
+    assert header.split()[-1] == "test/loss"
+    assert float(row.split()[-1]) == pytest.approx(logged[0], rel=1e-5)
+    assert trainkit("test", run) == 0
+    assert result(run, "test")["metrics"] == at_end["metrics"]
+    assert trainkit("test", run / "checkpoints" / "last.ckpt") == 0
+    assert result(run, "test")["metrics"] != at_end["metrics"]  # the control
+    capsys.readouterr()
+    assert trainkit("train", f"ckpt_path={run}/checkpoints/last.ckpt") == 0
+    assert "| test" not in capsys.readouterr().out  # nothing was left to train
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "text"),
+    [
+        ([], {"model": "Bare"}, "model: must have test_step to test, and Bare has"),
+        ([], {"data": "BareData"}, "data: BareData has no test_dataloader"),
+        (["trainer.enable_checkpointing=false"], {}, "test: needs a checkpoint"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused_before_training(
+    words: list[str],
+    options: dict[str, str],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="not enough values"):  # no run has begun
+        trained(tmp_path, "test=true", *words, status=2, **options)
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert shown.count("trainkit: ") == 1
+    assert not run_dirs(tmp_path)
+
+
+def test_one_that_fails_leaves_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, "test=true", model="Failing", status=1)
+    assert "ZeroDivisionError: in test_step" in capsys.readouterr().err
+    summary = summary_of(run)
+    assert (summary["status"], summary["test"]) == ("finished", None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "training"),
+    [("test_step", "finished"), ("on_train_epoch_start", "interrupted")],
+)
+def test_a_signal_ends_it_or_the_training_before_which_is_not_tested(
+    hook: str,
+    training: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ones_own.Net, hook, stop, raising=False)
+    run = trained(tmp_path, "test=true", status=143)
+    summary = summary_of(run)
+    assert (summary["status"], summary["test"]) == (training, None)
+    capsys.readouterr()
+    if hook == "test_step":
+        assert trainkit("test", run) == 143
+        assert "stopped by SIGTERM" in capsys.readouterr().out
+    assert not (run / "test.json").exists()
+
+
+def test_it_is_in_the_one_run_of_wandb(private_wandb: Path) -> None:
+    """Which ends with the test."""
+    run = trained(private_wandb, "test=true", "logger=wandb")
+    (folder,) = folders(run)
+    shown = str(records(folder))
+    assert "val/loss" in shown
+    assert "test/loss" in shown
+    assert "'type': 'exit'" in shown
+
+
+@pytest.mark.slow
+def test_each_row_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine rows to test are ten on two ranks, and nine on one device."""
+    own = [f"model._target_={OWN}.Net", f"data._target_={OWN}.Data", "test=true"]
+    command = [sys.executable, "-m", "trainkit", "train", *own, *EPOCHS]
+    command += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    env = dict(os.environ, TRAINKIT_ALLOW="tests", **forked())
+    done = ended(command, tmp_path, env)
+    assert done.returncode == 0, done.stderr
+    assert "; on 2 ranks some rows may count twice" in done.stdout
+    run = the_run(tmp_path)
+    at_end = summary_of(run)["test"]
+    assert at_end == result(run, "test")
+    assert trainkit("test", run) == 0
+    assert "the run had trainer.devices=2" in capsys.readouterr().out
+    once = result(run, "test")
+    assert once["step"] == at_end["step"]
+    assert once["metrics"] != at_end["metrics"]  # of nine rows, one counted twice
+    assert trainkit("test", run, "trainer=cpu") == 0
+    assert result(run, "test")["metrics"] == once["metrics"]
