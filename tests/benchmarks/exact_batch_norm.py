@@ -17,7 +17,6 @@ counted. On a GPU a ResNet-50 runs a window of 256 in chunks of 16.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
@@ -27,13 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.inside import Contestant, Step, distance, race, table
-from tests.benchmarks.live_bytes import LiveBytes
+from tests.benchmarks.measuring import (
+    Contestant,
+    LiveBytes,
+    Step,
+    asked,
+    distance,
+    race,
+    table,
+)
 from tests.core.tape.test_live_bytes import numpy_as_host
 from tests.zoo.conv_nets import resnet
 from trainkit import exact_batch_norm
-
-MIB = 2**20
 
 
 class Block(nn.Module):
@@ -108,7 +112,7 @@ def peak_of(step: Step) -> float:
         step()
         with LiveBytes() as live:
             step()
-    return live.peak / MIB
+    return live.peak / 2**20
 
 
 # ---- tables --------------------------------------------------------------------------
@@ -184,11 +188,7 @@ def on_gpu(step: Step, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What exact BatchNorm costs.")
-    parser.add_argument("--rounds", type=int, default=7)
-    parts = ("time", "peak", "gpu")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    options = parser.parse_args()
+    options = asked(__doc__, rounds=7, only=("time", "peak", "gpu"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.live_bytes import LiveBytes
+from tests.benchmarks.measuring import LiveBytes
 from trainkit import Accumulator, PerToken, TokenLoss, TrainkitError
 
 WORDS, WIDTH = 40, 6

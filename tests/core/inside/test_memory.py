@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.live_bytes import LiveBytes
+from tests.benchmarks.measuring import LiveBytes
 from tests.core.inside.common import (
     EXACT,
     NAIVE,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.live_bytes import LiveBytes
+from tests.benchmarks.measuring import LiveBytes
 from tests.core.tape.common import images, summed
 from tests.zoo.conv_nets import DenseNet, ResNet, UNet, pooled
 from trainkit import exact_batch_norm
