@@ -35,7 +35,7 @@ from tests.benchmarks.measuring import (
     race,
     table,
 )
-from tests.core.tape.test_live_bytes import numpy_as_host
+from tests.core.tape.test_nets import numpy_as_host
 from tests.zoo.conv_nets import resnet
 from trainkit import exact_batch_norm
 

@@ -47,17 +47,17 @@ RECIPES = {
     # stand_in.py has the others.
     "composer": Recipe(
         words(
-            "numpy<2 torchmetrics==1.7.4 coolname<3 importlib-metadata<9 packaging<25.1 "
-            "pillow<12 tabulate==0.9.0 torch-optimizer<0.4 psutil py-cpuinfo pyyaml "
-            "requests tqdm"
+            "numpy<2 torchmetrics==1.7.4 coolname<3 importlib-metadata<9 "
+            "packaging<25.1 pillow<12 tabulate==0.9.0 torch-optimizer<0.4 psutil "
+            "py-cpuinfo pyyaml requests tqdm"
         ),
         alone=("mosaicml==0.32.1",),
     ),
     "super_gradients": Recipe(
         words(
             "numpy<2 torchmetrics==0.8 setuptools<80 einops==0.3.2 treelib==1.6.1 "
-            "termcolor==1.1.0 json-tricks==3.16.1 hydra-core omegaconf matplotlib scipy "
-            "tensorboard opencv-python-headless pillow psutil boto3 jsonschema "
+            "termcolor==1.1.0 json-tricks==3.16.1 hydra-core omegaconf matplotlib "
+            "scipy tensorboard opencv-python-headless pillow psutil boto3 jsonschema "
             "Deprecated stringcase rapidfuzz requests tqdm"
         ),
         alone=("super-gradients==3.7.1",),
