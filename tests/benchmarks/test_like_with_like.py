@@ -31,9 +31,7 @@ def cut_by_name(net: nn.Module, rows: Tensor, chunk: int) -> Step:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_two_passes_give_the_whole_batch_s_gradient_and_accumulation_does_not(
-    name: str,
-) -> None:
+def test_two_passes_are_the_whole_batch_and_accumulation_is_not(name: str) -> None:
     torch.manual_seed(0)
     assert deviation("inner cut", "whole", name, 14, 4) < 1e-12
     assert deviation("by hand", "whole", name, 14, 4) < 1e-12
@@ -41,9 +39,7 @@ def test_two_passes_give_the_whole_batch_s_gradient_and_accumulation_does_not(
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_one_graph_of_a_chunk_lives_at_once_also_if_a_dict_is_returned(
-    name: str,
-) -> None:
+def test_one_graph_of_a_chunk_lives_at_once_also_with_a_dict(name: str) -> None:
     make, draw = NETS[name]
     net, rows = make(), draw(32)
     least = Contestant(plain, net, rows, 4).peak()

@@ -171,9 +171,7 @@ def divide(toy: Toy) -> None:
         ),
     ],
 )
-def test_what_breaks_a_window_is_refused_until_it_is_dropped(
-    wrong: Any, text: str
-) -> None:
+def test_what_breaks_a_window_is_refused_until_dropped(wrong: Any, text: str) -> None:
     toy = Toy()
     for _ in range(2):
         with pytest.raises(TrainkitError, match=text):
@@ -184,9 +182,7 @@ def test_what_breaks_a_window_is_refused_until_it_is_dropped(
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
-    trains: bool,
-) -> None:
+def test_parameters_frozen_or_unfrozen_inside_are_refused(trains: bool) -> None:
     """Their gradient would be that of a part of the window; between two it may be."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     accumulator = Accumulator(PerSample())

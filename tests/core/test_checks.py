@@ -344,9 +344,7 @@ def masked(net: Any, optimizer: Any) -> None:
         (masked, {"after": 3}),
     ],
 )
-def test_gradients_that_are_written_into_alike_equal_the_big_batch(
-    between: Any, how: Any
-) -> None:
+def test_gradients_written_into_equal_the_big_batch(between: Any, how: Any) -> None:
     """Whatever is written into gradients is no zeroing, and a warning is an error."""
     net, expected = run(between, **how), fresh_net()
     loss_of(expected, joined(THREES)).backward()

@@ -121,9 +121,7 @@ def test_what_half_precision_has_rounded_is_not_rounded_again(
         *(([[w]], 1, "weight: must be") for w in (-1, torch.nan, torch.inf, "3", None)),
     ],
 )
-def test_another_window_than_announced_is_refused(
-    announced: Any, num_run: int, text: str
-) -> None:
+def test_another_window_is_refused(announced: Any, num_run: int, text: str) -> None:
     toy = Toy()
 
     def run() -> None:
@@ -204,9 +202,7 @@ NARROW_PARTS = cut(ragged_sequences(16, longest=30), (1, 5, 10))
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("divided_by", [1, 3])
-def test_weight_1001_of_a_half_precision_loss_is_not_rounded(
-    dtype: torch.dtype, divided_by: int
-) -> None:
+def test_weight_1001_of_a_half_loss_is_not_rounded(dtype: Any, divided_by: int) -> None:
     """bfloat16(1001) is 1000: what was applied is what the window divides by, so equal
     micro-batches keep their gradient."""
     toy = Toy(dtype=dtype)
@@ -219,9 +215,7 @@ def test_weight_1001_of_a_half_precision_loss_is_not_rounded(
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_half_precision_loss_on_float32_weights_equals_what_was_applied(
-    as_tensor: bool,
-) -> None:
+def test_half_precision_loss_equals_what_was_applied(as_tensor: bool) -> None:
     """Autocast: the weight rides on a bfloat16 loss, the gradients are float32."""
     toy = Toy(dtype=torch.float32)
     for weight in (1001, 1003, 1005, 517):

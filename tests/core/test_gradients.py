@@ -56,9 +56,7 @@ def test_what_holds_no_parameters_is_refused(given: Any, text: str) -> None:
 
 @pytest.mark.parametrize("gradient", [None, 1.0, torch.nan])
 @pytest.mark.parametrize("value", [1.0, torch.inf])
-def test_finite_are_values_and_gradients_if_there_are_any(
-    value: float, gradient: float | None
-) -> None:
+def test_finite_are_values_and_gradients_if_any(value: float, gradient: Any) -> None:
     parameter = nn.Parameter(torch.tensor([1, value]))
     parameter.grad = None if gradient is None else torch.tensor([gradient, 1])
     assert are_finite([parameter]) == (value == 1 and gradient in (None, 1))
@@ -359,9 +357,7 @@ def wide_over_fsdp(rank: int, world_size: int) -> Any:
     return found
 
 
-def test_fsdp2_equals_the_sum_of_what_it_left_up_to_one_rounding(
-    on_ranks: OnRanks,
-) -> None:
+def test_fsdp2_is_the_sum_of_what_it_left_up_to_one_rounding(on_ranks: OnRanks) -> None:
     """Shards are added up where they are, and handed over as shards."""
     for found, expected in on_ranks(wide_over_fsdp, 2):
         assert relative(found, expected) <= ONCE[torch.bfloat16]

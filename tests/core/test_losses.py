@@ -178,9 +178,7 @@ def test_terms_of_half_precision_are_announced(is_cast: bool) -> None:
         (lambda t: {**t, "kl": t["kl"].expand(2)}, r"loss term 'kl': .* \[2\]"),
     ],
 )
-def test_other_terms_than_there_are_strategies_are_refused(
-    change: Any, text: str
-) -> None:
+def test_terms_unlike_the_strategies_are_refused(change: Any, text: str) -> None:
     (batch,) = cut(SEQUENCES, [5])
     accumulator, terms = Accumulator(BOTH), terms_of(fresh_net(), batch)
     with pytest.raises(TrainkitError, match=r"Call expect\(\) with all micro-batches"):

@@ -126,9 +126,7 @@ def announced(rank: int, world_size: int) -> list[float]:
     return stats.weights.tolist()
 
 
-def test_announced_micro_batches_are_counted_whatever_they_weigh(
-    on_ranks: OnRanks,
-) -> None:
+def test_announced_micro_batches_count_whatever_they_weigh(on_ranks: OnRanks) -> None:
     assert on_ranks(announced, 2) == [[0.25, 0.25, 0.5]] * 2
 
 
@@ -285,9 +283,7 @@ def refused(rank: int, world_size: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_on_several_ranks_is_refused(
-    name: str, on_ranks: OnRanks
-) -> None:
+def test_what_cannot_be_exact_on_ranks_is_refused(name: str, on_ranks: OnRanks) -> None:
     """Or announced, or accepted, which is the control."""
     for text in on_ranks(refused, 2, name):
         assert REFUSED[name][1] in text
@@ -345,9 +341,7 @@ def messages(rank: int, world: int) -> list[Any]:
     return seen
 
 
-def test_messages_of_a_forward_pass_are_sent_before_it_and_not_in_it(
-    on_ranks: OnRanks,
-) -> None:
+def test_messages_of_a_forward_pass_are_sent_before_it(on_ranks: OnRanks) -> None:
     """Of the first rank's buffers, and once of the order of the buckets."""
     first, second = on_ranks(messages, 2)
     assert first[0] == second[0] == first[4] == second[4] == 5.0

@@ -208,9 +208,7 @@ def load_and_go_on(rank: int, world_size: int, kind: str, state: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp", "sharded"])
-def test_window_resumed_by_each_rank_equals_big_batch(
-    kind: str, on_ranks: OnRanks
-) -> None:
+def test_window_resumed_by_each_rank_is_exact(kind: str, on_ranks: OnRanks) -> None:
     for _, found in on_ranks(save_and_go_on, 2, kind, False):
         assert relative(found, WHOLE) <= 1e-10
 
@@ -243,9 +241,7 @@ def one_rank_has_nothing(rank: int, world_size: int) -> Tensor:
     return gradients(again)
 
 
-def test_state_over_ranks_waits_for_no_rank_without_a_micro_batch(
-    on_ranks: OnRanks,
-) -> None:
+def test_state_over_ranks_waits_for_no_rank_without_a_batch(on_ranks: OnRanks) -> None:
     for found in on_ranks(one_rank_has_nothing, 2):
         assert relative(found, WHOLE) <= 1e-10
 

@@ -194,9 +194,7 @@ def test_other_fields_have_an_entry_for_each_token_or_for_each_document() -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"length": 6}])
-def test_labels_of_documents_that_are_as_many_as_the_tokens_of_one_are_no_tokens(
-    options: Any,
-) -> None:
+def test_labels_as_many_as_the_tokens_of_one_are_no_tokens(options: Any) -> None:
     """The control: a document by itself, of which nobody can say otherwise."""
     rows = [{"input_ids": [5, 6, 7], "labels": [1, 0, 1]},
             {"input_ids": [8, 9], "labels": [0, 1, 1]}]  # fmt: skip

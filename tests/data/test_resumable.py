@@ -193,9 +193,7 @@ def test_look_at_a_batch_in_between_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "num_ranks"), [(8, 1), (4, 2), (2, 4)])
-def test_other_number_of_ranks_goes_on_at_the_same_row(
-    batch_size: int, num_ranks: int
-) -> None:
+def test_other_ranks_go_on_at_the_same_row(batch_size: int, num_ranks: int) -> None:
     with rank_of(0, 2):
         first = loader(number=32)
         read(first, most=2)
@@ -242,9 +240,7 @@ def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> 
         ("length grouped", {"kind": "token budget"}, "tokens: .* another sampler"),
     ],
 )
-def test_changes_within_an_epoch_are_refused(
-    kind: str, change: dict[str, Any], text: str
-) -> None:
+def test_changes_within_an_epoch_are_refused(kind: str, change: Any, text: str) -> None:
     first = loader(kind=kind)
     read(first, most=2)
     state = first.state_dict()
@@ -351,9 +347,7 @@ def fit(kind: str, folder: Path, *, after: int = 0, resume: Any = None) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("kind", KINDS)
-def test_lightning_says_the_epoch_and_goes_on_at_the_very_batch(
-    kind: str, tmp_path: Path
-) -> None:
+def test_lightning_goes_on_at_the_very_batch(kind: str, tmp_path: Path) -> None:
     whole, batches = fit(kind, tmp_path / "whole")
     each = len(of_sequences(kind))
     assert len(batches) == 2 * each

@@ -343,9 +343,7 @@ def test_state_loads_with_weights_only() -> None:
 # ---- how many micro-batches ----------------------------------------------------------
 
 
-def test_as_few_micro_batches_as_keep_to_the_budget_in_every_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_as_few_micro_batches_as_keep_to_the_budget(monkeypatch: Any) -> None:
     for num_ranks, flattened in itertools.product((1, 4), (False, True)):
         how: Any = {"window": 64, "flattened": flattened, "num_replicas": num_ranks}
         sampler = WindowSampler(LENGTHS, rank=0, **how)
@@ -418,9 +416,7 @@ def test_a_row_for_each_micro_batch_is_enough() -> None:
     assert {len(rows) for rows in sampler} == {1}
 
 
-def test_rows_that_are_too_few_for_the_ranks_are_refused_and_the_remedies_help() -> (
-    None
-):
+def test_rows_too_few_for_the_ranks_are_refused_and_the_remedies_help() -> None:
     how: Any = {"lengths": LENGTHS[:253], "window": 250, "num_ranks": 8}
     with pytest.raises(TrainkitError, match="lacks 5 for 8 ranks.*weigh_nothing="):
         all_ranks(**how)

@@ -199,9 +199,7 @@ def test_offsets_must_be_those_of_all_documents(ends: Tensor) -> None:
     ("how", "name", "is_cut"),
     [("batch.ends", "ends", True), ("auto", "ends", False), ("off", "seq_idx", False)],
 )
-def test_it_is_named_or_found_or_not_looked_for(
-    how: str, name: str, is_cut: bool
-) -> None:
+def test_it_is_named_found_or_not_looked_for(how: str, name: str, is_cut: bool) -> None:
     net = Reader()
     with Chunked(net, size=2, documents=how):
         net(IDS, **{name: ENDS if name == "ends" else NUMBERS})

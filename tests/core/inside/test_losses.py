@@ -63,9 +63,7 @@ def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> No
 
 
 @pytest.mark.parametrize(("dropout", "calls"), [(0.0, 1), (0.5, 1), (0.5, 3)])
-def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
-    dropout: float, calls: int
-) -> None:
+def test_dropout_equals_that_of_chunks_in_one_graph(dropout: float, calls: int) -> None:
     net = twin(Net(dropout=dropout))
     views = [X, X.flip(1), X.roll(1, 1)][:calls]
 

@@ -320,9 +320,7 @@ class Counting(Net):
 @pytest.mark.parametrize(
     ("in_place", "backend"), [(False, "eager"), (True, "aot_eager")]
 )
-def test_what_is_compiled_around_runs_the_module_in_chunks_uncompiled(
-    in_place: bool, backend: str
-) -> None:
+def test_compiled_around_it_runs_uncompiled(in_place: bool, backend: str) -> None:
     """A step, or the module itself by `compile()`."""
     net = twin(Counting())
     _, wanted = gradient(net, step)

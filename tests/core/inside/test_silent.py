@@ -114,9 +114,7 @@ def test_a_backward_pass_that_sees_rows_is_refused(
     assert off(net, of=cut) > NAIVE  # the control: its forward pass shows nothing
 
 
-def test_a_value_without_rows_whose_gradient_sees_them_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_value_whose_gradient_sees_rows_is_refused(monkeypatch: Any) -> None:
     net = twin(Net(lambda net, x: (net.plain(x), beside(net.body(x)))))
 
     def both(net: Any) -> Tensor:
@@ -184,9 +182,7 @@ def moves(net: Any, x: Tensor) -> Tensor:
         ("numpy", "moved mean"),
     ],
 )
-def test_a_forward_pass_that_moves_something_is_refused(
-    move: str, named: str, late: int
-) -> None:
+def test_a_forward_that_moves_is_refused(move: str, named: str, late: int) -> None:
     net, x = twin(Net(moves, mean=torch.zeros(WIDTH), move="")), X.clone()
     with Chunked(net, size=8):
         for _ in range(late):
@@ -244,9 +240,7 @@ def switched(net: Any, x: Tensor, share: float = 0.0) -> Tensor:
 
 
 @pytest.mark.parametrize(("begins", "found"), [(3, 4), (4, 4), (5, 8), (9, 16)])
-def test_what_changes_on_the_way_is_found_within_twice_the_time(
-    begins: int, found: int
-) -> None:
+def test_what_changes_is_found_within_twice_the_time(begins: int, found: int) -> None:
     net = twin(Net(switched, mixes=False))
     with Chunked(net, size=4):
         for number in range(1, found):
@@ -266,9 +260,7 @@ def test_a_flag_makes_another_kind_of_call_which_is_looked_at_at_once() -> None:
             gradient(net, step)
 
 
-def test_no_more_than_so_many_kinds_are_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_than_so_many_kinds_are_remembered(monkeypatch: Any) -> None:
     monkeypatch.setattr(forward, "MOST_KINDS", 2)
     net = twin(Net(word=""))
     with Chunked(net, size=4):

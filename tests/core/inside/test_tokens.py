@@ -201,9 +201,7 @@ def test_a_target_as_wide_as_the_mask_is_right_or_refused(at: int) -> None:
 
 
 @pytest.mark.parametrize("widths", [(12, 8), (8, 12)])
-def test_features_as_many_as_columns_are_not_cut_or_refused(
-    widths: Sequence[int],
-) -> None:
+def test_features_as_many_as_columns_are_not_cut_or_refused(widths: Any) -> None:
     side = torch.linspace(-1, 1, ROWS * 8).double().view(ROWS, 8)
     steps = [made(batch(width=width), side=side) for width in widths]
     if widths[0] != 8:
@@ -227,9 +225,7 @@ def unmasked(net: Any) -> Tensor:
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize(("kind", "wrong"), [(Tagger, inverse), (Reader, unmasked)])
-def test_a_loss_that_uses_padding_is_refused_in_each_pass(
-    kind: Any, wrong: Step, at: int
-) -> None:
+def test_a_loss_that_uses_padding_is_refused(kind: Any, wrong: Step, at: int) -> None:
     steps = [wrong if n == at else made() for n in range(4)]
     if kind is Tagger:
         steps = steps[at : at + 1]

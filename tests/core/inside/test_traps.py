@@ -48,9 +48,7 @@ def bias() -> Any:
 
 
 @pytest.mark.parametrize(("kind", "size"), [(two_biases, 8), (summed, 1)])
-def test_shared_gradient_tensors_are_not_added_to_in_place(
-    kind: Any, size: int
-) -> None:
+def test_shared_gradients_are_not_added_to_in_place(kind: Any, size: int) -> None:
     net = twin(Net(kind, b=bias(), c=bias()))
     assert off(net, size=size) <= EXACT
     stores = [p.grad.untyped_storage().data_ptr() for p in net.parameters()]
@@ -75,9 +73,7 @@ def test_adding_in_place_would_count_shared_gradients_twice() -> None:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_weights_and_arguments_changed_before_the_backward_pass_are_refused(
-    trains: bool,
-) -> None:
+def test_weights_and_arguments_changed_before_are_refused(trains: bool) -> None:
     net, x = twin(Net()), X.clone()
     net.head.requires_grad_(trains)
     with Chunked(net, size=8):
@@ -96,9 +92,7 @@ def heated(net: Any, x: Tensor) -> Tensor:
     return net.plain(x) * net.heat
 
 
-def test_a_number_that_changes_before_the_backward_pass_is_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_number_that_changes_before_backward_is_put_back(monkeypatch: Any) -> None:
     net = twin(Net(heated, heat=1.0))
     _, wanted = gradient(net, step)
 

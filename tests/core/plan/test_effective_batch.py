@@ -40,9 +40,7 @@ def ranked(one: BatchPlan) -> tuple[int, int, int]:
 @example(14, 4, 2)  # 12 = 1 x 3 and 16 = 2 x 2 are as near: the cheaper
 @example(10, 4, 8)  # 8 and 12 are as near: the smaller
 @given(target=st.integers(1, 150), ranks=numbers, largest=numbers)
-def test_plan_equals_the_best_by_brute_force(
-    target: int, ranks: int, largest: int
-) -> None:
+def test_plan_equals_the_best_of_all(target: int, ranks: int, largest: int) -> None:
     every = [  # distance, micro-batches, and their size
         (abs(micro * accumulate * ranks - target), accumulate, micro)
         for micro, accumulate in product(range(1, largest + 1), range(1, target + 2))
@@ -71,9 +69,7 @@ def test_a_trillion_and_the_largest_prime_below_it_take_no_time(target: int) -> 
         (lambda k: k**3, 8),
     ],
 )
-def test_rate_equals_the_rules_for_the_batch_that_is_made(
-    rule: Any, factor: float
-) -> None:
+def test_rate_is_the_rules_for_the_batch_that_is_made(rule: Any, factor: float) -> None:
     rounded = plan(10, largest=8)  # 8 samples, where 10 cannot be made
     for made, reference in ((plan(), 256), (rounded, 4)):
         scaled = made.scaled_rate(0.1, reference_batch=reference, rule=rule)
@@ -188,9 +184,7 @@ def test_what_cannot_be_made_is_refused(make: Any, options: Any, text: str) -> N
     sizes=st.dictionaries(st.integers(0, 30), st.integers(1, 9), max_size=6),
     at=st.integers(0, 40),
 )
-def test_at_equals_the_last_start_that_has_been_reached(
-    sizes: dict[int, int], at: int
-) -> None:
+def test_at_equals_the_last_start_reached(sizes: dict[int, int], at: int) -> None:
     sizes = {0: 5, **sizes}
     expected = sizes[max(start for start in sizes if start <= at)]
     stages = Stages.make(dict(sorted(sizes.items(), reverse=True)))

@@ -42,9 +42,7 @@ FORMULAS: dict[tuple[str, str], Any] = {  # the papers': of the value, and k
 
 
 @pytest.mark.parametrize(("name", "attribute"), FORMULAS)
-def test_formula_equals_the_papers_and_k_then_j_equals_their_product(
-    name: str, attribute: str
-) -> None:
+def test_formula_is_the_papers_and_k_then_j_is_k_j(name: str, attribute: str) -> None:
     change = getattr(make_rule(name), attribute)
 
     def after(value: float, k: float) -> float:

@@ -33,9 +33,7 @@ FEW = {
 
 @pytest.mark.parametrize("side", ["right", "left", "mixed"])
 @pytest.mark.parametrize("options", FEW.values(), ids=FEW)
-def test_every_micro_batch_has_one_of_few_shapes(
-    options: MicroBatching, side: Side
-) -> None:
+def test_every_micro_batch_has_one_of_few_shapes(options: Any, side: Side) -> None:
     """Each row is in one of them, whole; what fills it counts nothing."""
     cutter = Cutter(options, PerToken(), LABELS)
     for number, name in enumerate(DISTRIBUTIONS):
@@ -102,9 +100,7 @@ def documents(*lengths: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", [PerToken(shift=True), PerSample()])
-def test_a_flattened_row_is_filled_by_a_document_that_counts_nothing(
-    strategy: Any,
-) -> None:
+def test_a_document_that_counts_nothing_fills_a_flattened_row(strategy: Any) -> None:
     """It is as `PackCollate(lengths=)` makes it: no field has a size that depends on
     how many documents there are."""
     cutter = Cutter(MicroBatching(tokens=16, shapes=3), PerToken(), LABELS)
@@ -306,7 +302,7 @@ def test_batches_that_are_unlike_are_refused(
         join([first, second])
 
 
-def test_documents_that_a_field_of_an_unknown_name_tells_apart_are_not_joined() -> None:
+def test_documents_told_apart_by_a_field_of_an_unknown_name_are_not_joined() -> None:
     batch = {"input_ids": FLAT["input_ids"], "own": FLAT["position_ids"]}
     with pytest.raises(TrainkitError, match="pool: .*'own' must have a known name"):
         join([batch, batch], documents="own")

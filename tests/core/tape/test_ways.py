@@ -59,9 +59,7 @@ def steps(case: Case, size: int | None, *, is_apart: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_both_steps_are_the_big_batch_and_those_of_chunks_apart_are_not(
-    name: str,
-) -> None:
+def test_both_steps_are_the_big_batch_and_chunks_apart_are_not(name: str) -> None:
     case = RIGHT[name]
     wanted = steps(case, None)
     for one, other in zip(steps(case, 4), wanted, strict=True):
@@ -83,9 +81,7 @@ SILENT = "normed_backward", "straight_through", "reading"
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_what_few_rows_show_would_be_wrong(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_few_rows_show_would_be_wrong(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(forward, "check", lambda *_: None)
     case = REFUSED[name]
     assert off_by(steps(case, 4)[0], steps(case, None)[0]) > 1e-3
