@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.core.tape import ways
 from tests.core.tape.common import EXACT, gradients, images, off_by, state, summed
-from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
-from tests.core.tape.ways import FOREIGN, Case
+from tests.core.tape.refused_ways import DRAWN, REFUSED, Told
+from tests.core.tape.ways import FOREIGN, RIGHT, Case
 from trainkit import exact_batch_norm
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.ranks import Ranks
@@ -143,7 +143,7 @@ class Casting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.first(x)).relu().float()
-        return self.last(ways.Told.apply([self.act], hidden))
+        return self.last(Told.apply([self.act], hidden))
 
 
 @pytest.mark.parametrize(
