@@ -3,7 +3,7 @@ packed, as transformers takes them, in rows of a fixed length."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithFlattening
 
+from tests.core.split.common import Pair
 from trainkit import PackCollate, PadCollate, PerSample, PerToken, TrainkitError
 from trainkit.core.documents import find_documents
 
@@ -21,14 +22,10 @@ from trainkit.core.documents import find_documents
 
 def samples(*lengths: int) -> list[dict[str, Any]]:
     return [
-        {
-            "ids": torch.arange(1, length + 1),
-            "labels": list(range(length)),
-            "weight": 0.5,
-            "name": f"row {length}",
-        }
-        for length in lengths
-    ]
+        {"ids": torch.arange(1, n + 1), "labels": [*range(n)], "weight": 0.5,
+         "name": f"row {n}"}
+        for n in lengths
+    ]  # fmt: skip
 
 
 def test_fields_of_every_kind() -> None:
@@ -50,11 +47,6 @@ def test_right_equals_torchs_pad_sequence(lengths: list[int]) -> None:
     assert torch.equal(left.flip(1), reference)
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
 def test_samples_keep_their_form() -> None:
     x, y = torch.ones(2), torch.ones(3)
     as_tuple = PadCollate({1: -1})([(x, y), (y, x)])
@@ -63,7 +55,7 @@ def test_samples_keep_their_form() -> None:
     as_list = PadCollate()([[x, "a"], [y, "b"]])
     assert isinstance(as_list, list)
     assert as_list[1] == ["a", "b"]
-    named = PadCollate()([Pair([1], "a"), Pair([2, 3], "b")])
+    named = PadCollate()([Pair([1], "a"), Pair([2, 3], "b")])  # type: ignore[arg-type]
     assert isinstance(named, Pair)
     assert named.x.tolist() == [[1, 0], [2, 3]]
     assert PadCollate({0: 9})([[1, 2], [3]]).tolist() == [[1, 2], [3, 9]]
@@ -118,16 +110,13 @@ def test_types_are_kept_and_joined() -> None:
 
 
 X1 = [{"x": [1]}]
+UNLIKE = [{"x": torch.ones(2)}, {"x": torch.ones(2, 1)}]
 
 
 @pytest.mark.parametrize(
     ("pad", "rows", "text"),
     [
-        (
-            PadCollate(),
-            [{"x": torch.ones(2)}, {"x": torch.ones(2, 1)}],
-            r"field 'x' must have as many dimensions .* \(2, 1\), \(2,\)",
-        ),
+        (PadCollate(), UNLIKE, r"'x' must have as many dimensions .* \(2, 1\), \(2,\)"),
         (PadCollate(), [{"x": 1}, {}], "fields of the first .*'x', received .* none"),
         (PadCollate(), [{"x": 1}, {"x": 1, "y": 2}], "'x', received one with 'x', 'y'"),
         (PadCollate(), [(1, 2), (1,)], "0, 1, received one with 0"),
@@ -164,9 +153,8 @@ LABELLED: list[Any] = [{"input_ids": ids, "labels": ids[::-1]} for ids in IDS]
 
 @pytest.mark.parametrize("rows", [ROWS, LABELLED], ids=["ids", "labels"])
 def test_a_batch_is_what_transformers_own_collator_makes(rows: Any) -> None:
-    theirs: Any = DataCollatorWithFlattening(
-        return_flash_attn_kwargs=True, return_seq_idx=True
-    )(rows)
+    how = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+    theirs: Any = DataCollatorWithFlattening(**how)(rows)
     ours = PackCollate()(rows)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
@@ -228,8 +216,7 @@ def test_rows_are_filled_with_what_counts_nothing(options: Any, shape: Any) -> N
     )
     assert int(PerToken().weight(batch)) == 6
     assert int(PerSample().weight(batch)) == 3
-    found = find_documents(batch)
-    assert found is not None
+    found: Any = find_documents(batch)
     own = [batch["input_ids"][s.row, s.start : s.stop].tolist() for s in found.spans]
     assert sorted(own) == sorted(IDS)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 from tests.data.sharing import rank_of
 from tests.helpers import TokenModule, pad, ragged_sequences, trainer, weights
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     LengthGroupedSampler,
@@ -130,12 +131,8 @@ def test_resumed_epoch_equals_the_rest_and_loads_no_other_row(kind: str) -> None
 def test_what_workers_have_fetched_ahead_is_not_read(
     persistent_workers: bool, kind: str
 ) -> None:
-    how: dict[str, Any] = {
-        "kind": kind,
-        "num_workers": 2,
-        "persistent_workers": persistent_workers,
-        "prefetch_factor": 4,
-    }
+    how: dict[str, Any] = {"kind": kind, "num_workers": 2, "prefetch_factor": 4}
+    how["persistent_workers"] = persistent_workers
     whole = read(loader(kind=kind))
     first = loader(**how)
     assert read(first, most=2) == whole[:2]
@@ -174,9 +171,8 @@ def test_position_belongs_to_its_epoch() -> None:
     first = loader()
     read(first, epoch=1, most=2)
     assert read(going_on(first), epoch=2) == read(loader(), epoch=2)
-    with pytest.raises(
-        TrainkitError, match=r"saved in epoch 1, .* epoch 0\. .* Fabric"
-    ):
+    text = r"saved in epoch 1, .* epoch 0\. .* Fabric"
+    with pytest.raises(TrainkitError, match=text):
         read(going_on(first), epoch=0)
 
 
@@ -214,12 +210,9 @@ def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> 
     text, read_by_rank = "the last 1 of 25 rows are too few for 3", []
     for rank in range(3):
         with rank_of(rank, 3):
-            each = loader(number=25)
-            if rank:
-                read_by_rank += read(each)
-            else:
-                with pytest.warns(UserWarning, match=text):
-                    read_by_rank += read(each)
+            said = pytest.warns(UserWarning, match=text)
+            with contextlib.nullcontext() if rank else said:
+                read_by_rank += read(loader(number=25))
     rows = [row for batch in read_by_rank for row in batch]
     assert len(rows) == len(set(rows)) == 24
 
@@ -259,15 +252,13 @@ def test_a_state_and_rows_that_cannot_be_are_refused() -> None:
         loader().load_state_dict({"_num_yielded": 3})
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"dataset": Stream()}, "dataset: must have .* Stream. .* ResumableStream"),
+        (
+            {"dataset": Stream(range(3))},
+            "dataset: must have .* Stream. .* ResumableStream",
+        ),
         ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
