@@ -251,8 +251,8 @@ def run(
     *,
     after: int | None = None,
     windows: int = 1,
-    told: bool = False,
-    shown: bool = False,
+    told: int = False,
+    shown: int = False,
     parts: Any = THREES,
 ) -> TokenNet:
     """Windows in whose last one something is done after a pass, or after each."""
@@ -282,21 +282,19 @@ ZEROINGS: dict[str, Callable[[Any, Any], Any]] = {
     ],
 }
 TURNS = cycle([(1, 1, 0), (2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 0, 1)])
+"""How many windows, whether the module is shown, and whether they are announced."""
 
 
-@pytest.mark.parametrize(
-    ("zeroing", "after", "windows", "shown", "told"),
-    [  # each zeroing at each place; the other values take turns
-        (zeroing, after, *next(TURNS)) for zeroing in ZEROINGS for after in (1, 2, 3)
-    ],
-)
-def test_zeroing_inside_a_window_is_refused(
-    zeroing: str, after: int, windows: int, shown: int, told: int
-) -> None:
+# Each zeroing at each place; the other values take turns.
+PLACES = [(zeroing, after, next(TURNS)) for zeroing in ZEROINGS for after in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("zeroing", "after", "how"), PLACES, ids=str)
+def test_zeroing_inside_a_window_is_refused(zeroing: str, after: int, how: Any) -> None:
     """Also in a plain loop's first window, and after its last micro-batch."""
-    how: Any = {"windows": windows, "shown": bool(shown), "told": bool(told)}
+    windows, shown, told = how
     with pytest.raises(TrainkitError, match=GONE):
-        run(ZEROINGS[zeroing], after=after, **how)
+        run(ZEROINGS[zeroing], after=after, windows=windows, shown=shown, told=told)
 
 
 def zeroed_over_ddp(rank: int, world_size: int) -> str:
@@ -318,9 +316,6 @@ def test_zeroing_under_ddp_is_refused(on_ranks: OnRanks) -> None:
 # ---- what is no zeroing --------------------------------------------------------------
 
 
-def nothing(net: Any, optimizer: Any) -> None: ...
-
-
 def mended(net: Any, optimizer: Any) -> None:
     for p in net.parameters():
         p.grad.nan_to_num_()
@@ -337,7 +332,7 @@ def masked(net: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("between", "how"),
     [
-        (nothing, {"windows": 3}),  # between two windows, zeroing is as ever
+        (lambda *_: None, {"windows": 3}),  # between two windows, zeroing is as ever
         (mended, {"after": 1}),
         (clipped, {}),
         (clipped, {"parts": [IGNORED, *THREES]}),  # zero, and was zero before
@@ -353,7 +348,7 @@ def test_gradients_written_into_equal_the_big_batch(between: Any, how: Any) -> N
     assert relative(gradients(net), gradients(expected)) <= EXACT
 
 
-def test_zeroing_after_a_beginning_that_weighs_nothing_is_refused() -> None:
+def test_zeroing_after_a_beginning_without_weight_is_refused() -> None:
     with pytest.raises(TrainkitError, match=GONE):
         run(ZEROINGS["module, in place"], parts=[IGNORED, *THREES])
 
@@ -383,12 +378,9 @@ def test_zeroing_a_part_of_the_model_is_said_once() -> None:
     """It may be a mask, which is exact; a forgotten zero_grad() is not. What was zero
     before is known once somebody has written into gradients."""
 
-    def zero_embedding(net: Any, optimizer: Any) -> None:
-        net.embed.zero_grad(set_to_none=False)
-
     text = r"1 of its 3 gradients were written over"
     with pytest.warns(UserWarning, match=text) as caught:
-        net = run(zero_embedding)
+        net = run(lambda net, _: net.embed.zero_grad(set_to_none=False))
     assert len(caught) == 1
     assert relative(gradients(net), BIG_BATCH) > NAIVE
 

@@ -105,7 +105,7 @@ def test_what_half_precision_has_rounded_is_not_rounded_again(
         given = torch.tensor(weight) if kind == "t" else weight
         loss = (toy.parameter / by).to(dtype)
         toy.accumulator.pass_back(loss, given, divided_by=by)
-    toy.finish()
+    assert float(toy.finish().weight) == sum(weights)
     assert toy.gradient == pytest.approx(1, rel=1e-6)
 
 
@@ -212,17 +212,6 @@ def test_weight_1001_of_a_half_loss_is_not_rounded(dtype: Any, divided_by: int) 
         loss.backward()
     assert float(toy.finish().weight) == 4004
     assert toy.gradient == 1
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_half_precision_loss_equals_what_was_applied(as_tensor: bool) -> None:
-    """Autocast: the weight rides on a bfloat16 loss, the gradients are float32."""
-    toy = Toy(dtype=torch.float32)
-    for weight in (1001, 1003, 1005, 517):
-        given = torch.tensor(weight) if as_tensor else weight
-        toy.accumulator.backward((toy.parameter * 1).bfloat16(), given)
-    assert float(toy.finish().weight) == 1001 + 1003 + 1005 + 517
-    assert toy.gradient == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("checks", ["late", "now"])
