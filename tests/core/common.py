@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -228,6 +229,17 @@ def adding_hook(state, bucket):  # torch reads annotations, and not as text
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """On a GPU the host must wait for nothing in here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def whole(tensor: Any) -> Any:

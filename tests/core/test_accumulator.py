@@ -21,6 +21,7 @@ from tests.core.common import (
     relative,
     run_open,
     run_window,
+    waiting_is_an_error,
 )
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, NoiseMoments, PerSample, PerToken, TrainkitError
@@ -311,13 +312,9 @@ def test_steps_on_a_gpu_wait_for_nothing() -> None:
         optimizer.step()
 
     window(weight)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(5):
             window(weight)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     window(torch.tensor(-1.0, device="cuda"))
     with pytest.raises(TrainkitError, match="optimizer step 6 "):
         accumulator.check()

@@ -313,9 +313,6 @@ def test_zeroing_under_ddp_is_refused(on_ranks: OnRanks) -> None:
         assert "the gradients of the 1 micro-batches in it are gone" in text
 
 
-# ---- what is no zeroing --------------------------------------------------------------
-
-
 def mended(net: Any, optimizer: Any) -> None:
     for p in net.parameters():
         p.grad.nan_to_num_()

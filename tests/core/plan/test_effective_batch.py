@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -16,6 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from tests.zoo.callbacks import SENT
 from trainkit import BatchPlan, EffectiveBatch, EpochPlan
 from trainkit.core.plan.options import brief
 from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
@@ -284,13 +284,7 @@ def test_remainder_equals_the_place_in_the_window(size: int, first: int) -> None
     assert (plain == places) == (first % size == 0)
 
 
-def pickled(size: WindowSize) -> Any:
-    return pickle.loads(pickle.dumps(size))
-
-
-@pytest.mark.parametrize(
-    "copied", [lambda size: size, copy.copy, copy.deepcopy, pickled]
-)
+@pytest.mark.parametrize("copied", [lambda size: size, copy.copy, *SENT.values()])
 def test_in_all_else_it_is_a_number_and_copies_equal_it(copied: Any) -> None:
     size = copied(WindowSize(3, 4))
     assert (type(size), size, size.first_batch, 6 % size) == (WindowSize, 3, 4, 2)

@@ -20,12 +20,7 @@ from omegaconf import OmegaConf
 from tests.core.split.common import DISTRIBUTIONS, window
 from trainkit import TrainkitError
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import (
-    Run,
-    cut_lengths,
-    partition,
-    width,
-)
+from trainkit.core.split.partition import Run, cut_lengths, partition, width
 from trainkit.core.split.size_search import SizeSearch
 
 LENGTHS = st.lists(st.integers(1, 30) | st.integers(1, 999), min_size=1, max_size=40)
@@ -181,11 +176,8 @@ def settling() -> Callable[[int], float]:
 @pytest.mark.parametrize(
     ("cost", "start", "size"),
     [
-        *[
-            (up_to(size, noise), None, size)
-            for size in (512, 2048)
-            for noise in (0, 0.01)
-        ],
+        *((up_to(512, noise), None, 512) for noise in (0, 0.01)),
+        *((up_to(2048, noise), None, 2048) for noise in (0, 0.01)),
         (up_to(10**9), None, WHOLE),
         (up_to(10**9), 100, 6400),
         (float, None, WHOLE // 8),

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from tests.benchmarks.measuring import LiveBytes
+from tests.core.common import waiting_is_an_error
 from tests.core.tape.common import (
     CASES,
     EXACT,
@@ -257,12 +258,8 @@ def test_the_host_does_not_wait() -> None:
     net = exact_batch_norm(own, size=8)
     for _ in range(4):  # calls 1, 2 and 4 are checked
         soft_step(net, x)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         soft_step(net, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu
