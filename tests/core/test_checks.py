@@ -59,7 +59,7 @@ def test_ignored_window_has_a_zero_gradient_said_once(reduction: Any) -> None:
     with pytest.warns(UserWarning, match=text):
         stats = run_window(net, [IGNORED, IGNORED], accumulator)
     assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
-    assert float(stats.loss) == 0
+    assert float(stats.loss) == float(stats.weight) == 0
     for parts in ([IGNORED], PARTS, [IGNORED], [PARTS[0], IGNORED, PARTS[1]]):
         net.zero_grad()
         run_window(net, parts, accumulator)  # a second warning would be an error

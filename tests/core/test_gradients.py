@@ -182,15 +182,10 @@ def run(
             state = accumulator.state_dict(over_ranks=True)
             accumulator = Accumulator(PerToken(), module=net, wide_gradients=wide)
             accumulator.load_state_dict(state)
-    reference = accumulator.division.reference
-    assert reference is not None
-    multiplier = accumulator.ranks.multiplier
+    reference: Any = accumulator.division.reference
     stats = accumulator.finish(net.parameters())
-    unit = reference * multiplier / stats.weight
+    unit = reference * accumulator.ranks.multiplier / stats.weight
     return whole_gradients(net), torch.stack(each).sum(0) * unit
-
-
-# ---- one process ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ONCE, ids=str)
@@ -207,11 +202,10 @@ def test_window_of_64_equals_float64_sum_up_to_one_rounding(dtype: torch.dtype) 
     assert torch.equal(run(resumed, saved_after=40)[0], found)
 
 
-def of(*parameters: Tensor, **options: Any) -> Accumulator:
+def of(*parameters: Tensor) -> Accumulator:
     """An accumulator whose windows have the sum of their losses' gradients."""
     module = nn.ParameterList(parameters)
-    strategy = GivenWeight("total")
-    return Accumulator(strategy, module=module, wide_gradients=True, **options)
+    return Accumulator(GivenWeight("total"), module=module, wide_gradients=True)
 
 
 def half(*shape: int) -> nn.Parameter:

@@ -145,13 +145,6 @@ def test_padding_equals_the_share_of_tokens_that_only_pad() -> None:
     assert float(toy.finish().padding) == 4 / 16
 
 
-@pytest.mark.filterwarnings("ignore:.*none of the window")
-def test_window_of_weight_zero_has_loss_zero() -> None:
-    toy = Toy()
-    stats = toy.window((float("nan"), 0), (1, 0))
-    assert float(stats.loss) == float(stats.weight) == 0
-
-
 def test_numbers_on_the_host_stay_there_whatever_device_is_the_default() -> None:
     """A model on the CPU, beside others that a default puts elsewhere."""
     window = Window("mean")
