@@ -123,9 +123,7 @@ def main() -> None:
     rows.append(("the big batch, 64 x 1", lambda: None, big))
     for name, make, how in rows:
         curves = [fit(make(), **how, seed=n, epochs=epochs) for n in range(seeds)]
-        at_first, at_last = (
-            [curve[epoch - 1] for curve in curves] for epoch in (early, epochs)
-        )
+        at_first, at_last = ([c[n - 1] for c in curves] for n in (early, epochs))
         print(f"| {name} | {spread(at_first)} | {spread(at_last)} |", flush=True)
 
 

@@ -125,9 +125,8 @@ def measure_times(rounds: int, window: int = 64) -> None:
         race(list(found.values()), rounds)
         times = {k: each.seconds for k, each in found.items()}
         figures = " | ".join(f"{1000 * each:.0f}" for each in times.values())
-        ratios = " | ".join(
-            f"{times['exact'] / times[to]:.2f}" for to in ("plain", "whole")
-        )
+        own = [times["exact"] / times[to] for to in ("plain", "whole")]
+        ratios = " | ".join(f"{each:.2f}" for each in own)
         off = " | ".join(f"{deviation(kind, chunk):.0e}" for kind in list(KINDS)[1:])
         print(f"| chunks of {chunk} | {figures} | {ratios} | {off} |", flush=True)
 

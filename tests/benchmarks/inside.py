@@ -139,10 +139,8 @@ def deviation(kind: str, reference: str, name: str, rows: int, chunk: int) -> fl
     make, draw = NETS[name]
     net, given = make().double(), draw(rows)
     given = given.double() if given.is_floating_point() else given
-    one, two = (
-        Contestant(KINDS[each], net, given, chunk) for each in (kind, reference)
-    )
-    return distance(one, two)
+    kinds = (KINDS[kind], KINDS[reference])
+    return distance(*(Contestant(each, net, given, chunk) for each in kinds))
 
 
 # ---- tables --------------------------------------------------------------------------

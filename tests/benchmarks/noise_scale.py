@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.noise_scale [--windows 40] [--length 128]
 
-A transformer of ten million parameters trains in windows of four micro-batches. Every
-other window is measured, so that both kinds run on the same machine at the same time;
-what counts is the median over pairs of neighbours. The norms are also timed by
-themselves, since the difference is far below what a shared machine varies by.
+A transformer of ten million parameters trains in windows of four micro-batches, on rows
+of `length` tokens. Every other window is measured, so that both kinds run on the same
+machine at the same time; what counts is the median over pairs of neighbours. The norms
+are also timed by themselves, since the difference is far below what a shared machine
+varies by.
 """
 
 from __future__ import annotations

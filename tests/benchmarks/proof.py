@@ -136,10 +136,8 @@ def main() -> None:
             seconds, off = checked(name)
         proof, step = (1000 * median(each) for each in zip(*pairs, strict=True))
         ratio = median(one / other for one, other in pairs)
-        print(
-            f"| {name} | {proof:.0f} | {step:.0f} | {ratio:.2f} "
-            f"| {seconds:.1f} | {off} |"
-        )
+        times = f"{proof:.0f} | {step:.0f} | {ratio:.2f} | {seconds:.1f}"
+        print(f"| {name} | {times} | {off} |")
 
 
 if __name__ == "__main__":

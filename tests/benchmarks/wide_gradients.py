@@ -143,9 +143,8 @@ def print_gain(steps: int) -> None:
             print(f"  stepped in {'float32' if keeps_masters else 'bfloat16'}")
             for name, fill in FILLS.items():
                 net = copy.deepcopy(start)
-                found, loss = train(
-                    net, fill, optimizer, windows, keeps_masters=keeps_masters
-                )
+                how: Any = {"keeps_masters": keeps_masters}
+                found, loss = train(net, fill, optimizer, windows, **how)
                 share = deviation(found, reference, start)
                 print(f"    {name:14}weights off by {share:6.2%}, loss {loss:.4f}")
 

@@ -19,12 +19,12 @@ from trainkit.core.out_of_memory import RECOGNISED, is_out_of_memory, release
 
 
 @pytest.mark.parametrize(
-    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+    "when", ["register_hook", "register_post_accumulate_grad_hook"]
 )
-def test_a_gradient_hook_is_found_until_it_is_removed(register: str) -> None:
+def test_a_gradient_hook_is_found_until_it_is_removed(when: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert not _compat.has_gradient_hook(parameter)
-    handle = getattr(parameter, register)(lambda gradient: None)
+    handle = getattr(parameter, when)(lambda gradient: None)
     assert _compat.has_gradient_hook(parameter)
     handle.remove()
     assert not _compat.has_gradient_hook(parameter)
@@ -50,10 +50,8 @@ def test_modes_see_what_a_backward_pass_computes_anew(reentrant: bool) -> None:
 
     def seen(backward: Callable[[torch.Tensor], Any]) -> int:
         with Counting("relu") as mode:
-            made = checkpoint(
-                lambda x: torch.relu(weight * x), x, use_reentrant=reentrant
-            )
-            backward(made.sum())
+            run = lambda x: torch.relu(weight * x)  # noqa: E731
+            backward(checkpoint(run, x, use_reentrant=reentrant).sum())
         return mode.times
 
     assert seen(_compat.backward_in_modes) == 2

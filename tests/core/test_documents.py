@@ -19,9 +19,8 @@ IDS = torch.arange(1, 10)
 LABELS = torch.tensor([-100, 2, 3, -100, 5, -100, 7, 8, 9])
 ROWS = [{"input_ids": part.tolist()} for part in IDS.split([3, 2, 4])]
 NUMBERS = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 3, 3]])
-BLOCKS = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None]) & (
-    NUMBERS[:, None, None] > 0
-)
+COLUMNS = NUMBERS[:, None, None]
+BLOCKS = (COLUMNS.mT == COLUMNS) & (COLUMNS > 0)
 CAUSAL = BLOCKS.tril()
 
 

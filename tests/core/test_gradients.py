@@ -267,9 +267,7 @@ def test_optimizers_and_clipping_step_with_what_is_handed_over() -> None:
 
 # ---- parameters that join later ------------------------------------------------------
 
-ROWS = torch.randn(
-    12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-)
+ROWS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).double()
 
 
 @pytest.mark.parametrize("wide", [True, False])

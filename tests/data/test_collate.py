@@ -111,12 +111,13 @@ def test_types_are_kept_and_joined() -> None:
 
 X1 = [{"x": [1]}]
 UNLIKE = [{"x": torch.ones(2)}, {"x": torch.ones(2, 1)}]
+OTHER_DIMENSIONS = r"field 'x' must have as many dimensions .* \(2, 1\), \(2,\)"
 
 
 @pytest.mark.parametrize(
     ("pad", "rows", "text"),
     [
-        (PadCollate(), UNLIKE, r"'x' must have as many dimensions .* \(2, 1\), \(2,\)"),
+        (PadCollate(), UNLIKE, OTHER_DIMENSIONS),
         (PadCollate(), [{"x": 1}, {}], "fields of the first .*'x', received .* none"),
         (PadCollate(), [{"x": 1}, {"x": 1, "y": 2}], "'x', received one with 'x', 'y'"),
         (PadCollate(), [(1, 2), (1,)], "0, 1, received one with 0"),
@@ -211,9 +212,8 @@ SHAPES: list[tuple[dict[str, Any], tuple[int, int]]] = [
 def test_rows_are_filled_with_what_counts_nothing(options: Any, shape: Any) -> None:
     batch = PackCollate(**options)(ROWS)
     tokens = ("input_ids", "labels", "position_ids", "seq_idx")
-    assert {name: tuple(batch[name].shape) for name in batch} == dict.fromkeys(
-        tokens, shape
-    )
+    shapes = {name: tuple(value.shape) for name, value in batch.items()}
+    assert shapes == dict.fromkeys(tokens, shape)
     assert int(PerToken().weight(batch)) == 6
     assert int(PerSample().weight(batch)) == 3
     found: Any = find_documents(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,23 +56,17 @@ def net() -> TokenNet:
 NUMBER = 13
 """In batches of 2 on three ranks one row is left, for the first of them."""
 
-LAW = sequences(NUMBER)
+LAW: Any = sequences(NUMBER)
 LENGTHS = [len(row["ids"]) for row in LAW]
+grouped = partial(LengthGroupedSampler, LENGTHS, batch_size=2)
+budget = partial(TokenBudgetSampler, LENGTHS, tokens=20)
+repeating = partial(DistributedSampler, LAW, shuffle=False)
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "weight": lambda: loader(2, weigh_nothing=NOTHING),
     "pad": lambda: loader(2, weigh_nothing=NOTHING, last="pad"),
-    "length grouped": lambda: loader(
-        batch_sampler=LengthGroupedSampler(LENGTHS, batch_size=2)
-    ),
-    "token budget": lambda: loader(
-        batch_sampler=TokenBudgetSampler(LENGTHS, tokens=20), weigh_nothing=NOTHING
-    ),
-    "rows repeated": lambda: DataLoader(
-        LAW,  # type: ignore[arg-type]
-        2,
-        sampler=DistributedSampler(LAW, shuffle=False),  # type: ignore[arg-type]
-        collate_fn=PAD,
-    ),
+    "length grouped": lambda: loader(batch_sampler=grouped()),
+    "token budget": lambda: loader(batch_sampler=budget(), weigh_nothing=NOTHING),
+    "rows repeated": lambda: DataLoader(LAW, 2, sampler=repeating(), collate_fn=PAD),
 }
 
 

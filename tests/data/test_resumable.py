@@ -33,6 +33,7 @@ from trainkit import (
 )
 
 NUM_ROWS = 23
+STREAM = Stream(range(3))
 
 
 class Rows(Dataset[int]):
@@ -69,9 +70,8 @@ def loader(
     **options: Any,
 ) -> Any:
     if kind in SAMPLERS:
-        return ResumableLoader(
-            Rows(), batch_sampler=SAMPLERS[kind](seed=seed), **options
-        )
+        cutting = SAMPLERS[kind](seed=seed)
+        return ResumableLoader(Rows(), batch_sampler=cutting, **options)
     how = {"shuffle": True, "seed": seed, **options}
     return ResumableLoader(Rows(number), batch_size, **how)
 
@@ -255,10 +255,7 @@ def test_a_state_and_rows_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (
-            {"dataset": Stream(range(3))},
-            "dataset: must have .* Stream. .* ResumableStream",
-        ),
+        ({"dataset": STREAM}, "dataset: must have .* Stream. .* ResumableStream"),
         ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),

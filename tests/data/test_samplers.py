@@ -191,7 +191,8 @@ def test_order_is_that_of_seed_and_epoch(kind: str) -> None:
     assert all(a != b for a, b in itertools.combinations(drawn, 2))
     assert order(shuffle=False) == order(shuffle=False, seed=5, epoch=4)
     sizes = [sorted(map(len, batches)) for [batches] in drawn]
-    assert sizes == 3 * sizes[:1], "an epoch has other batches, of the same sizes"
+    alike = "an epoch has as many batches as any other, of the same sizes"
+    assert sizes == 3 * sizes[:1], alike
 
 
 def padding(lengths: list[int], batches: Any) -> float:

@@ -45,9 +45,8 @@ def test_rows_of_one_length_are_cut_evenly_in_their_order(
     for found in ([len(m.rows) for m in micros], [m.padded for m in micros]):
         assert found == sizes == [m.real for m in micros]
     assert torch.equal(torch.cat([micro.batch for micro in micros]), x)
-    assert all(
-        m.batch.data_ptr() in range(x.data_ptr(), x.data_ptr() + 99) for m in micros
-    )
+    memory = range(x.data_ptr(), x.data_ptr() + 99)
+    assert all(micro.batch.data_ptr() in memory for micro in micros)
     if num_rows == 10:
         for options in (MicroBatching(size=4), MicroBatching(tokens=30)):
             alike = Cutter(options, PerToken()).cut(ragged([7] * 10))
