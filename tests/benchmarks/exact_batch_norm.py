@@ -94,11 +94,7 @@ def exact(net: nn.Module, data: Data, chunk: int) -> Step:
     return lambda: F.cross_entropy(own(images), labels).backward()
 
 
-KINDS: dict[str, Callable[..., Step]] = {
-    "whole": whole,
-    "plain": plain,
-    "exact": exact,
-}
+KINDS: dict[str, Callable[..., Step]] = {"whole": whole, "plain": plain, "exact": exact}
 
 
 def draw(window: int, size: int = 32, classes: int = 10) -> Data:

@@ -14,13 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.core.common import (
-    GivenWeight,
-    cut,
-    fresh_net,
-    relative,
-    whole_gradients,
-)
+from tests.core.common import GivenWeight, cut, fresh_net, relative, whole_gradients
 from tests.core.conftest import OnRanks
 from tests.helpers import TOLERANCE, gradients, ragged_sequences, token_loss, weights
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError

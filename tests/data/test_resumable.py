@@ -351,11 +351,11 @@ def test_lightning_goes_on_at_the_very_batch(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled")
 def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
     """Of a sampler by length Lightning would replace the order; it says so."""
-    seen, sequences = Interrupted(0), ragged_sequences(10)
-    each = ResumableLoader(sequences, 5, shuffle=True, collate_fn=pad)
+    seen = Interrupted(0)
+    each = ResumableLoader(ragged_sequences(10), 5, shuffle=True, collate_fn=pad)
     trainer(callbacks=[seen], overfit_batches=1).fit(TokenModule(), each)
-    assert len(seen.seen) == 2
-    assert seen.seen[0] == seen.seen[1]
+    first, second = seen.seen
+    assert first == second
     for kind in SAMPLERS:
         with pytest.raises(TypeError, match="can't inject"):
             trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))

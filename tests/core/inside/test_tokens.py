@@ -38,15 +38,9 @@ class Reader(nn.Module):
         self.shapes: list[torch.Size] = []
         self.double()
 
-    def forward(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor,
-        scale: Tensor | None = None,
-        target: Tensor | None = None,
-        side: Tensor | None = None,
-        square: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, attention_mask: Tensor, **given: Any) -> Any:
+        names = ("scale", "target", "side", "square")
+        scale, target, side, square = map(given.get, names)
         self.shapes.append(ids.shape)
         x = self.embed(ids)
         if scale is not None:
@@ -69,7 +63,7 @@ class Reader(nn.Module):
 class Tagger(Reader):
     """It does not look at the mask."""
 
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         x = self.embed(ids).tanh()
         return self.out(x), x[:, 0] * 0
 
@@ -235,12 +229,12 @@ def test_a_loss_that_uses_padding_is_refused(kind: Any, wrong: Step, at: int) ->
 
 
 class Unmasked(Reader):
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         return super().forward(ids, torch.ones_like(attention_mask))
 
 
 class Noisy(Reader):
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         logits, pooled = super().forward(ids, attention_mask)
         return logits + torch.randn_like(logits), pooled
 
