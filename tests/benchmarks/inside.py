@@ -212,10 +212,6 @@ def measure_tokens(rounds: int, rows: int = 64, width: int = 256) -> None:
 # ---- a peer --------------------------------------------------------------------------
 
 
-def has_peer() -> bool:
-    return all(map(importlib.util.find_spec, ("sentence_transformers", "transformers")))
-
-
 class Vectors(nn.Module):
     """A model that returns its rows' vectors, and nothing else."""
 
@@ -284,7 +280,8 @@ def peer_kinds(chunk: int) -> dict[str, Callable[[nn.Module, Any], Step]]:
 
 
 def measure_peer(rounds: int) -> None:
-    if not has_peer():
+    names = ("sentence_transformers", "transformers")
+    if not all(map(importlib.util.find_spec, names)):
         print("\nsentence-transformers is not installed: its loss is left out.")
         return
     table("contrastive, 2 x 128 rows", "ms a step", "/ cached", "peak, MiB", "off by")

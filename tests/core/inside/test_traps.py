@@ -89,12 +89,8 @@ def test_weights_and_arguments_changed_before_are_refused(trains: bool) -> None:
             loss.backward()
 
 
-def heated(net: Any, x: Tensor) -> Tensor:
-    return net.plain(x) * net.heat
-
-
 def test_a_number_that_changes_before_backward_is_put_back(monkeypatch: Any) -> None:
-    net = twin(Net(heated, heat=1.0))
+    net = twin(Net(lambda net, x: net.plain(x) * net.heat, heat=1.0))
     _, wanted = gradient(net, step)
 
     def cooled(net: Any) -> Tensor:

@@ -168,10 +168,6 @@ class Case:
     call: Callable[[Any, Tensor], Any] = lambda net, x: [net(x)]
 
 
-def _both(net: Any, x: Tensor) -> Any:
-    return list(net(x, other=x.flip(2) + 1, scale=0.5))
-
-
 def _dict(net: Any, x: Tensor) -> Any:
     found = net(x)
     return [found["out"], found["all"][0]]
@@ -192,7 +188,9 @@ CASES: dict[str, Case] = {
     "no_running": Case(lambda: plain(track_running_stats=False)),
     "nothing": Case(lambda: plain(affine=False, track_running_stats=False)),
     "eps_and_momentum": Case(lambda: plain(eps=0.1, momentum=0.7)),
-    "two_in_two_out": Case(Both, _both),
+    "two_in_two_out": Case(
+        Both, lambda net, x: list(net(x, other=x.flip(2) + 1, scale=0.5))
+    ),
     "twice": Case(Twice),
     "called_twice": Case(small, lambda net, x: [net(x), net(x * 2)]),
     "other_dims": Case(OtherDims, lambda net, x: [net(x[:, 0].view(-1, 4, 4, 4))]),
