@@ -10,9 +10,9 @@ weights move fast, and at its end.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
+import itertools
 import statistics
 import warnings
 from typing import Any
@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.benchmarks.measuring import asked, table
 from tests.helpers import quiet_lightning, trainer
 from trainkit import AccumulationCallback, BatchNormGuard, PerSample
 
@@ -46,23 +47,15 @@ def data() -> tuple[TensorDataset, TensorDataset]:
 class Digits(pl.LightningModule):
     """Four convolutions, each with a BatchNorm."""
 
-    def __init__(self, lr: float = 0.1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lr = lr
         channels = (1, 16, 16, 32, 32)
         blocks: list[nn.Module] = []
-        for i, (c_in, c_out) in enumerate(
-            zip(channels[:-1], channels[1:], strict=True)
-        ):
-            stride = 2 if i == 2 else 1
-            blocks += [
-                nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=False),
-                nn.BatchNorm2d(c_out),
-                nn.ReLU(),
-            ]
-        self.net = nn.Sequential(
-            *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
-        )
+        for i, (ins, outs) in enumerate(itertools.pairwise(channels)):
+            conv = nn.Conv2d(ins, outs, 3, 2 if i == 2 else 1, padding=1, bias=False)
+            blocks += [conv, nn.BatchNorm2d(outs), nn.ReLU()]
+        ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+        self.net = nn.Sequential(*blocks, *ends)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -73,7 +66,7 @@ class Digits(pl.LightningModule):
         self.log("accuracy", right, batch_size=len(batch[1]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -91,12 +84,7 @@ class Accuracies(pl.Callback):
 
 
 def fit(
-    guard: BatchNormGuard | None,
-    *,
-    micro_batch: int,
-    window: int,
-    seed: int,
-    epochs: int,
+    guard: Any, *, micro_batch: int, window: int, seed: int, epochs: int
 ) -> list[float]:
     """Accuracy, after each epoch, on the digits that are not trained on."""
     torch.manual_seed(seed)
@@ -108,44 +96,34 @@ def fit(
     callbacks: list[pl.Callback] = [AccumulationCallback(PerSample()), accuracies]
     if guard is not None:
         callbacks.append(guard)
+    fitted = trainer(window, max_epochs=epochs, callbacks=callbacks)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer(window, max_epochs=epochs, callbacks=callbacks).fit(
-            module, train, DataLoader(validated, 100)
-        )
+        fitted.fit(module, train, DataLoader(validated, 100))
     return accuracies.found
 
 
-def guards() -> dict[str, Any]:
-    return {
-        "plain accumulation": lambda: None,
-        "`momentum`": lambda: BatchNormGuard("momentum"),
-        "`recalibrate`, all passes": lambda: BatchNormGuard("recalibrate"),
-        "`recalibrate`, one pass": lambda: BatchNormGuard("recalibrate", exact=False),
-        "`freeze` (as initialised)": lambda: BatchNormGuard("freeze"),
-        "`group_norm`": lambda: BatchNormGuard("group_norm"),
-    }
+GUARDS: dict[str, Any] = {
+    "plain accumulation": lambda: None,
+    "`momentum`": lambda: BatchNormGuard("momentum"),
+    "`recalibrate`, all passes": lambda: BatchNormGuard("recalibrate"),
+    "`recalibrate`, one pass": lambda: BatchNormGuard("recalibrate", exact=False),
+    "`freeze` (as initialised)": lambda: BatchNormGuard("freeze"),
+    "`group_norm`": lambda: BatchNormGuard("group_norm"),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--epochs", type=int, default=12)
-    asked = parser.parse_args()
-    early = asked.epochs // 3
-    print(f"| mean (worst to best seed) | {early} epochs | {asked.epochs} epochs |")
-    print("|---|---:|---:|")
+    options = asked(__doc__, seeds=6, epochs=12)
+    seeds, epochs = options.seeds, options.epochs
+    early = epochs // 3
+    table("mean (worst to best seed)", f"{early} epochs", f"{epochs} epochs")
     sizes = {"micro_batch": MICRO_BATCH, "window": WINDOW}
     big = {"micro_batch": MICRO_BATCH * WINDOW, "window": 1}
-    rows = [(name, make, sizes) for name, make in guards().items()]
+    rows = [(name, make, sizes) for name, make in GUARDS.items()]
     rows.append(("the big batch, 64 x 1", lambda: None, big))
     for name, make, how in rows:
-        curves = [
-            fit(make(), **how, seed=seed, epochs=asked.epochs)
-            for seed in range(asked.seeds)
-        ]
-        at_first, at_last = (
-            [curve[epoch - 1] for curve in curves] for epoch in (early, asked.epochs)
-        )
+        curves = [fit(make(), **how, seed=n, epochs=epochs) for n in range(seeds)]
+        at_first, at_last = ([c[n - 1] for c in curves] for n in (early, epochs))
         print(f"| {name} | {spread(at_first)} | {spread(at_last)} |", flush=True)
 
 

@@ -14,97 +14,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.benchmarks.measuring import table
 from tests.helpers import (
-    OPTIMIZERS,
     TokenModule,
     deviation,
     loader,
-    pad,
     quiet_lightning,
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
     run_ranks,
-    token_loss,
+    train_on_windows,
     trainer,
     weights,
+    windows_over_ranks,
 )
-from trainkit import AccumulationCallback, AccumulationStrategy, PerSample, PerToken
+from trainkit import AccumulationCallback, PerSample, PerToken
 
-LONGEST = 60
+RAGGED = ragged_sequences(68, longest=60)
+ALIKE = [(ids[:1].repeat(8), labels[:1].repeat(8)) for ids, labels in RAGGED]
 
 
 def big_batch(windows: Sequence[Sequence[Any]]) -> Tensor:
     """The weights after one step for each window, made in one pass."""
+    return weights(train_on_windows(TokenModule(), windows, epochs=1))
+
+
+def fit(batches: Any, accumulate: int, weighed: Any, **options: Any) -> Tensor:
+    """The weights after one epoch; without a strategy by plain Lightning."""
     module = TokenModule()
-    optimizer = OPTIMIZERS["sgd"](module.parameters())
-    for window in windows:
-        optimizer.zero_grad()
-        token_loss(module.net, pad(window)).backward()
-        optimizer.step()
+    callbacks = [] if weighed is None else [AccumulationCallback(weighed)]
+    quiet = trainer(accumulate, max_epochs=1, callbacks=callbacks, **options)
+    quiet.fit(module, batches)
     return weights(module)
 
 
-def chunks(samples: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [samples[i : i + size] for i in range(0, len(samples), size)]
-
-
-def fit(
-    samples: Sequence[Any],
-    size: int,
-    accumulate: int,
-    strategy: AccumulationStrategy | None,
-) -> Tensor:
-    module = TokenModule()
-    callbacks = [] if strategy is None else [AccumulationCallback(strategy)]
-    quiet = trainer(accumulate, max_epochs=1, callbacks=callbacks)
-    quiet.fit(module, loader(samples, size))
-    return weights(module)
-
-
-def fit_on_ranks(rank: int, world_size: int, size: int, exact: bool) -> Tensor:
-    module = TokenModule()
-    callbacks = [AccumulationCallback(PerToken())] if exact else []
-    quiet = trainer(
-        4,
-        max_epochs=1,
-        strategy="ddp",
-        devices=world_size,
-        callbacks=callbacks,
-        use_distributed_sampler=False,
-    )
-    samples = ragged_sequences(68, longest=LONGEST)
-    quiet.fit(module, rank_loader(samples, size, rank, world_size))
-    return weights(module)
+def fit_on_ranks(rank: int, world_size: int, weighed: Any) -> Tensor:
+    batches = rank_loader(RAGGED, 2, rank, world_size)
+    how: Any = {"devices": world_size, "use_distributed_sampler": False}
+    return fit(batches, 4, weighed, strategy="ddp", **how)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     start = weights(TokenModule())
-    ragged = ragged_sequences(68, longest=LONGEST)
-    alike = [(ids[:1].repeat(8), labels[:1].repeat(8)) for ids, labels in ragged]
     rows: list[tuple[str, Any, Any, Any]] = []
     with quiet_lightning():
         for name, samples, size, strategy in (
-            ("ragged sequences, one at a time", ragged, 1, PerToken()),
-            ("ragged sequences, four at a time", ragged, 4, PerToken()),
-            ("equal sequences, short last window", alike[:36], 4, PerSample()),
-            ("equal sequences, smaller last batch", alike[:63], 4, PerSample()),
+            ("ragged sequences, one at a time", RAGGED, 1, PerToken()),
+            ("ragged sequences, four at a time", RAGGED, 4, PerToken()),
+            ("equal sequences, short last window", ALIKE[:36], 4, PerSample()),
+            ("equal sequences, smaller last batch", ALIKE[:63], 4, PerSample()),
         ):
-            plain = fit(samples, size, 16 // size, None)
-            exact = fit(samples, size, 16 // size, strategy)
-            rows.append((name, big_batch(chunks(samples, 16)), plain, exact))
-        shares = [ragged[0::2], ragged[1::2]]
-        windows = zip(*(chunks(share, 8) for share in shares), strict=True)
-        reference = big_batch([[*a, *b] for a, b in windows])
+            plain, exact = (
+                fit(loader(samples, size), 16 // size, each)
+                for each in (None, strategy)
+            )
+            windows = [samples[i : i + 16] for i in range(0, len(samples), 16)]
+            rows.append((name, big_batch(windows), plain, exact))
         plain, exact = (
-            raise_rank_errors(run_ranks(fit_on_ranks, 2, 2, exact))[0]
-            for exact in (False, True)
+            raise_rank_errors(run_ranks(fit_on_ranks, 2, each))[0]
+            for each in (None, PerToken())
         )
+        reference = big_batch(windows_over_ranks(RAGGED, 2, 4, 2))
         rows.append(("ragged sequences, two ranks (DDP)", reference, plain, exact))
-    print("| windows of 16 sequences, one epoch | plain Lightning | trainkit |")
-    print("|---|---:|---:|")
+    table("windows of 16 sequences, one epoch", "plain Lightning", "trainkit")
     for name, reference, plain, exact in rows:
         off = deviation(plain, reference, start)
         print(f"| {name} | {off:.0%} | {deviation(exact, reference, start):.0e} |")

@@ -17,7 +17,6 @@ counted. On a GPU a ResNet-50 runs a window of 256 in chunks of 16.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
@@ -27,13 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.inside import Contestant, Step, distance, race, table
-from tests.benchmarks.live_bytes import LiveBytes
-from tests.core.tape.test_live_bytes import numpy_as_host
+from tests.benchmarks.measuring import (
+    Contestant,
+    LiveBytes,
+    Step,
+    asked,
+    distance,
+    race,
+    table,
+)
+from tests.core.tape.test_nets import numpy_as_host
 from tests.zoo.conv_nets import resnet
 from trainkit import exact_batch_norm
-
-MIB = 2**20
 
 
 class Block(nn.Module):
@@ -90,11 +94,7 @@ def exact(net: nn.Module, data: Data, chunk: int) -> Step:
     return lambda: F.cross_entropy(own(images), labels).backward()
 
 
-KINDS: dict[str, Callable[..., Step]] = {
-    "whole": whole,
-    "plain": plain,
-    "exact": exact,
-}
+KINDS: dict[str, Callable[..., Step]] = {"whole": whole, "plain": plain, "exact": exact}
 
 
 def draw(window: int, size: int = 32, classes: int = 10) -> Data:
@@ -108,7 +108,7 @@ def peak_of(step: Step) -> float:
         step()
         with LiveBytes() as live:
             step()
-    return live.peak / MIB
+    return live.peak / 2**20
 
 
 # ---- tables --------------------------------------------------------------------------
@@ -121,9 +121,8 @@ def measure_times(rounds: int, window: int = 64) -> None:
         race(list(found.values()), rounds)
         times = {k: each.seconds for k, each in found.items()}
         figures = " | ".join(f"{1000 * each:.0f}" for each in times.values())
-        ratios = " | ".join(
-            f"{times['exact'] / times[to]:.2f}" for to in ("plain", "whole")
-        )
+        own = [times["exact"] / times[to] for to in ("plain", "whole")]
+        ratios = " | ".join(f"{each:.2f}" for each in own)
         off = " | ".join(f"{deviation(kind, chunk):.0e}" for kind in list(KINDS)[1:])
         print(f"| chunks of {chunk} | {figures} | {ratios} | {off} |", flush=True)
 
@@ -184,11 +183,7 @@ def on_gpu(step: Step, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What exact BatchNorm costs.")
-    parser.add_argument("--rounds", type=int, default=7)
-    parts = ("time", "peak", "gpu")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    options = parser.parse_args()
+    options = asked(__doc__, rounds=7, only=("time", "peak", "gpu"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

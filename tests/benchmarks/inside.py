@@ -14,16 +14,18 @@ row, and a loss looks at the vectors of all rows. One step is the gradient of a 
 
 Times are the processor's, on one thread, the best of all rounds; each round runs all
 kinds of step in an order of its own. Peaks are the most bytes of operators' outputs
-that live at once in one of the first four steps. Then the loss of sentence-transformers
-that caches gradients, if that package is there.
+that live at once in one of the first four steps.
+
+Then two columns of 128 rows go through a tiny BERT, if sentence-transformers is there,
+and each row of the first is to find its row of the second. Its loss that caches
+gradients cuts both columns itself; the inner cut is under the plain loss, which knows
+nothing of it: around the whole model, whose output holds a vector for each token, or
+around a module that returns one vector for each row.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import random
-import time
+import importlib.util
 import warnings
 from collections.abc import Callable
 from statistics import median
@@ -32,32 +34,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks import inside_contrastive
-from tests.benchmarks.live_bytes import LiveBytes
-from tests.helpers import gradients
+from tests.benchmarks.measuring import (
+    SMOOTH,
+    Contestant,
+    Step,
+    Transformer,
+    asked,
+    distance,
+    race,
+    table,
+)
 from trainkit.core.inside.forward import Chunked
 
 WINDOW, CHUNKS, WIDTH = 256, (4, 16, 64), 64
-STEPS = 4
-"""The steps whose peak counts: the first ones check, and keep, different things."""
-
-Step = Callable[[], None]
 
 
-class Transformer(nn.Module):
-    """Two layers over 32 tokens, and the mean of what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(1000, 128)
-        layer = nn.TransformerEncoderLayer(
-            128, 4, 512, 0.0, activation="gelu", batch_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(ids)).mean(1))
+def transformer(*, pools: bool = True) -> nn.Module:
+    """One vector of each row, or of each token."""
+    return Transformer(1000, WIDTH, pools=pools, **SMOOTH)
 
 
 def convolutions() -> nn.Module:
@@ -79,7 +73,7 @@ Rows = Callable[[int], Tensor]
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Rows]] = {
     "convolutions": (convolutions, lambda rows: torch.randn(rows, 3, 32, 32)),
-    "transformer": (Transformer, lambda rows: torch.randint(0, 1000, (rows, 32))),
+    "transformer": (transformer, lambda rows: torch.randint(0, 1000, (rows, 32))),
 }
 
 HEAVY = {"wide layers": (wide, lambda rows: torch.randn(rows, 512))}
@@ -140,66 +134,13 @@ KINDS: dict[str, Callable[..., Step]] = {
 }
 
 
-class Contestant:
-    """A net of its own, and a kind of step.
-
-    Attributes:
-        net: a copy of the net that it was made of.
-        seconds: of its best step.
-    """
-
-    def __init__(self, kind: Callable[..., Step], net: nn.Module, *how: Any) -> None:
-        self.net = copy.deepcopy(net)
-        self.seconds = float("inf")
-        self._step = kind(self.net, *how)
-
-    def step(self) -> None:
-        self.net.zero_grad()
-        began = time.process_time()
-        self._step()
-        self.seconds = min(self.seconds, time.process_time() - began)
-
-    def gradient(self) -> Tensor:
-        """Of the second step, which keeps graphs."""
-        self.step()
-        self.step()
-        return gradients(self.net)
-
-    def peak(self) -> float:
-        """In MiB."""
-        peaks = []
-        for _ in range(STEPS):
-            self.net.zero_grad()
-            with LiveBytes() as live:
-                self._step()
-            peaks.append(live.peak)
-        return max(peaks) / 2**20
-
-
-def race(contestants: list[Contestant], rounds: int) -> None:
-    """Let them run in turn; two rounds warm up."""
-    for number in range(rounds + 2):
-        for each in random.sample(contestants, len(contestants)):
-            if number == 2:
-                each.seconds = float("inf")
-            each.step()
-
-
-def distance(one: Contestant, other: Contestant) -> float:
-    """How far off one gradient is from the other."""
-    first, second = one.gradient(), other.gradient()
-    return float((first - second).norm() / second.norm())
-
-
 def deviation(kind: str, reference: str, name: str, rows: int, chunk: int) -> float:
     """How far off one kind of step is from another, in float64."""
     make, draw = NETS[name]
     net, given = make().double(), draw(rows)
     given = given.double() if given.is_floating_point() else given
-    one, two = (
-        Contestant(KINDS[each], net, given, chunk) for each in (kind, reference)
-    )
-    return distance(one, two)
+    kinds = (KINDS[kind], KINDS[reference])
+    return distance(*(Contestant(each, net, given, chunk) for each in kinds))
 
 
 # ---- tables --------------------------------------------------------------------------
@@ -241,15 +182,6 @@ def measure_times(name: str, rounds: int) -> None:
     print(f"| {name}, median | | | | | {one:.2f} | {two:.2f} | |", flush=True)
 
 
-class Ragged(Transformer):
-    """A transformer that sees no padding, and pools the columns that are none."""
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        assert attention_mask is not None
-        out = self.layers(self.embed(ids), src_key_padding_mask=attention_mask == 0)
-        return self.head(out)
-
-
 def ragged(net: nn.Module, ids: Tensor, mask: Tensor, cut: dict[str, int]) -> Step:
     if cut:
         Chunked(net, **cut)  # type: ignore[arg-type]
@@ -264,7 +196,7 @@ def measure_tokens(rounds: int, rows: int = 64, width: int = 256) -> None:
     mask = (torch.arange(width) < lengths[:, None]).long()
     ids = torch.randint(0, 1000, (rows, width)) * mask
     cuts = {"whole": {}, "size=8": {"size": 8}, "tokens=2048": {"tokens": 2048}}
-    net = Ragged()
+    net = transformer(pools=False)
     found = {k: Contestant(ragged, net, ids, mask, cut) for k, cut in cuts.items()}
     race(list(found.values()), rounds)
     whole = found["whole"]
@@ -277,14 +209,85 @@ def measure_tokens(rounds: int, rows: int = 64, width: int = 256) -> None:
     print(f"{int(lengths.sum())} of {rows * width} tokens are no padding.")
 
 
+# ---- a peer --------------------------------------------------------------------------
+
+
+class Vectors(nn.Module):
+    """A model that returns its rows' vectors, and nothing else."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.inner(features)["sentence_embedding"]}
+
+
+def bert() -> nn.Module:
+    """A model of sentence-transformers, with weights of its own."""
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+    from sentence_transformers.models import Pooling  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+    from transformers import BertConfig, BertModel
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = BertConfig(
+                vocab_size=1000,
+                hidden_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=4 * 128,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+            self.bert = BertModel(config, add_pooling_layer=False)
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            found = self.bert(features["input_ids"], features["attention_mask"])
+            return {**features, "token_embeddings": found.last_hidden_state}
+
+    return SentenceTransformer(modules=[Words(), Pooling(128)], device="cpu").train()
+
+
+def columns() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, 1000, (2, 128, 48))
+    return [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids]
+
+
+def peer_kinds(chunk: int) -> dict[str, Callable[[nn.Module, Any], Step]]:
+    """Kinds of step, each of which makes a step of a model and its columns."""
+    from sentence_transformers import losses  # pyright: ignore
+
+    labels = torch.empty(0)
+
+    def plain(net: Any, given: Any) -> Step:
+        loss = losses.MultipleNegativesRankingLoss(net)
+        return lambda: loss(map(dict, given), labels).backward()
+
+    def cached(net: Any, given: Any) -> Step:
+        loss = losses.CachedMultipleNegativesRankingLoss(net, mini_batch_size=chunk)
+        return lambda: loss(list(map(dict, given)), labels).backward()
+
+    def cut(net: Any, given: Any) -> Step:
+        Chunked(net, size=chunk)
+        return plain(net, given)
+
+    def cut_vectors(net: Any, given: Any) -> Step:
+        return cut(Vectors(net), given)
+
+    return {"whole": plain, "cached": cached, "cut": cut, "cut, vectors": cut_vectors}
+
+
 def measure_peer(rounds: int) -> None:
-    if not inside_contrastive.is_there():
+    names = ("sentence_transformers", "transformers")
+    if not all(map(importlib.util.find_spec, names)):
         print("\nsentence-transformers is not installed: its loss is left out.")
         return
     table("contrastive, 2 x 128 rows", "ms a step", "/ cached", "peak, MiB", "off by")
-    net, given = inside_contrastive.bert(), inside_contrastive.columns()
+    net, given = bert(), columns()
     for chunk in CHUNKS:
-        kinds = inside_contrastive.kinds(chunk)
+        kinds = peer_kinds(chunk)
         found = {name: Contestant(kind, net, given) for name, kind in kinds.items()}
         race(list(found.values()), rounds)
         best = found["cached"].seconds
@@ -298,17 +301,8 @@ def measure_peer(rounds: int) -> None:
             )
 
 
-def table(head: str, *columns: str) -> None:
-    print(f"\n| {head} | {' | '.join(columns)} |")
-    print(f"|---|{'---:|' * len(columns)}", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the inner cut costs.")
-    parser.add_argument("--rounds", type=int, default=7)
-    parts = ("peak", "time", "tokens", "peer")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    options = parser.parse_args()
+    options = asked(__doc__, rounds=7, only=("peak", "time", "tokens", "peer"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

@@ -11,7 +11,6 @@ kill takes about two seconds. The exit status is 1 if one training ended otherwi
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.benchmarks.measuring import asked
 from tests.helpers import TokenNet, pad, quiet_lightning, ragged_sequences, token_loss
 from tests.helpers import trainer as make_trainer
 from tests.zoo.modules import Plain
@@ -205,24 +205,20 @@ def is_same(one: Any, other: Any) -> bool:
 
 def main() -> int:
     """Kill trainings until there were enough kills."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
-    asked = parser.parse_args()
+    options = asked(__doc__, kills=1000, seed=0, only=KINDS)
     torch.set_num_threads(1)  # sums are split by threads
     warnings.simplefilter("ignore")
-    draw, base = random.Random(asked.seed), Path(tempfile.mkdtemp())
+    draw, base = random.Random(options.seed), Path(tempfile.mkdtemp())
     whole, seconds = {}, {}
-    for kind in asked.only:
+    for kind in options.only:
         folder = base / kind
         folder.mkdir()
         began = time.monotonic()
         wait(start(folder, kind), PATIENCE)
         whole[kind], seconds[kind] = result(folder), time.monotonic() - began
     kills = trainings = others = 0
-    while kills < asked.kills:
-        kind = asked.only[trainings % len(asked.only)]
+    while kills < options.kills:
+        kind = options.only[trainings % len(options.only)]
         folder = Path(tempfile.mkdtemp(dir=base))
         done = killed(folder, kind, seconds[kind], draw)
         trainings, kills = trainings + 1, kills + sum(len(each) == 3 for each in done)

@@ -2,41 +2,28 @@
 
     python -m tests.benchmarks.noise_scale [--windows 40] [--length 128]
 
-A transformer of ten million parameters trains in windows of four micro-batches. Every
-other window is measured, so that both kinds run on the same machine at the same time;
-what counts is the median over pairs of neighbours. The norms are also timed by
-themselves, since the difference is far below what a shared machine varies by.
+A transformer of ten million parameters trains in windows of four micro-batches, on rows
+of `length` tokens. Every other window is measured, so that both kinds run on the same
+machine at the same time; what counts is the median over pairs of neighbours. The norms
+are also timed by themselves, since the difference is far below what a shared machine
+varies by.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.benchmarks.measuring import Transformer, asked
 from trainkit import Accumulator, NoiseMoments, PerToken
 
 WIDTH, LAYERS, VOCABULARY = 320, 7, 4096
 ROWS, MICRO_BATCHES = 8, 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(ids)))
 
 
 def time_methods(cls: type, *names: str) -> Callable[[], float]:
@@ -58,19 +45,16 @@ def time_methods(cls: type, *names: str) -> Callable[[], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of the noise scale.")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    options = asked(__doc__, windows=40, threads=1, length=128)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model = Model()
+    how: Any = {"dropout": 0.0, "norm_first": True}
+    model = Transformer(VOCABULARY, VOCABULARY, width=WIDTH, layers=LAYERS, **how)
     number = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     accumulator = Accumulator(PerToken(), module=model)
     moments = NoiseMoments(accumulator, optimizer)
-    ids = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, args.length))
+    ids = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, options.length))
 
     def step(*, measured: bool) -> float:
         start = time.perf_counter()
@@ -89,13 +73,13 @@ def main() -> None:
 
     step(measured=True)
     ratios, plain = [], []
-    for window in range(args.windows):
+    for window in range(options.windows):
         order = (True, False) if window % 2 else (False, True)
         seconds = {each: step(measured=each) for each in order}
         ratios.append(seconds[True] / seconds[False])
         plain.append(seconds[False])
     spent = time_methods(NoiseMoments, "_see", "end", "close", "add")
-    steps = [step(measured=True) for _ in range(args.windows)]
+    steps = [step(measured=True) for _ in range(options.windows)]
     print(f"{number:,} parameters, {len(list(model.parameters()))} tensors")
     print(f"a step: {1e3 * median(plain):.1f} ms")
     print(f"every window measured: {median(ratios) - 1:+.2%} (median of pairs)")

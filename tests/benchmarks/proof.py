@@ -9,7 +9,6 @@ ratios. `check` runs once on each model.
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from collections.abc import Callable
@@ -23,25 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainkit
+from tests.benchmarks.measuring import Transformer, asked, table
 from tests.helpers import quiet_lightning, trainer
 from trainkit import AccumulationCallback, PerSample
 from trainkit.lit.proof.start import ProofAtStart
 
 ACCUMULATE = 4
-
-
-class Encoder(nn.Module):
-    """A transformer that classifies rows of 128 tokens by their mean."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(1000, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.embed(ids)).mean(1))
 
 
 def convolutions(width: int) -> nn.Module:
@@ -77,12 +63,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
         16,
     ),
     "2-layer transformer, 4 x 8 rows of 128": (
-        lambda: Encoder(2, 128),
+        lambda: Transformer(1000, 10, pools=True),
         lambda: torch.randint(0, 1000, (128,)),
         8,
     ),
     "12-layer transformer, 10 million parameters, 4 x 8 rows of 128": (
-        lambda: Encoder(12, 256),
+        lambda: Transformer(1000, 10, layers=12, width=256, pools=True),
         lambda: torch.randint(0, 1000, (128,)),
         8,
     ),
@@ -122,12 +108,9 @@ def measured(name: str) -> tuple[float, float]:
     step = SecondStep()
     ProofAtStart.run = timed  # type: ignore[method-assign]
     try:
-        pl = trainer(
-            ACCUMULATE,
-            max_epochs=1,
-            callbacks=[AccumulationCallback(PerSample()), step],
-        )
-        pl.fit(Classifier(make()), DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+        callbacks = [AccumulationCallback(PerSample()), step]
+        fitted = trainer(ACCUMULATE, max_epochs=1, callbacks=callbacks)
+        fitted.fit(Classifier(make()), DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
     finally:
         ProofAtStart.run = plain  # type: ignore[method-assign]
     return times[0], step.took
@@ -143,23 +126,18 @@ def checked(name: str) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = asked(__doc__, rounds=5).rounds
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("| model | proof, ms | step, ms | proof / step | check, s | off by |")
-    print("|---|---:|---:|---:|---:|---:|")
+    table("model", "proof, ms", "step, ms", "proof / step", "check, s", "off by")
     for name in MODELS:
         with quiet_lightning():
             pairs = [measured(name) for _ in range(rounds)]
             seconds, off = checked(name)
         proof, step = (1000 * median(each) for each in zip(*pairs, strict=True))
         ratio = median(one / other for one, other in pairs)
-        print(
-            f"| {name} | {proof:.0f} | {step:.0f} | {ratio:.2f} "
-            f"| {seconds:.1f} | {off} |"
-        )
+        times = f"{proof:.0f} | {step:.0f} | {ratio:.2f} | {seconds:.1f}"
+        print(f"| {name} | {times} | {off} |")
 
 
 if __name__ == "__main__":

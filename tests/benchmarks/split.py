@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.benchmarks.measuring import SMOOTH, Transformer
 from tests.helpers import gradients, quiet_lightning, trainer
 from trainkit import AccumulationMixin, MicroBatching, PerToken
 
@@ -48,15 +49,8 @@ def sequences(lengths: str, number: int, seed: int = 0) -> list[Tensor]:
     """Sequences of one of the three distributions of lengths."""
     draw, source = DRAWS[lengths], random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(
-            0,
-            VOCABULARY,
-            (min(LONGEST, max(2, int(draw(source)))),),
-            generator=generator,
-        )
-        for _ in range(number)
-    ]
+    drawn = [min(LONGEST, max(2, int(draw(source)))) for _ in range(number)]
+    return [torch.randint(VOCABULARY, (n,), generator=generator) for n in drawn]
 
 
 def collate(samples: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -71,37 +65,18 @@ def collate(samples: Sequence[Tensor]) -> dict[str, Tensor]:
     }
 
 
-class Transformer(nn.Module):
-    """Two layers, as small as anyone would train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 128)
-        # Smooth: a ReLU that rounding carries over its kink moves the gradient by 1e-4.
-        layer = nn.TransformerEncoderLayer(
-            128, 4, 512, 0.0, activation="gelu", batch_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, VOCABULARY)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        padding = batch["attention_mask"] == 0
-        hidden = self.layers(self.embed(batch["ids"]), src_key_padding_mask=padding)
-        return self.head(hidden)
-
-
 class Plain(pl.LightningModule):
     """Times its own training, without the set-up."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = Transformer()
+        self.net = Transformer(VOCABULARY, VOCABULARY, **SMOOTH)
         self.times: list[float] = []
         self.first: Tensor | None = None
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(batch).flatten(0, 1)
+        logits = self.net(batch["ids"], batch["attention_mask"]).flatten(0, 1)
         return F.cross_entropy(logits, batch["labels"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -183,13 +158,10 @@ def measure_auto(lengths: str, windows: int) -> None:
     """What `"auto"` chooses, and how long it searches."""
     seconds, module = run_split(sequences(lengths, windows * WINDOW, seed=1))
     fitted: Any = module.trainer
-    owners = [c for c in fitted.callbacks if getattr(c, "split", None) is not None]
-    split = owners[0].split
-    search = split.sizes.search
-    print(
-        f"auto chose {search.limit:,} within {windows} windows, {seconds:.0f} s", end=""
-    )
-    print("" if not search.is_searching else " (still searching)")
+    found = [getattr(each, "split", None) for each in fitted.callbacks]
+    search = next(each for each in found if each is not None).sizes.search
+    still = " (still searching)" if search.is_searching else ""
+    print(f"auto chose {search.limit:,} in {windows} windows, {seconds:.0f} s{still}")
 
 
 def _budget(name: str) -> int:

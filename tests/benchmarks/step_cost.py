@@ -10,7 +10,6 @@ of the bare loop.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from tests.benchmarks.measuring import Transformer, asked
 from tests.helpers import quiet_lightning, trainer
 from trainkit import (
     AccumulationCallback,
@@ -72,18 +72,11 @@ class Mixed(AccumulationMixin, Plain):
     proof = "off"  # it runs once a fit, and has a benchmark of its own
 
 
-class Split(Mixed):
-    """The window's micro-batches come as one loader batch, and are cut again."""
-
-    def __init__(self, net: nn.Module, micro_batching: MicroBatching) -> None:
-        super().__init__(net)
-        self.micro_batching = micro_batching
-
-
 def run_split(
-    net: nn.Module, batches: Loader, callbacks: Iterable[pl.Callback] = (), **how: Any
+    net: nn.Module, batches: Loader, callbacks: Iterable[pl.Callback] = ()
 ) -> float:
-    listed = list(batches)
+    """The window's micro-batches come as one loader batch, and are cut again."""
+    listed, module = list(batches), Mixed(net)
     whole = loader(
         {
             key: torch.cat([batch[key] for batch in listed[i : i + ACCUMULATE]])
@@ -91,9 +84,8 @@ def run_split(
         }
         for i in range(0, len(listed), ACCUMULATE)
     )
-    size = len(listed[0]["x"])
-    how = how or {"size": size}
-    return run_lightning(Split(net, MicroBatching(**how)), whole, callbacks, 1)
+    module.micro_batching = MicroBatching(size=len(listed[0]["x"]))
+    return run_lightning(module, whole, callbacks, 1)
 
 
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
@@ -137,6 +129,15 @@ def run_lightning(
     return module.seconds
 
 
+def monitor() -> pl.Callback:
+    return WindowMonitor(50)
+
+
+def rates_and_norms(micro_batch: int) -> list[pl.Callback]:
+    how: Any = {"reference_batch": 1, "micro_batch": micro_batch, "warmup_steps": 100}
+    return [LRScaling("linear", **how), BatchNormGuard("momentum")]
+
+
 CONTESTANTS: dict[str, Callable[[nn.Module, Loader], float]] = {
     "bare loop": run_bare,
     "plain Lightning": lambda net, data: run_lightning(Plain(net), data),
@@ -145,30 +146,14 @@ CONTESTANTS: dict[str, Callable[[nn.Module, Loader], float]] = {
         Plain(net), data, [AccumulationCallback(PerToken(), proof="off")]
     ),
     "trainkit mixin": lambda net, data: run_lightning(Mixed(net), data),
-    "mixin, monitor": lambda net, data: run_lightning(
-        Mixed(net), data, [WindowMonitor(50)]
-    ),
+    "mixin, monitor": lambda net, data: run_lightning(Mixed(net), data, [monitor()]),
     "mixin, split": run_split,
-    "mixin, split, monitor": lambda net, data: run_split(
-        net, data, [WindowMonitor(50)]
-    ),
+    "mixin, split, monitor": lambda net, data: run_split(net, data, [monitor()]),
     "mixin, split, rates, BN": lambda net, data: run_split(
-        net,
-        data,
-        [
-            WindowMonitor(50),
-            LRScaling("linear", reference_batch=1, micro_batch=4, warmup_steps=100),
-            BatchNormGuard("momentum"),
-        ],
+        net, data, [monitor(), *rates_and_norms(ACCUMULATE)]
     ),
     "mixin, rates, schedule, BN": lambda net, data: run_lightning(
-        Mixed(net),
-        data,
-        [
-            AccumulationSchedule({0: ACCUMULATE}),
-            LRScaling("linear", reference_batch=1, micro_batch=1, warmup_steps=100),
-            BatchNormGuard("momentum"),
-        ],
+        Mixed(net), data, [AccumulationSchedule({0: ACCUMULATE}), *rates_and_norms(1)]
     ),
 }
 
@@ -177,18 +162,9 @@ def tiny_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-class Transformer(nn.Module):
+def transformer() -> nn.Module:
     """Two layers, as small as anyone would train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(512, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, dropout=0.0)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 512)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(ids)))
+    return Transformer(512, 512, dropout=0.0)
 
 
 def mlp_batches(steps: int) -> Loader:
@@ -252,12 +228,8 @@ def print_table(title: str, seconds: dict[str, list[float]]) -> None:
         return median(a / b for a, b in pairs)
 
     def overhead(name: str) -> float:
-        rows = zip(
-            seconds[name],
-            seconds["plain Lightning"],
-            seconds["bare loop"],
-            strict=True,
-        )
+        columns = (seconds[each] for each in (name, "plain Lightning", "bare loop"))
+        rows = zip(*columns, strict=True)
         return median((own - bare) / (plain - bare) for own, plain, bare in rows)
 
     print(f"\n{title}, {ACCUMULATE} micro-batches a step")
@@ -270,10 +242,7 @@ def print_table(title: str, seconds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of a step.")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = asked(__doc__, steps=200, rounds=9)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -282,7 +251,7 @@ def main() -> None:
         mlp = measure(tiny_mlp, mlp_batches(options.steps), options.rounds)
         print_table("tiny MLP", mlp)
         few = max(options.steps // 20, 3)
-        net = measure(Transformer, token_batches(few), options.rounds)
+        net = measure(transformer, token_batches(few), options.rounds)
         print_table("2-layer transformer", net)
 
 

@@ -7,7 +7,6 @@ The times are medians of rounds in which the ways take turns, as shares of whole
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.live_bytes import LiveBytes
+from tests.benchmarks.measuring import LiveBytes, asked, table
 from trainkit import Chunked, TokenLoss
 
 WORDS, WIDTH, SIZE = 16_000, 128, 256
@@ -58,10 +57,7 @@ def ways(tokens: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = asked(__doc__, tokens=2048, rounds=7)
     torch.set_num_threads(1)
     made = ways(options.tokens)
     first, peaks = next(iter(made.values()))(), {}
@@ -75,8 +71,8 @@ def main() -> None:
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
-    print(f"{options.tokens} tokens, {WORDS} words, width {WIDTH}\n")
-    print("| | peak, MiB | time / whole logits |\n|---|---:|---:|")
+    print(f"{options.tokens} tokens, {WORDS} words, width {WIDTH}")
+    table("", "peak, MiB", "time / whole logits")
     for name in made:
         pairs = zip(times[name], times["whole logits"], strict=True)
         ratio = statistics.median(one / other for one, other in pairs)

@@ -10,17 +10,18 @@ within a round, and memory.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.step_cost import Transformer
+from tests.benchmarks.measuring import Transformer, asked
+from tests.benchmarks.step_cost import transformer
 from tests.helpers import deviation, gradients, weights
 from trainkit.core.wide_gradients import WideGradients
 
@@ -29,19 +30,10 @@ Batch = tuple[Tensor, Tensor]
 Fill = Callable[[nn.Module, list[Batch]], None]
 
 
-class Small(nn.Module):
+def small() -> nn.Module:
     """A transformer quick enough for thousands of micro-batches."""
-
-    def __init__(self, *, width: int = 32, vocabulary: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layer = nn.TransformerEncoderLayer(
-            width, 2, 2 * width, batch_first=True, dropout=0.0
-        )
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(ids)))
+    how: Any = {"nhead": 2, "dim_feedforward": 64, "dropout": 0.0}
+    return Transformer(64, 64, width=32, layers=1, **how)
 
 
 def make_window(vocabulary: int, generator: torch.Generator) -> list[Batch]:
@@ -138,7 +130,7 @@ def train(
 def print_gain(steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     windows = [make_window(64, generator) for _ in range(steps)]
-    start = Small().bfloat16()
+    start = small().bfloat16()
     print(f"gradient of {MICRO_BATCHES} micro-batches in bfloat16, relative error")
     for name, fill in FILLS.items():
         errors = [gradient_error(fill, start, w) for w in windows[:5]]
@@ -151,9 +143,8 @@ def print_gain(steps: int) -> None:
             print(f"  stepped in {'float32' if keeps_masters else 'bfloat16'}")
             for name, fill in FILLS.items():
                 net = copy.deepcopy(start)
-                found, loss = train(
-                    net, fill, optimizer, windows, keeps_masters=keeps_masters
-                )
+                how: Any = {"keeps_masters": keeps_masters}
+                found, loss = train(net, fill, optimizer, windows, **how)
                 share = deviation(found, reference, start)
                 print(f"    {name:14}weights off by {share:6.2%}, loss {loss:.4f}")
 
@@ -183,7 +174,7 @@ def most_bytes(net: nn.Module, window: list[Batch]) -> tuple[int, int]:
 
 def print_price(rounds: int) -> None:
     window = make_window(512, torch.Generator().manual_seed(0))
-    net = Transformer().bfloat16()
+    net = transformer().bfloat16()
     ratios = []
     for index in range(rounds + 1):  # the first round only warms up
         taken = {name: seconds(fill, net, window) for name, fill in FILLS.items()}
@@ -197,10 +188,7 @@ def print_price(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sums in float32.")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = asked(__doc__, steps=50, rounds=5)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print_gain(options.steps)

@@ -11,12 +11,11 @@ own class, with as many micro-batches as the plan.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from tests.benchmarks.measuring import asked, table
 from tests.helpers import raise_rank_errors, run_ranks, trainer
 from trainkit import (
     AccumulationCallback,
@@ -91,25 +91,20 @@ def slowest(lengths: list[int], plan: Plan, *, flat: bool = False) -> Any:
 
 
 def simulate() -> None:
-    print("| ranks, rows | ranks alone | Hugging Face | one plan | flattened |")
-    print("|---|---:|---:|---:|---:|")
+    table("ranks, rows", "ranks alone", "Hugging Face", "one plan", "flattened")
     for num_ranks, number in SIZES:
         windows = [lengths_of(number, seed) for seed in range(NUM_WINDOWS)]
         how: Any = {"num_ranks": num_ranks, "tokens": TOKENS}
         rounds = max(rounds_needed(each, **how) for each in windows)
         rounds = min(rounds, number // num_ranks)
-        columns = {
-            "alone": [slowest(w, ranks_alone(w, num_ranks)) for w in windows],
-            "hf": [slowest(w, hugging_face(w, num_ranks, rounds)) for w in windows],
-            "plan": [
-                slowest(w, one_plan(w, num_ranks, rounds, False)) for w in windows
-            ],
-            "flat": [
-                slowest(w, one_plan(w, num_ranks, rounds, True), flat=True)
-                for w in windows
-            ],
-        }
-        cells = [np.mean(each, axis=0) for each in columns.values()]
+        of_all = (num_ranks, rounds)
+        columns = [
+            [slowest(w, ranks_alone(w, num_ranks)) for w in windows],
+            [slowest(w, hugging_face(w, *of_all)) for w in windows],
+            [slowest(w, one_plan(w, *of_all, False)) for w in windows],
+            [slowest(w, one_plan(w, *of_all, True), flat=True) for w in windows],
+        ]
+        cells = [np.mean(each, axis=0) for each in columns]
         row = " | ".join(f"{apart:.2f} ({meeting:.2f})" for apart, meeting in cells)
         print(f"| {num_ranks}, {number} | {row} |")
 
@@ -127,9 +122,8 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         layers = [nn.Linear(WIDTH, WIDTH), nn.GELU()] * 3
-        self.net = nn.Sequential(
-            nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)
-        )
+        ends = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.net = nn.Sequential(ends[0], *layers, ends[1])
         self.computed = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -163,21 +157,14 @@ def plans(rank: int, num_ranks: int) -> Iterator[tuple[str, Any, Any, int]]:
     k = plan.micro_batches
     shares: Any = DistributedSampler(ROWS, num_ranks, rank)
     each = WINDOW // num_ranks
-    yield (
-        "plain Lightning",
-        DataLoader(ROWS, each // k or 1, sampler=shares, collate_fn=padded),
-        None,
-        each // (each // k or 1),
-    )
+    size = each // k or 1
+    plain = DataLoader(ROWS, size, sampler=shares, collate_fn=padded)
+    yield "plain Lightning", plain, None, each // size
     alone = ResumableLoader(ROWS, each, shuffle=True, collate_fn=padded)
     yield "ranks alone", alone, {"micro_batching": MicroBatching(tokens=BUDGET)}, 1
     theirs: Any = BatchRebalanceSampler(LENGTHS, WINDOW, num_ranks, k, rank=rank)
-    yield (
-        "Hugging Face",
-        DataLoader(ROWS, batch_sampler=theirs, collate_fn=padded),
-        {},
-        k,
-    )
+    balanced = DataLoader(ROWS, batch_sampler=theirs, collate_fn=padded)
+    yield "Hugging Face", balanced, {}, k
     ours = ResumableLoader(ROWS, batch_sampler=plan, collate_fn=padded)
     yield "one plan", ours, {}, k
     flat = WindowSampler(LENGTHS, flattened=True, **how)
@@ -220,19 +207,14 @@ def measure(rounds: int) -> None:
                 seconds = max(each[name][0] for each in ranks)
                 ratios.setdefault(name, []).append(plain / seconds)
                 computed[name] = max(each[name][1] for each in ranks)
-        print(f"\n| {num_ranks} ranks | real tokens a second / Lightning's | slowest |")
-        print("|---|---:|---:|")
+        table(f"{num_ranks} ranks", "real tokens a second / Lightning's", "slowest")
         for name, each in ratios.items():
             share = computed[name] * num_ranks / sum(LENGTHS)
-            print(
-                f"| {name} | {statistics.median(each):.2f} | {share:.2f} |", flush=True
-            )
+            print(f"| {name} | {median(each):.2f} | {share:.2f} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = asked(__doc__, rounds=5)
     simulate()
     measure(options.rounds)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,14 +119,9 @@ def cut(samples: Sequence[Any], sizes: Iterable[int]) -> list[dict[str, Tensor]]
 
 def joined(micro_batches: Iterable[Any]) -> dict[str, Tensor]:
     """The rows of several micro-batches as one batch."""
-    return padded(
-        [
-            (ids[labels != -100], labels[labels != -100])
-            for batch in micro_batches
-            for ids, labels in zip(batch["ids"], batch["labels"], strict=True)
-            if (labels != -100).any()
-        ]
-    )
+    rows = [zip(batch["ids"], batch["labels"], strict=True) for batch in micro_batches]
+    real = [(ids[y != -100], y[y != -100]) for each in rows for ids, y in each]
+    return padded([(ids, labels) for ids, labels in real if len(labels)])
 
 
 # ---- windows -------------------------------------------------------------------------
@@ -184,9 +180,8 @@ def run_window(
     told: bool = False,
 ) -> WindowStats:
     """Accumulate one window; its gradients stay in the net."""
-    accumulator = (
-        strategy if isinstance(strategy, Accumulator) else Accumulator(strategy)
-    )
+    is_made = isinstance(strategy, Accumulator)
+    accumulator = strategy if is_made else Accumulator(strategy)
     run_open(accumulator, net, micro_batches, loss, told=told)
     return accumulator.finish(net.parameters())
 
@@ -234,6 +229,17 @@ def adding_hook(state, bucket):  # torch reads annotations, and not as text
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """On a GPU the host must wait for nothing in here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def whole(tensor: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,9 +22,7 @@ class LastingRanks:
     """Processes in one process group, which run one function after the other."""
 
     def __init__(self, world_size: int) -> None:
-        pairs = [Pipe() for _ in range(world_size)]
-        self.pipes = [mine for mine, _ in pairs]
-        theirs = [pipe for _, pipe in pairs]
+        self.pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
         arguments = (_serve, world_size, theirs)
         self.thread = threading.Thread(target=run_ranks, args=arguments, daemon=True)
         self.thread.start()
@@ -46,7 +44,7 @@ class LastingRanks:
         self.thread.join(PATIENCE / 2)
 
 
-def _serve(rank: int, world_size: int, pipes: list[Connection]) -> None:
+def _serve(rank: int, world_size: int, pipes: Sequence[Connection]) -> None:
     start_gloo()
     while (call := _receive(pipes[rank])) is not None:
         function, args = call

@@ -1,4 +1,4 @@
-"""The accumulator in a plain loop: its rules."""
+"""The accumulator in a plain loop: its rules; the host waits for nothing of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.common import (
+    CASES,
+    GivenWeight,
     Toy,
     big_batch,
     cut,
@@ -18,9 +21,10 @@ from tests.core.common import (
     relative,
     run_open,
     run_window,
+    waiting_is_an_error,
 )
-from tests.helpers import gradients, ragged_sequences
-from trainkit import Accumulator, PerSample, PerToken, TrainkitError
+from tests.helpers import gradients, ragged_sequences, token_loss
+from trainkit import Accumulator, NoiseMoments, PerSample, PerToken, TrainkitError
 
 SAMPLES = ragged_sequences(10)
 PARTS = cut(SAMPLES, (3, 7))
@@ -168,9 +172,7 @@ def divide(toy: Toy) -> None:
         ),
     ],
 )
-def test_what_breaks_a_window_is_refused_until_it_is_dropped(
-    wrong: Any, text: str
-) -> None:
+def test_what_breaks_a_window_is_refused_until_dropped(wrong: Any, text: str) -> None:
     toy = Toy()
     for _ in range(2):
         with pytest.raises(TrainkitError, match=text):
@@ -181,9 +183,7 @@ def test_what_breaks_a_window_is_refused_until_it_is_dropped(
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
-    trains: bool,
-) -> None:
+def test_parameters_frozen_or_unfrozen_inside_are_refused(trains: bool) -> None:
     """Their gradient would be that of a part of the window; between two it may be."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     accumulator = Accumulator(PerSample())
@@ -199,3 +199,118 @@ def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
     window(not trains, not trains)
     with pytest.raises(TrainkitError, match="requires_grad: it has changed for 2 "):
         window(not trains, trains)
+
+
+# ---- what the host waits for ---------------------------------------------------------
+
+READERS = ["item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy"]
+WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
+WAITING |= {"aten::is_nonzero"}
+
+
+class Waits(TorchDispatchMode):
+    """Notes each operation whose result the host must wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.name().split(".")[0]
+        by_mask = name == "aten::index" and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if name in WAITING or by_mask:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    waits = Waits()
+    for name in READERS:
+        original = getattr(Tensor, name)
+
+        def noted(
+            self: Tensor, *args: Any, _of: Any = original, _name: str = name
+        ) -> Any:
+            waits.found.append(_name)
+            return _of(self, *args)
+
+        monkeypatch.setattr(Tensor, name, noted)
+    return waits
+
+
+def run(waits: Waits, accumulator: Accumulator, loss: Any = token_loss) -> NoiseMoments:
+    """Six windows, of which the noise is measured too."""
+    net, parts = fresh_net(torch.float32), cut(ragged_sequences(12), (1, 4, 7))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    moments = NoiseMoments(accumulator, optimizer)
+    waits.found.clear()
+    with waits:
+        for window in range(6):
+            if window:
+                moments.watch()
+            run_open(accumulator, net, parts, loss)
+            stats = accumulator.finish(optimizer, slots=4)
+            if window:
+                moments.add(stats, samples=12)
+            optimizer.step()
+            optimizer.zero_grad()
+    return moments
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", ["tokens", "samples", "class weights"])
+def test_step_waits_for_nothing(
+    case: str, reduction: Any, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan#4099: no `.item()` on the path of a step. The flags are read when
+    they have arrived, as a reading on a GPU is."""
+    make, loss, _ = CASES[case]
+    accumulator = Accumulator(make(loss_reduction=reduction))
+    monkeypatch.setattr(accumulator.watch, "read_arrived", lambda: None)
+    moments = run(waits, accumulator, loss)
+    assert waits.found == []
+    assert moments.estimate() is not None
+
+
+def test_late_reading_is_one_copy_for_each_window(waits: Waits) -> None:
+    run(waits, Accumulator(PerToken()))
+    assert waits.found == ["tolist"] * 5  # the last one is still waiting
+
+
+def test_counting_waits_finds_one(waits: Waits) -> None:
+    """The control."""
+    with waits:
+        torch.ones(()).item()
+        bool(torch.ones(()))
+        torch.ones(3)[torch.ones(3) > 0]
+    assert {"item", "__bool__", "aten::index"} <= set(waits.found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_on_a_gpu_wait_for_nothing() -> None:
+    """torchtitan#4099: no micro-batch and no step makes the host wait."""
+    parameter = nn.Parameter(torch.ones(1000, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    accumulator = Accumulator(GivenWeight())
+    weight = torch.tensor(3, device="cuda")
+
+    def window(weight: Any) -> None:
+        optimizer.zero_grad()
+        accumulator.backward(parameter.mean(), weight)
+        accumulator.backward(2 * parameter.mean(), 5)
+        accumulator.finish(optimizer)
+        optimizer.step()
+
+    window(weight)
+    with waiting_is_an_error():
+        for _ in range(5):
+            window(weight)
+    window(torch.tensor(-1.0, device="cuda"))
+    with pytest.raises(TrainkitError, match="optimizer step 6 "):
+        accumulator.check()

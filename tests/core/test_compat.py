@@ -1,7 +1,9 @@
-"""What the core uses of torch beyond its documentation still holds."""
+"""What the core knows of torch beyond its documentation: private names still hold, and
+memory that runs out is told from other errors."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo
 from trainkit.core import _compat
+from trainkit.core.out_of_memory import RECOGNISED, is_out_of_memory, release
 
 
 @pytest.mark.parametrize(
-    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+    "when", ["register_hook", "register_post_accumulate_grad_hook"]
 )
-def test_a_gradient_hook_is_found_until_it_is_removed(register: str) -> None:
+def test_a_gradient_hook_is_found_until_it_is_removed(when: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert not _compat.has_gradient_hook(parameter)
-    handle = getattr(parameter, register)(lambda gradient: None)
+    handle = getattr(parameter, when)(lambda gradient: None)
     assert _compat.has_gradient_hook(parameter)
     handle.remove()
     assert not _compat.has_gradient_hook(parameter)
@@ -47,10 +50,8 @@ def test_modes_see_what_a_backward_pass_computes_anew(reentrant: bool) -> None:
 
     def seen(backward: Callable[[torch.Tensor], Any]) -> int:
         with Counting("relu") as mode:
-            made = checkpoint(
-                lambda x: torch.relu(weight * x), x, use_reentrant=reentrant
-            )
-            backward(made.sum())
+            run = lambda x: torch.relu(weight * x)  # noqa: E731
+            backward(checkpoint(run, x, use_reentrant=reentrant).sum())
         return mode.times
 
     assert seen(_compat.backward_in_modes) == 2
@@ -140,3 +141,102 @@ def test_a_rank_can_be_alone_for_a_while() -> None:
     one, other = raise_rank_errors(run_ranks(_numbers_seen, 2))
     assert one == [(0, 2, 3.0), (0, 1, 1.0), (0, 2, 3.0), (0, 1, 1.0)]
     assert other == [(1, 2, 3.0), *[(0, 1, 2.0)] * 2, (1, 2, 3.0), (0, 1, 2.0)]
+
+
+# ---- out of memory -------------------------------------------------------------------
+
+ABSURD = 2**60
+
+
+def raised(call: object) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        call()  # type: ignore[operator]
+    return caught.value
+
+
+def test_what_the_cpu_allocator_raises_is_out_of_memory() -> None:
+    """It has no type of its own; this is the real one."""
+    error = raised(lambda: torch.empty(ABSURD))
+    assert type(error) is RuntimeError
+    assert is_out_of_memory(error)
+
+
+def test_what_other_mistakes_raise_is_not() -> None:
+    """RuntimeErrors of torch, of which most errors are."""
+    shapes = raised(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
+    dtypes = raised(lambda: torch.zeros(2, 2) @ torch.zeros(2, 2).double())
+    device = raised(lambda: torch.zeros(2, device="meta").item())
+    assert not any(map(is_out_of_memory, (shapes, dtypes, device)))
+    assert not is_out_of_memory(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.cuda.OutOfMemoryError(),
+        MemoryError("Unable to allocate 4.00 EiB for an array"),
+        *(RuntimeError(f"[somewhere.cpp:1] {text} (more)") for text in RECOGNISED),
+    ],
+)
+def test_each_known_error_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_the_text_alone_is_not_enough() -> None:
+    """An assertion of a user's that quotes the words is no failure to allocate."""
+    assert not is_out_of_memory(AssertionError("CUDA out of memory"))
+
+
+def test_an_error_raised_from_one_counts_and_one_beside_it_does_not() -> None:
+    def wraps() -> None:
+        try:
+            torch.empty(ABSURD)
+        except RuntimeError as error:
+            raise ValueError("the compiled graph failed") from error
+
+    def follows() -> None:
+        try:
+            torch.empty(ABSURD)
+        except RuntimeError:
+            raise ValueError("and then a mistake in the handler")  # noqa: B904
+
+    assert is_out_of_memory(raised(wraps))
+    assert not is_out_of_memory(raised(follows))
+
+
+def test_a_ring_of_causes_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+    release(first)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_release_frees_what_only_the_traceback_holds(is_wrapped: bool) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> None:
+        activations = torch.zeros(1000)
+        held.append(weakref.ref(activations))
+        torch.empty(ABSURD)
+
+    def step() -> None:
+        try:
+            forward()
+        except RuntimeError as error:
+            if not is_wrapped:
+                raise
+            raise ValueError("wrapped") from error
+
+    failure: BaseException = KeyError("nothing was raised")
+    try:
+        step()
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    assert held[0]() is not None, "nothing to free: the test proves nothing"
+    text = str(failure)
+    release(failure)
+    assert held[0]() is None
+    assert str(failure) == text
+    assert is_out_of_memory(failure)

@@ -19,9 +19,8 @@ IDS = torch.arange(1, 10)
 LABELS = torch.tensor([-100, 2, 3, -100, 5, -100, 7, 8, 9])
 ROWS = [{"input_ids": part.tolist()} for part in IDS.split([3, 2, 4])]
 NUMBERS = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 3, 3]])
-BLOCKS = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None]) & (
-    NUMBERS[:, None, None] > 0
-)
+COLUMNS = NUMBERS[:, None, None]
+BLOCKS = (COLUMNS.mT == COLUMNS) & (COLUMNS > 0)
 CAUSAL = BLOCKS.tril()
 
 
@@ -119,13 +118,11 @@ in which row, from which column to which."""
 @pytest.mark.parametrize("name", FOUND)
 def test_documents_are_found_by_what_the_batch_says(name: str) -> None:
     batch, how, by, spans = FOUND[name]
-    found = find_documents(batch, how)
-    assert found is not None
+    found: Any = find_documents(batch, how)
     assert (found.by, found.spans) == (by, spans)
-    count = count_documents(batch, how)
-    assert count is not None
-    assert int(count) == len(spans)
-    assert int(PerSample(documents=how).weight(batch)) == len(spans)
+    count: Any = count_documents(batch, how)
+    weight = PerSample(documents=how).weight(batch)
+    assert int(count) == int(weight) == len(spans)
 
 
 NOTHING = [
@@ -199,8 +196,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
         "bounds": torch.tensor([0, 3, 5, 9]),
         "places": torch.arange(9).expand(3, 1, 9),
     }
-    documents = find_documents(batch)
-    assert documents is not None
+    documents: Any = find_documents(batch)
     part = Flattened.read([batch], [documents]).of([0, 2])
     expected: dict[str, Any] = {
         "input_ids": [[1, 2, 3, 6, 7, 8, 9]],
@@ -226,8 +222,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
 
 def test_a_mask_of_blocks_is_cut_and_rows_do_not_see_each_other() -> None:
     batch = packed(attention_mask=CAUSAL)
-    documents = find_documents(batch)
-    assert documents is not None
+    documents: Any = find_documents(batch)
     mask: Tensor = Flattened.read([batch], [documents]).of([1, 2])["attention_mask"]
     blocks = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(3, 3).tril())
     assert torch.equal(mask, blocks.bool()[None, None])

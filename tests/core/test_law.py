@@ -56,18 +56,17 @@ def cuts(draw: st.DrawFn) -> list[dict[str, torch.Tensor]]:
 REDUCTIONS = ("mean", "sum", "total")
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "reduction", "told"),
-    [
-        *((c, torch.float64, r, t) for c in CASES for r in REDUCTIONS for t in (0, 1)),
-        *(  # the other values take turns
-            (case, dtype, REDUCTIONS[(row + column) % 3], (row + column) % 2)
-            for row, case in enumerate(CASES)
-            for column, dtype in enumerate([*TOLERANCE][1:])
-        ),
-    ],
-    ids=str,
-)
+WINDOWS = [
+    *((c, torch.float64, r, t) for c in CASES for r in REDUCTIONS for t in (0, 1)),
+    *(  # the other values take turns
+        (case, dtype, REDUCTIONS[(row + column) % 3], (row + column) % 2)
+        for row, case in enumerate(CASES)
+        for column, dtype in enumerate([*TOLERANCE][1:])
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "reduction", "told"), WINDOWS, ids=str)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(micro_batches=cuts())
 def test_any_cut_equals_big_batch(

@@ -52,12 +52,8 @@ def deal(backend: str, world_size: int, case: str) -> list[list[list[Any]]]:
         parts = [[draw.choice(sizes) for _ in range(count)] for count in counts]
         if not any(map(sum, parts)):
             parts[-1] = [*parts[-1][1:], 4]
-        windows.append(
-            [
-                [padded(draw.sample(SAMPLES, n)) if n else IGNORED for n in part]
-                for part in parts
-            ]
-        )
+        drawn = [[draw.sample(SAMPLES, n) for n in part] for part in parts]
+        windows.append([[padded(x) if x else IGNORED for x in part] for part in drawn])
     return windows
 
 
@@ -119,17 +115,15 @@ def set_up(backend: str, world_size: int, optimizer: str) -> tuple[Any, Any, Any
 
 
 def make_accumulator(
-    backend: str, case: str, reduction: str, model: nn.Module
+    backend: str, case: str, reduction: str, model: Any
 ) -> Accumulator:
+    words = f"{backend}, {case}".split(", ")
     strategies: Any = {"uniform": Uniform, "heavy": Heavy, "terms": lambda: BOTH}
-    made = [
-        strategies[n]() for n in strategies if n in f"{backend}, {case}".split(", ")
-    ]
-    made = made or [CASES[case].strategy(loss_reduction=reduction)]
-    said: Any = [a for a in ("none", "mean", "sum") if a in backend.split(", ")]
-    said = said or ["auto"]
+    own = [strategies[name]() for name in strategies if name in words]
+    strategy = own[0] if own else CASES[case].strategy(loss_reduction=reduction)
+    said: Any = [name for name in ("none", "mean", "sum") if name in words] or ["auto"]
     how: Any = {"aggregation": said[0], "wide_gradients": "wide" in backend}
-    accumulator = Accumulator(made[0], module=model, checks="now", **how)
+    accumulator = Accumulator(strategy, module=model, checks="now", **how)
     if "rank means" in backend:  # exact on each rank, and blind to the others
         accumulator.ranks = accumulator.division._ranks = Ranks()
         accumulator.gradients._ranks = Ranks()
@@ -265,9 +259,8 @@ def test_ranks_equal_one_process_and_naive_ways_do_not(
 ) -> None:
     """transformers#34242, torchtune#2172, torchtitan#1842: ranks of unequal tokens and
     unequal numbers of micro-batches; open-mmlab and torchtitan: a rank with none."""
-    results = [train(0, 1, *how)] if world_size == 1 else on_ranks(train, 2, *how)
-    if world_size == 3:
-        results = on_ranks(train, 3, *how)
+    alone = world_size == 1
+    results = [train(0, 1, *how)] if alone else on_ranks(train, world_size, *how)
     expected, losses, _ = train(0, 1, *how, alone=world_size)
     for found, found_losses, _ in results:
         off = deviation(found, expected, fresh_net())

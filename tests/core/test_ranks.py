@@ -119,16 +119,13 @@ def test_window_of_a_process_group_equals_that_of_its_ranks(on_ranks: OnRanks) -
 def announced(rank: int, world_size: int) -> list[float]:
     toy, weights = Toy(aggregation="none"), [0.25, 0.5][: 1 + rank]
     toy.accumulator.expect(weights)
-    assert toy.accumulator.told is not None
-    slots = toy.accumulator.told.most_micro_batches()
-    stats = toy.window(*((1, None) for _ in weights), slots=slots)
-    assert stats.weights is not None
+    told: Any = toy.accumulator.told
+    slots = told.most_micro_batches()
+    stats: Any = toy.window(*((1, None) for _ in weights), slots=slots)
     return stats.weights.tolist()
 
 
-def test_announced_micro_batches_are_counted_whatever_they_weigh(
-    on_ranks: OnRanks,
-) -> None:
+def test_announced_micro_batches_count_whatever_they_weigh(on_ranks: OnRanks) -> None:
     assert on_ranks(announced, 2) == [[0.25, 0.25, 0.5]] * 2
 
 
@@ -285,9 +282,7 @@ def refused(rank: int, world_size: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_on_several_ranks_is_refused(
-    name: str, on_ranks: OnRanks
-) -> None:
+def test_what_cannot_be_exact_on_ranks_is_refused(name: str, on_ranks: OnRanks) -> None:
     """Or announced, or accepted, which is the control."""
     for text in on_ranks(refused, 2, name):
         assert REFUSED[name][1] in text
@@ -345,9 +340,7 @@ def messages(rank: int, world: int) -> list[Any]:
     return seen
 
 
-def test_messages_of_a_forward_pass_are_sent_before_it_and_not_in_it(
-    on_ranks: OnRanks,
-) -> None:
+def test_messages_of_a_forward_pass_are_sent_before_it(on_ranks: OnRanks) -> None:
     """Of the first rank's buffers, and once of the order of the buckets."""
     first, second = on_ranks(messages, 2)
     assert first[0] == second[0] == first[4] == second[4] == 5.0

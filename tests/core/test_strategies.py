@@ -26,6 +26,7 @@ from trainkit.core.nested import describe, lookup
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
 TARGETS = {"x": torch.zeros(2, 3), "targets": torch.zeros(2, 3, dtype=torch.long)}
 MASK = torch.tensor([[0.5, 2.0], [9.0, 0.0]])
+MEDIAN = GivenWeight("median")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,6 @@ def test_class_weights_show_what_they_hold() -> None:
     )
 
 
-# ---- values --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", [PerSample(), PerToken(), Uniform()])
 def test_strategy_is_a_frozen_value(strategy: Any) -> None:
     assert strategy == type(strategy)()
@@ -133,10 +131,7 @@ def test_strategy_is_a_frozen_value(strategy: Any) -> None:
         (lambda: PerToken(ignore_index=False), "ignore_index: must be an integer"),
         (lambda: Accumulator(PerToken), "AccumulationStrategy, received <class"),  # type: ignore[arg-type]
         (lambda: Accumulator("PerToken"), "Strategy, received 'PerToken'"),  # type: ignore[arg-type]
-        (
-            lambda: Accumulator(GivenWeight("median")),
-            "GivenWeight loss_reduction.*'median'",
-        ),
+        (lambda: Accumulator(MEDIAN), "GivenWeight loss_reduction.*'median'"),
     ],
 )
 def test_option_out_of_range_is_refused(make: Any, text: str) -> None:

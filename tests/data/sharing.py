@@ -23,11 +23,7 @@ def rank_of(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def read_by_all(
-    make: Callable[[], Any],
-    num_ranks: int,
-    *,
-    epoch: int = 0,
-    start: int = 0,
+    make: Callable[[], Any], num_ranks: int, *, epoch: int = 0, start: int = 0
 ) -> list[Batches]:
     """The batches of each rank, and that every rank was told the right number.
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.core.split.common import Pair
 from tests.data.sharing import rank_of
 from tests.helpers import (
     NAIVE,
     TOLERANCE,
+    TokenModule,
     TokenNet,
     deviation,
     ragged_sequences,
@@ -21,6 +24,7 @@ from tests.helpers import (
     run_ranks,
     start_gloo,
     token_loss,
+    train_on_windows,
     weights,
 )
 from trainkit import (
@@ -52,38 +56,28 @@ def net() -> TokenNet:
 NUMBER = 13
 """In batches of 2 on three ranks one row is left, for the first of them."""
 
-LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
-    "weight": lambda rows: ResumableLoader(
-        rows, 2, collate_fn=PAD, weigh_nothing=NOTHING
-    ),
-    "pad": lambda rows: ResumableLoader(
-        rows, 2, collate_fn=PAD, weigh_nothing=NOTHING, last="pad"
-    ),
-    "length grouped": lambda rows: ResumableLoader(
-        rows,
-        batch_sampler=LengthGroupedSampler(lengths(rows), batch_size=2),
-        collate_fn=PAD,
-    ),
-    "token budget": lambda rows: ResumableLoader(
-        rows,
-        batch_sampler=TokenBudgetSampler(lengths(rows), tokens=20),
-        collate_fn=PAD,
-        weigh_nothing=NOTHING,
-    ),
-    "rows repeated": lambda rows: DataLoader(
-        rows, 2, sampler=DistributedSampler(rows, shuffle=False), collate_fn=PAD
-    ),
+LAW: Any = sequences(NUMBER)
+LENGTHS = [len(row["ids"]) for row in LAW]
+grouped = partial(LengthGroupedSampler, LENGTHS, batch_size=2)
+budget = partial(TokenBudgetSampler, LENGTHS, tokens=20)
+repeating = partial(DistributedSampler, LAW, shuffle=False)
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "weight": lambda: loader(2, weigh_nothing=NOTHING),
+    "pad": lambda: loader(2, weigh_nothing=NOTHING, last="pad"),
+    "length grouped": lambda: loader(batch_sampler=grouped()),
+    "token budget": lambda: loader(batch_sampler=budget(), weigh_nothing=NOTHING),
+    "rows repeated": lambda: DataLoader(LAW, 2, sampler=repeating(), collate_fn=PAD),
 }
 
 
-def lengths(rows: list[dict[str, torch.Tensor]]) -> list[int]:
-    return [len(row["ids"]) for row in rows]
+def loader(*args: Any, **how: Any) -> ResumableLoader:
+    return ResumableLoader(LAW, *args, collate_fn=PAD, **how)
 
 
 def train_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
     """For each loader, an epoch as one window of DDP."""
     start_gloo()
-    return {name: _train(loader(sequences(NUMBER))) for name, loader in LOADERS.items()}
+    return {name: _train(make()) for name, make in LOADERS.items()}
 
 
 def _train(loader: DataLoader[Any]) -> torch.Tensor:
@@ -97,19 +91,13 @@ def _train(loader: DataLoader[Any]) -> torch.Tensor:
     return weights(trained)
 
 
-def train_on_big_batch() -> torch.Tensor:
-    trained = net()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
-    token_loss(trained, PAD(sequences(NUMBER))).backward()
-    optimizer.step()
-    return weights(trained)
-
-
 def test_ranks_equal_the_big_batch() -> None:
     """Rows that are repeated to make ranks even, as torch's sampler does it, which
     Lightning takes, count twice."""
     found = raise_rank_errors(run_ranks(train_on_ranks, WORLD_SIZE))[0]
-    big = train_on_big_batch()
+    window = [(row["ids"], row["labels"]) for row in LAW]
+    module = TokenModule(dtype=torch.float64)  # by SGD, with the same rate
+    big = weights(train_on_windows(module, [window], epochs=1))
     off = {name: deviation(trained, big, net()) for name, trained in found.items()}
     assert off.pop("rows repeated") > NAIVE
     assert max(off.values()) < TOLERANCE[torch.float64]
@@ -139,11 +127,6 @@ def test_fillers_reach_workers_as_such(num_workers: int) -> None:
             assert (last != -100).any(dim=1).tolist() == [True, False]
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
 ARRAY = torch.ones(3, dtype=torch.int16).numpy()
 
 
@@ -155,7 +138,7 @@ ARRAY = torch.ones(3, dtype=torch.int16).numpy()
         (6.0, 0, 0.0),
         (True, 0, False),
         ([[1, 2], [3]], -100, [[-100, -100], [-100]]),
-        (Pair([1], 5), 0, Pair([0], 0)),
+        (Pair([1], 5), 0, Pair([0], 0)),  # type: ignore[arg-type]
     ],
 )
 def test_values_keep_their_form(old: Any, value: float, new: Any) -> None:

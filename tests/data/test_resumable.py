@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 from tests.data.sharing import rank_of
 from tests.helpers import TokenModule, pad, ragged_sequences, trainer, weights
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     LengthGroupedSampler,
@@ -32,6 +33,7 @@ from trainkit import (
 )
 
 NUM_ROWS = 23
+STREAM = Stream(range(3))
 
 
 class Rows(Dataset[int]):
@@ -68,9 +70,8 @@ def loader(
     **options: Any,
 ) -> Any:
     if kind in SAMPLERS:
-        return ResumableLoader(
-            Rows(), batch_sampler=SAMPLERS[kind](seed=seed), **options
-        )
+        cutting = SAMPLERS[kind](seed=seed)
+        return ResumableLoader(Rows(), batch_sampler=cutting, **options)
     how = {"shuffle": True, "seed": seed, **options}
     return ResumableLoader(Rows(number), batch_size, **how)
 
@@ -130,12 +131,8 @@ def test_resumed_epoch_equals_the_rest_and_loads_no_other_row(kind: str) -> None
 def test_what_workers_have_fetched_ahead_is_not_read(
     persistent_workers: bool, kind: str
 ) -> None:
-    how: dict[str, Any] = {
-        "kind": kind,
-        "num_workers": 2,
-        "persistent_workers": persistent_workers,
-        "prefetch_factor": 4,
-    }
+    how: dict[str, Any] = {"kind": kind, "num_workers": 2, "prefetch_factor": 4}
+    how["persistent_workers"] = persistent_workers
     whole = read(loader(kind=kind))
     first = loader(**how)
     assert read(first, most=2) == whole[:2]
@@ -174,9 +171,8 @@ def test_position_belongs_to_its_epoch() -> None:
     first = loader()
     read(first, epoch=1, most=2)
     assert read(going_on(first), epoch=2) == read(loader(), epoch=2)
-    with pytest.raises(
-        TrainkitError, match=r"saved in epoch 1, .* epoch 0\. .* Fabric"
-    ):
+    text = r"saved in epoch 1, .* epoch 0\. .* Fabric"
+    with pytest.raises(TrainkitError, match=text):
         read(going_on(first), epoch=0)
 
 
@@ -193,9 +189,7 @@ def test_look_at_a_batch_in_between_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "num_ranks"), [(8, 1), (4, 2), (2, 4)])
-def test_other_number_of_ranks_goes_on_at_the_same_row(
-    batch_size: int, num_ranks: int
-) -> None:
+def test_other_ranks_go_on_at_the_same_row(batch_size: int, num_ranks: int) -> None:
     with rank_of(0, 2):
         first = loader(number=32)
         read(first, most=2)
@@ -216,12 +210,9 @@ def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> 
     text, read_by_rank = "the last 1 of 25 rows are too few for 3", []
     for rank in range(3):
         with rank_of(rank, 3):
-            each = loader(number=25)
-            if rank:
-                read_by_rank += read(each)
-            else:
-                with pytest.warns(UserWarning, match=text):
-                    read_by_rank += read(each)
+            said = pytest.warns(UserWarning, match=text)
+            with contextlib.nullcontext() if rank else said:
+                read_by_rank += read(loader(number=25))
     rows = [row for batch in read_by_rank for row in batch]
     assert len(rows) == len(set(rows)) == 24
 
@@ -242,9 +233,7 @@ def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> 
         ("length grouped", {"kind": "token budget"}, "tokens: .* another sampler"),
     ],
 )
-def test_changes_within_an_epoch_are_refused(
-    kind: str, change: dict[str, Any], text: str
-) -> None:
+def test_changes_within_an_epoch_are_refused(kind: str, change: Any, text: str) -> None:
     first = loader(kind=kind)
     read(first, most=2)
     state = first.state_dict()
@@ -263,15 +252,10 @@ def test_a_state_and_rows_that_cannot_be_are_refused() -> None:
         loader().load_state_dict({"_num_yielded": 3})
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"dataset": Stream()}, "dataset: must have .* Stream. .* ResumableStream"),
+        ({"dataset": STREAM}, "dataset: must have .* Stream. .* ResumableStream"),
         ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
@@ -351,9 +335,7 @@ def fit(kind: str, folder: Path, *, after: int = 0, resume: Any = None) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("kind", KINDS)
-def test_lightning_says_the_epoch_and_goes_on_at_the_very_batch(
-    kind: str, tmp_path: Path
-) -> None:
+def test_lightning_goes_on_at_the_very_batch(kind: str, tmp_path: Path) -> None:
     whole, batches = fit(kind, tmp_path / "whole")
     each = len(of_sequences(kind))
     assert len(batches) == 2 * each
@@ -369,11 +351,11 @@ def test_lightning_says_the_epoch_and_goes_on_at_the_very_batch(
 @pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled")
 def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
     """Of a sampler by length Lightning would replace the order; it says so."""
-    seen, sequences = Interrupted(0), ragged_sequences(10)
-    each = ResumableLoader(sequences, 5, shuffle=True, collate_fn=pad)
+    seen = Interrupted(0)
+    each = ResumableLoader(ragged_sequences(10), 5, shuffle=True, collate_fn=pad)
     trainer(callbacks=[seen], overfit_batches=1).fit(TokenModule(), each)
-    assert len(seen.seen) == 2
-    assert seen.seen[0] == seen.seen[1]
+    first, second = seen.seen
+    assert first == second
     for kind in SAMPLERS:
         with pytest.raises(TypeError, match="can't inject"):
             trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))

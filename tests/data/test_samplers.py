@@ -45,16 +45,16 @@ def budget(lengths: Any, size: int | None, **how: Any) -> TokenBudgetSampler:
     return by_length(TokenBudgetSampler, lengths, tokens=TOKENS, size=size, **how)
 
 
+def grouped(lengths: Any, size: int, **how: Any) -> LengthGroupedSampler:
+    return by_length(LengthGroupedSampler, lengths, batch_size=size, pool=3, **how)
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "rows": by_rows,
-    "padded rows": lambda lengths, size, **how: by_rows(
-        lengths, size, **{"last": "pad", **how}
-    ),
+    "padded rows": lambda *args, **how: by_rows(*args, **{"last": "pad", **how}),
     "token budget": lambda lengths, size, **how: budget(lengths, None, **how),
     "few rows": budget,
-    "length grouped": lambda lengths, size, **how: by_length(
-        LengthGroupedSampler, lengths, batch_size=size, pool=3, **how
-    ),
+    "length grouped": grouped,
 }
 BY_LENGTH = ["token budget", "few rows", "length grouped"]
 CASES: dict[str, Any] = {
@@ -190,9 +190,9 @@ def test_order_is_that_of_seed_and_epoch(kind: str) -> None:
     drawn = [order(seed=1), order(seed=2), order(seed=1, epoch=1)]
     assert all(a != b for a, b in itertools.combinations(drawn, 2))
     assert order(shuffle=False) == order(shuffle=False, seed=5, epoch=4)
-    assert [sorted(map(len, batches)) for [batches] in drawn] == [
-        sorted(map(len, drawn[0][0]))
-    ] * 3, "an epoch has as many batches as any other, of the same sizes"
+    sizes = [sorted(map(len, batches)) for [batches] in drawn]
+    alike = "an epoch has as many batches as any other, of the same sizes"
+    assert sizes == 3 * sizes[:1], alike
 
 
 def padding(lengths: list[int], batches: Any) -> float:
@@ -206,11 +206,9 @@ def test_padding_is_less_than_of_rows_at_random(kind: str) -> None:
     lengths = uneven(400)
     order = torch.randperm(400).tolist()
     at_random = padding(lengths, [order[n : n + 4] for n in range(0, 400, 4)])
-    sampler: Any = (
-        LengthGroupedSampler(lengths, batch_size=4)
-        if kind == "length grouped"
-        else KINDS[kind](lengths, 3)
-    )
+    sampler = KINDS[kind](lengths, 3)
+    if kind == "length grouped":
+        sampler = LengthGroupedSampler(lengths, batch_size=4)
     assert padding(lengths, sampler) < 1.1 < 1.3 < at_random
     lengths = uneven(1000)
     budget = TokenBudgetSampler(lengths, tokens=512)
@@ -266,23 +264,23 @@ def of_budget(lengths: Any = (3,), **how: Any) -> Callable[[], Any]:
     return lambda: TokenBudgetSampler(lengths, **{"tokens": 64, **how})
 
 
-def grouped(**how: Any) -> Callable[[], Any]:
+FIVE_ROWS = of_budget([1, 1, 22, 30, 33], tokens=40)
+
+
+def of_groups(**how: Any) -> Callable[[], Any]:
     return lambda: LengthGroupedSampler([3], **{"batch_size": 1, **how})
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (
-            lambda: read_by_all(of_budget([1, 1, 22, 30, 33], tokens=40), 3),
-            "5 rows do not make 6 batches for 3 ranks",
-        ),
+        (lambda: read_by_all(FIVE_ROWS, 3), "5 rows do not make 6 batches for 3 ranks"),
         (of_budget([3, 70]), r"must hold the longest row, received 64, and row 1 has"),
         (of_budget(tokens=0), "tokens: must be a whole number"),
         (of_budget(size=0), "size: must be a whole"),
         (of_budget(seed="1"), "seed: must be a whole"),
-        (grouped(batch_size=1.0), "batch_size: must be a"),
-        (grouped(pool=0), "pool: must be a"),
+        (of_groups(batch_size=1.0), "batch_size: must be a"),
+        (of_groups(pool=0), "pool: must be a"),
     ],
 )
 def test_options_are_checked(make: Callable[[], Any], text: str) -> None:

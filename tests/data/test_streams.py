@@ -10,9 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo, trainer
+from tests.zoo.modules import Stream
 from trainkit import ResumableStream, TrainkitError
 
 
@@ -174,17 +175,14 @@ def test_lightning_can_end_the_workers() -> None:
 def test_lightning_can_validate_with_it() -> None:
     """It asks a loader that has a sampler for its batch sampler."""
 
+    seen: list[int] = []
+
     class Sees(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[int] = []
-
         def validation_step(self, batch: int, batch_idx: int) -> None:
-            self.seen.append(batch)
+            seen.append(batch)
 
-    module = Sees()
-    trainer().validate(module, ResumableStream(Live()), verbose=False)
-    assert module.seen == [10, 20, 30, 40, 50]
+    trainer().validate(Sees(), ResumableStream(Live()), verbose=False)
+    assert seen == [10, 20, 30, 40, 50]
 
 
 # ---- refusals ------------------------------------------------------------------------
@@ -201,9 +199,8 @@ def test_pass_that_another_has_overtaken_is_refused() -> None:
     first = iter(stream)
     next(first)
     next(iter(stream))
-    with pytest.raises(
-        TrainkitError, match="one pass at a time, and another has begun"
-    ):
+    text = "one pass at a time, and another has begun"
+    with pytest.raises(TrainkitError, match=text):
         next(first)
     with pytest.raises(TypeError, match="one pass at a time"):
         copy.copy(stream)
@@ -218,23 +215,20 @@ def test_foreign_state_is_refused() -> None:
         ResumableStream(Live()).load_state_dict({"epoch": None, "places": [None]})
 
 
-class Plain(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_stream_without_a_state_of_its_own_is_said_once() -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make() -> ResumableStream:
-        return ResumableStream(torchdata.StatefulDataLoader(Plain(), None))
+        return ResumableStream(torchdata.StatefulDataLoader(Stream(range(20)), None))
 
     whole, stream = list(make()), make()
     batches = iter(stream)
     for _ in range(3):
         next(batches)
-    with pytest.warns(UserWarning, match="the Plain has no state_dict .* twice within"):
+    with pytest.warns(
+        UserWarning, match="the Stream has no state_dict .* twice within"
+    ):
         state = stream.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -243,7 +237,7 @@ def test_stream_without_a_state_of_its_own_is_said_once() -> None:
     again.load_state_dict(state)
     batches = iter(again)
     assert [next(batches) for _ in range(3)] == whole[3:6]  # once it does resume
-    with pytest.warns(UserWarning, match="the Plain has no state_dict"):
+    with pytest.warns(UserWarning, match="the Stream has no state_dict"):
         state = again.state_dict()
     twice = make()
     twice.load_state_dict(state)
@@ -262,14 +256,17 @@ def _on_two_ranks(rank: int, size: int) -> Any:
     state = stream.state_dict()
     again = ResumableStream(Live(5 + rank))
     again.load_state_dict(state)
-    rest, error = list(again), ""
-    rows = DataLoader([1, 2])  # type: ignore[arg-type]
-    rows.state_dict = rows.load_state_dict = lambda: {}  # type: ignore[attr-defined]
+    rows: Any = DataLoader([1, 2])  # type: ignore[arg-type]
+    rows.state_dict = rows.load_state_dict = lambda: {}
+    return list(again), error_of(lambda: iter(ResumableStream(rows)))
+
+
+def error_of(run: Any) -> str:
     try:
-        iter(ResumableStream(rows))
+        run()
     except TrainkitError as refused:
-        error = str(refused)
-    return rest, error
+        return str(refused)
+    return ""
 
 
 def _after_an_error(rank: int, size: int) -> Any:
@@ -279,12 +276,8 @@ def _after_an_error(rank: int, size: int) -> Any:
     stream.is_alone = lambda: True
     next(iter(stream))
     state = stream.state_dict() if rank == 0 else {"epoch": None, "places": [{}, None]}
-    error = ""
-    try:
-        ResumableStream(Live()).load_state_dict(state)
-    except TrainkitError as refused:
-        error = str(refused)
-    return state["places"], error
+    again = ResumableStream(Live())
+    return state["places"], error_of(lambda: again.load_state_dict(state))
 
 
 def test_rank_that_saves_alone_waits_for_none_and_others_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""One plan for a window over all ranks: each row once, and no rank waits."""
+"""The sampler of planned windows: read on any ranks, resumed, and measured."""
 
 from __future__ import annotations
 
@@ -8,148 +8,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.sharing import Batches, fillers, real_rows
+from tests.data.test_window_plan import computed, log_normal
 from trainkit import ResumableLoader, TrainkitError, WindowSampler
 from trainkit.data.length_sampler import write_lengths
-from trainkit.data.window_plan import WINDOWS, fitted, planned, rounds_needed
-
-
-def log_normal(number: int, seed: int = 0) -> list[int]:
-    lengths = np.random.default_rng(seed).lognormal(5, 1, number)
-    return np.clip(lengths, 8, 2048).astype(int).tolist()
-
-
-def cubed(number: int, seed: int = 0) -> list[int]:
-    return (
-        (1 + 1023 * np.random.default_rng(seed).random(number) ** 3)
-        .astype(int)
-        .tolist()
-    )
-
-
-def computed(lengths: list[int], batch: list[int], *, flattened: bool) -> int:
-    own = [lengths[row] for row in batch]
-    return sum(own) if flattened else len(own) * max(own)
-
-
-def slowest(lengths: list[int], rounds: Any, *, flattened: bool = False) -> float:
-    """What the slowest rank computes, times the ranks, over the real tokens."""
-    table = [
-        [computed(lengths, batch, flattened=flattened) for batch in each]
-        for each in rounds
-    ]
-    return max(map(sum, zip(*table, strict=True))) * len(table[0]) / sum(lengths)
-
-
-# ---- the plan of a window ------------------------------------------------------------
-
-
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=70),
-    num_ranks=st.integers(1, 5),
-    more=st.integers(0, 2),
-    attention=st.sampled_from([0.0, 0.02]),
-    flattened=st.booleans(),
-)
-@settings(max_examples=200)
-def test_each_row_once_and_within_the_budget(
-    lengths: list[int], num_ranks: int, more: int, attention: float, flattened: bool
-) -> None:
-    how: Any = {"num_ranks": num_ranks, "tokens": 64, "flattened": flattened}
-    rounds = rounds_needed(lengths, **how) + more
-    if rounds * num_ranks > len(lengths):
-        return
-    found = planned(lengths, rounds=rounds, attention=attention, **how)
-    assert [len(each) for each in found] == [num_ranks] * rounds
-    batches = [batch for each in found for batch in each]
-    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
-    sizes = [computed(lengths, batch, flattened=flattened) for batch in batches]
-    assert 0 < min(sizes) <= max(sizes) <= 64
-    if rounds > 1 and not more:
-        assert rounds_needed(lengths, **how | {"tokens": 64}) == rounds
-
-
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=4, max_size=11),
-    number=st.integers(1, 4),
-    attention=st.sampled_from([0.0, 0.1]),
-)
-@settings(max_examples=150)
-def test_dearest_run_costs_as_little_as_any_cut_allows(
-    lengths: list[int], number: int, attention: float
-) -> None:
-    """Compared with all cuts of the sorted rows."""
-    in_order = sorted(lengths, reverse=True)
-
-    def dearest(cuts: tuple[int, ...]) -> float:
-        ends = zip([0, *cuts], [*cuts, len(lengths)], strict=True)
-        return max(
-            (stop - start) * (in_order[start] + attention * in_order[start] ** 2)
-            for start, stop in ends
-        )
-
-    places = range(1, len(lengths))
-    best = min(map(dearest, itertools.combinations(places, number - 1)))
-    found = planned(
-        lengths, num_ranks=1, rounds=number, tokens=10**6, attention=attention
-    )
-    stops = list(itertools.accumulate(len(batch) for [batch] in found))
-    # Rounds stand in the order of their costs, which are those of sorted runs.
-    costs = [
-        len(batch) * max(lengths[r] + attention * lengths[r] ** 2 for r in batch)
-        for [batch] in found
-    ]
-    assert stops[-1] == len(lengths)
-    assert best <= max(costs) <= best * 1.01
-
-
-@pytest.mark.parametrize("lengths_of", [log_normal, cubed])
-@pytest.mark.parametrize(
-    ("num_ranks", "number", "padded", "flat"),
-    [(8, 512, 1.12, 1.03), (8, 1024, 1.06, 1.01), (64, 1024, 1.13, 1.08)],
-)
-def test_slowest_rank_computes_hardly_more_than_the_real_tokens(
-    lengths_of: Any, num_ranks: int, number: int, padded: float, flat: float
-) -> None:
-    """The control: ranks that cut their own rows, each as well as it can."""
-    for seed in range(4):
-        lengths = lengths_of(number, seed)
-        for flattened, most in ((False, padded), (True, flat)):
-            how: Any = {"tokens": 4096, "flattened": flattened}
-            rounds = rounds_needed(lengths, num_ranks=num_ranks, **how)
-            plan = planned(lengths, num_ranks=num_ranks, rounds=rounds, **how)
-            assert slowest(lengths, plan, flattened=flattened) <= most
-        alone = []
-        for rank in range(num_ranks):
-            mine = lengths[rank::num_ranks]
-            rounds = rounds_needed(mine, num_ranks=1, tokens=4096)
-            [*batches] = planned(mine, num_ranks=1, rounds=rounds, tokens=4096)
-            alone.append(
-                sum(computed(mine, batch, flattened=False) for [batch] in batches)
-            )
-        assert max(alone) * num_ranks / sum(lengths) > 1.25
-
-
-def test_attention_makes_micro_batches_of_long_rows_smaller() -> None:
-    lengths = [100] * 8 + [10] * 80
-
-    def most(attention: float, flattened: bool) -> int:
-        how: Any = {"num_ranks": 2, "rounds": 5, "tokens": 5000}
-        found = planned(lengths, attention=attention, flattened=flattened, **how)
-        batches = [batch for each in found for batch in each]
-        return max(sum(lengths[row] ** 2 for row in batch) for batch in batches)
-
-    assert (most(0.0, False), most(1.0, False)) == (20_000, 10_000)
-    assert (most(0.0, True), most(1.0, True)) == (10_600, 10_000)
-
-
-# ---- the sampler ---------------------------------------------------------------------
+from trainkit.data.window_plan import WINDOWS
 
 LENGTHS = log_normal(1000)
 
@@ -160,9 +28,8 @@ def all_ranks(num_ranks: int, *, start: int = 0, epoch: int = 0, **how: Any) -> 
     sampler: Any = None
     fills = how.pop("fills", False)
     for rank in range(num_ranks):
-        sampler = WindowSampler(
-            **{"lengths": LENGTHS, "num_replicas": num_ranks, "rank": rank, **how}
-        )
+        options = {"lengths": LENGTHS, "num_replicas": num_ranks, "rank": rank, **how}
+        sampler = WindowSampler(**options)
         sampler.fills = fills
         sampler.set_epoch(epoch)
         sampler.start = start
@@ -190,18 +57,16 @@ def test_windows_are_the_order_and_each_row_is_read_once(
     drop_last: bool,
 ) -> None:
     lengths = [1 + row * 7 % 40 for row in range(number)]
-    how = {"lengths": lengths, "window": window, "drop_last": drop_last, "seed": 3}
-    shares, sampler = all_ranks(
-        num_ranks, tokens=300, flattened=flattened, fills=True, epoch=epoch, **how
-    )
+    how: Any = {"lengths": lengths, "window": window, "drop_last": drop_last, "seed": 3}
+    how |= {"tokens": 300, "flattened": flattened, "fills": True}
+    shares, sampler = all_ranks(num_ranks, epoch=epoch, **how)
     kept = number // window * window if drop_last else number
     order = sampler.permuted(number)[:kept]
     assert real_rows(shares) == sorted(order)
     rounds = list(zip(*shares, strict=True))
     for first in range(0, kept, window):
         of_window = sorted(order[first : first + window])
-        count = 0
-        found: list[int] = []
+        count, found = 0, list[int]()
         while count < sampler.micro_batches and rounds and len(found) < len(of_window):
             found += [r for batch in rounds.pop(0) for r in batch if type(r) is int]
             count += 1
@@ -217,12 +82,8 @@ def test_windows_have_the_same_rows_on_any_number_of_ranks() -> None:
     for num_ranks in (1, 2, 8):
         shares, sampler = all_ranks(num_ranks, window=250)
         k = sampler.micro_batches
-        windows.append(
-            [
-                sorted(r for share in shares for b in share[n : n + k] for r in b)
-                for n in range(0, 4 * k, k)
-            ]
-        )
+        starts = range(0, 4 * k, k)
+        windows.append([real_rows([s[n : n + k] for s in shares]) for n in starts])
     assert windows[0] == windows[1] == windows[2]
     assert len(windows[0][0]) == 250
 
@@ -237,9 +98,8 @@ def test_resumed_epoch_is_the_rest() -> None:
 
 
 def loader(num_ranks: int, rank: int = 0, **how: Any) -> ResumableLoader:
-    plan = WindowSampler(
-        LENGTHS, **{"num_replicas": num_ranks, "rank": rank, "window": 250, **how}
-    )
+    options = {"num_replicas": num_ranks, "rank": rank, "window": 250, **how}
+    plan = WindowSampler(LENGTHS, **options)
     return ResumableLoader(range(1000), batch_sampler=plan, collate_fn=list)
 
 
@@ -325,9 +185,8 @@ def test_state_of_an_ended_epoch_begins_the_next_with_any_plan() -> None:
         state = other.state_dict()
         assert state["position"] >= state["end"]
         assert len(read(other, 1)) == len(other)
-    ended = {
-        name: value for name, value in first.state_dict().items() if name != "plan"
-    }
+    ended = first.state_dict()
+    del ended["plan"]
     other = loader(2)
     other.load_state_dict(ended)  # of another sampler
     assert len(read(other, 1)) == len(other)
@@ -343,24 +202,18 @@ def test_state_loads_with_weights_only() -> None:
 # ---- how many micro-batches ----------------------------------------------------------
 
 
-def test_as_few_micro_batches_as_keep_to_the_budget_in_every_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_as_few_micro_batches_as_keep_to_the_budget(monkeypatch: Any) -> None:
     for num_ranks, flattened in itertools.product((1, 4), (False, True)):
         how: Any = {"window": 64, "flattened": flattened, "num_replicas": num_ranks}
         sampler = WindowSampler(LENGTHS, rank=0, **how)
 
         def longest(each: WindowSampler, epoch: int = 0) -> int:
             each.set_epoch(epoch)
-            return max(
-                computed(LENGTHS, batch, flattened=each.flattened)
-                for batch in each.batches()
-            )
+            return max(computed(LENGTHS, b, each.flattened) for b in each.batches())
 
         assert all(longest(sampler, epoch) <= 4096 for epoch in range(5))
-        fewer = WindowSampler(
-            LENGTHS, rank=0, micro_batches=sampler.micro_batches - 1 or 1, **how
-        )
+        how["micro_batches"] = sampler.micro_batches - 1 or 1
+        fewer = WindowSampler(LENGTHS, rank=0, **how)
         if fewer.micro_batches < sampler.micro_batches:
             with pytest.warns(UserWarning, match="The step is exact"):
                 assert any(longest(fewer, epoch) > 4096 for epoch in range(200))
@@ -401,10 +254,7 @@ def test_ranks_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"cost": "tokens"}, "cost: must be"),
         ({"seed": 0.5}, "seed: must be a whole number"),
         ({"lengths": "no.npy"}, "a file of them that `trainkit lengths` has written"),
-        (
-            {"lengths": 3},
-            "lengths: must be a number for each .* received 3",
-        ),
+        ({"lengths": 3}, "lengths: must be a number for each .* received 3"),
         ({"lengths": [0]}, "must be whole numbers of at least 1, received 0"),
     ],
 )
@@ -418,9 +268,7 @@ def test_a_row_for_each_micro_batch_is_enough() -> None:
     assert {len(rows) for rows in sampler} == {1}
 
 
-def test_rows_that_are_too_few_for_the_ranks_are_refused_and_the_remedies_help() -> (
-    None
-):
+def test_rows_too_few_for_the_ranks_are_refused_and_the_remedies_help() -> None:
     how: Any = {"lengths": LENGTHS[:253], "window": 250, "num_ranks": 8}
     with pytest.raises(TrainkitError, match="lacks 5 for 8 ranks.*weigh_nothing="):
         all_ranks(**how)
@@ -440,17 +288,6 @@ def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
 # ---- the measured cost ---------------------------------------------------------------
 
 
-def test_cost_is_found_from_times() -> None:
-    generator = np.random.default_rng(0)
-    tokens = generator.uniform(3000, 4096, 100)
-    squares = tokens * generator.uniform(50, 900, 100)
-    seconds = 2e-6 * tokens + 3e-9 * squares
-    times = np.stack([tokens, squares, seconds], 1)
-    assert fitted(times.tolist()) == pytest.approx(1.5e-3)
-    times[:, 2] = 1e-6 * tokens - 1e-9 * squares
-    assert fitted(times.tolist()) == 0
-
-
 @pytest.mark.parametrize("prefetch", [None, 25])
 def test_measured_cost_plans_later_windows_and_is_saved(
     prefetch: int | None, monkeypatch: pytest.MonkeyPatch
@@ -458,13 +295,11 @@ def test_measured_cost_plans_later_windows_and_is_saved(
     clock = [0.0]
     monkeypatch.setattr("trainkit.data.window_plan._now", lambda: clock[0])
     lengths = log_normal(6000)
-    dataset = range(6000)
 
-    def made(**how: Any) -> ResumableLoader:
-        plan = WindowSampler(
-            lengths, window=200, num_replicas=2, rank=0, **{"cost": "measured", **how}
-        )
-        return ResumableLoader(dataset, batch_sampler=plan, collate_fn=list, **reads)
+    def made(cost: Any = "measured") -> ResumableLoader:
+        plan = WindowSampler(lengths, window=200, num_replicas=2, rank=0, cost=cost)
+        rows = range(6000)
+        return ResumableLoader(rows, batch_sampler=plan, collate_fn=list, **reads)
 
     reads: Any = {"num_workers": 1, "prefetch_factor": prefetch} if prefetch else {}
     train, reads = made(), {}

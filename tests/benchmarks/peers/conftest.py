@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-collect_ignore_glob = ["peer_*.py", "transformers_model.py"]
+collect_ignore_glob = ["peer_*.py"]

@@ -29,12 +29,16 @@ class Recipe:
     alone: tuple[str, ...] = ()
 
 
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 RECIPES = {
     "lightning": Recipe(("lightning==2.6.6",)),
     "trainkit": Recipe(("lightning==2.6.6", "--editable", str(ROOT))),
-    "huggingface": Recipe(("transformers==5.23.0", "accelerate==1.15.0")),
+    "huggingface": Recipe(words("transformers==5.23.0 accelerate==1.15.0")),
     "trl": Recipe(
-        ("trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
+        words("trl==1.16.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0")
     ),
     "accelerate": Recipe(("accelerate==1.15.0",)),
     "keras": Recipe(("keras==3.15.1",)),
@@ -42,47 +46,19 @@ RECIPES = {
     # build of torch. So they are installed alone, beside the rest of what they import;
     # stand_in.py has the others.
     "composer": Recipe(
-        (
-            "numpy<2",
-            "torchmetrics==1.7.4",
-            "coolname<3",
-            "importlib-metadata<9",
-            "packaging<25.1",
-            "pillow<12",
-            "tabulate==0.9.0",
-            "torch-optimizer<0.4",
-            "psutil",
-            "py-cpuinfo",
-            "pyyaml",
-            "requests",
-            "tqdm",
+        words(
+            "numpy<2 torchmetrics==1.7.4 coolname<3 importlib-metadata<9 "
+            "packaging<25.1 pillow<12 tabulate==0.9.0 torch-optimizer<0.4 psutil "
+            "py-cpuinfo pyyaml requests tqdm"
         ),
         alone=("mosaicml==0.32.1",),
     ),
     "super_gradients": Recipe(
-        (
-            "numpy<2",
-            "torchmetrics==0.8",
-            "setuptools<80",
-            "einops==0.3.2",
-            "treelib==1.6.1",
-            "termcolor==1.1.0",
-            "json-tricks==3.16.1",
-            "hydra-core",
-            "omegaconf",
-            "matplotlib",
-            "scipy",
-            "tensorboard",
-            "opencv-python-headless",
-            "pillow",
-            "psutil",
-            "boto3",
-            "jsonschema",
-            "Deprecated",
-            "stringcase",
-            "rapidfuzz",
-            "requests",
-            "tqdm",
+        words(
+            "numpy<2 torchmetrics==0.8 setuptools<80 einops==0.3.2 treelib==1.6.1 "
+            "termcolor==1.1.0 json-tricks==3.16.1 hydra-core omegaconf matplotlib "
+            "scipy tensorboard opencv-python-headless pillow psutil boto3 jsonschema "
+            "Deprecated stringcase rapidfuzz requests tqdm"
         ),
         alone=("super-gradients==3.7.1",),
     ),

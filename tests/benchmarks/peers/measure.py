@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.peers.work import DTYPES, OPTIMIZERS, CausalNet, Work
+from tests.benchmarks.peers.work import DTYPES, OPTIMIZERS, Work
 
 
 def deviations(train: Any, *, alone: bool) -> dict[str, Any]:
@@ -38,26 +38,22 @@ def deviations(train: Any, *, alone: bool) -> dict[str, Any]:
             if alone:
                 works["control"] = works["epoch"].as_one_batch()
             for name, work in works.items():
-                results[f"{optimizer} {dtype} {name}"] = deviation(train, work)
+                found = measured(train, work, work.deviation)
+                results[f"{optimizer} {dtype} {name}"] = found
     return results
-
-
-def deviation(train: Any, work: Work) -> float | str:
-    net = work.net()
-    try:
-        train(work, net)
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return work.deviation(net)
 
 
 def speed(train: Any) -> float | str:
     work = Work.of("speed")
-    net: CausalNet = work.net()
+    return measured(train, work, work.tokens_per_second)
+
+
+def measured(train: Any, work: Work, figure: Any) -> float | str:
+    """A figure of the net that was trained, or the error."""
+    net = work.net()
     try:
         train(work, net)
-        return work.tokens_per_second(net)
+        return figure(net)
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}".splitlines()[0]

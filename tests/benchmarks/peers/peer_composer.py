@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,7 @@ class Model(ComposerModel):
         return loss_of(outputs, batch["labels"])
 
 
-def train_by_samples(work: Work, net: CausalNet) -> None:
-    fit(work, net, on_tokens=False)
-
-
-def train_by_tokens(work: Work, net: CausalNet) -> None:
-    fit(work, net, on_tokens=True)
-
-
-def fit(work: Work, net: CausalNet, *, on_tokens: bool) -> None:
+def train(work: Work, net: CausalNet, *, on_tokens: bool = False) -> None:
     rows: Any = work.rows
     if work.world_size > 1 and not dist.is_initialized():
         dist.initialize_dist("cpu")
@@ -70,7 +63,4 @@ def count(batch: dict[str, Tensor]) -> dict[str, int]:
     return {"total": total, "loss_generating": predicted}
 
 
-VARIANTS = {
-    "Composer": train_by_samples,
-    "Composer, on tokens": train_by_tokens,
-}
+VARIANTS = {"Composer": train, "Composer, on tokens": partial(train, on_tokens=True)}

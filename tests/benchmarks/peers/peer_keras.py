@@ -9,10 +9,9 @@ os.environ["KERAS_BACKEND"] = "torch"
 from typing import Any
 
 import keras  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.peers.work import CausalNet, Work, loss_of, pad
+from tests.benchmarks.peers.work import CausalNet, Work, loss_of, pad_as_pair
 
 PACKAGES = ("keras",)
 
@@ -39,20 +38,12 @@ def train(work: Work, net: CausalNet) -> None:
     model = Model(net)
     model.compile(
         optimizer=OPTIMIZERS[work.optimizer](gradient_accumulation_steps=steps),
-        loss=mean_loss,
+        # Keras makes floats of the labels.
+        loss=lambda labels, logits: loss_of(logits, labels.long()),
     )
     rows: Any = work.rows
-    loader = DataLoader(rows, work.micro_batch, collate_fn=collate)
+    loader = DataLoader(rows, work.micro_batch, collate_fn=pad_as_pair)
     model.fit(loader, epochs=1, shuffle=False, verbose=0)
-
-
-def mean_loss(labels: Tensor, logits: Tensor) -> Tensor:
-    return loss_of(logits, labels.long())  # Keras makes floats of them
-
-
-def collate(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    batch = pad(rows)
-    return batch["input_ids"], batch["labels"]
 
 
 VARIANTS = {"Keras on torch": train}

@@ -47,9 +47,8 @@ def train(work: Work, net: CausalNet) -> None:
     rows: Any = work.rows
     fitted = trainer(work, work.accumulate)
     # As Lightning would make it, but in order.
-    sampler = DistributedSampler(
-        rows, fitted.world_size, fitted.global_rank, shuffle=False
-    )
+    ranks = fitted.world_size, fitted.global_rank
+    sampler = DistributedSampler(rows, *ranks, shuffle=False)
     loader = DataLoader(rows, work.micro_batch, sampler=sampler, collate_fn=pad)
     fitted.fit(Module(work, net), loader)
 

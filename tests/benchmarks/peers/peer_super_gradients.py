@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.benchmarks.peers.stand_in import stand_in
-from tests.benchmarks.peers.work import CausalNet, Work, loss_of, pad
+from tests.benchmarks.peers.work import CausalNet, Work, loss_of, pad_as_pair
 
 os.environ["CRASH_HANDLER"] = "FALSE"  # it keeps the console in files of its own
 stand_in(
@@ -35,21 +35,13 @@ class Loss(nn.Module):
         return loss_of(logits, labels)
 
 
-def train(work: Work, net: CausalNet) -> None:
-    fit(work, net, work.make_optimizer(net.parameters()))
-
-
-def train_divided(work: Work, net: CausalNet) -> None:
+def train(work: Work, net: CausalNet, *, divides: bool = False) -> None:
     """It sums gradients and divides nothing: then the rate must be divided."""
     optimizer = work.make_optimizer(net.parameters())
     for group in optimizer.param_groups:
-        group["lr"] /= work.accumulate
-    fit(work, net, optimizer)
-
-
-def fit(work: Work, net: CausalNet, optimizer: torch.optim.Optimizer) -> None:
+        group["lr"] /= work.accumulate if divides else 1
     rows: Any = work.rows
-    loader = DataLoader(rows, work.micro_batch, collate_fn=collate)
+    loader = DataLoader(rows, work.micro_batch, collate_fn=pad_as_pair)
     with tempfile.TemporaryDirectory() as folder:
         Trainer("peers", ckpt_root_dir=folder).train(
             model=net,
@@ -70,12 +62,7 @@ def fit(work: Work, net: CausalNet, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def collate(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    batch = pad(rows)
-    return batch["input_ids"], batch["labels"]
-
-
 VARIANTS = {
     "Super-Gradients": train,
-    "Super-Gradients, rate / N by hand": train_divided,
+    "Super-Gradients, rate / N by hand": partial(train, divides=True),
 }

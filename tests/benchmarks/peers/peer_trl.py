@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-from tests.benchmarks.peers.transformers_model import (
+from tests.benchmarks.peers.peer_huggingface import (
     NetForCausalLM,
     arguments,
     optimizers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.peers import table
+from tests.benchmarks.peers import run as table
 from tests.benchmarks.peers.work import IGNORED, CausalNet, Work, loss_of, pad
 from tests.helpers import NAIVE
 

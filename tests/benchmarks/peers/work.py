@@ -154,6 +154,12 @@ def pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def pad_as_pair(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """The same, for frameworks that take inputs and targets."""
+    batch = pad(rows)
+    return batch["input_ids"], batch["labels"]
+
+
 def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """Cross entropy of each token, predicted from those before it."""
     return F.cross_entropy(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.zoo.callbacks import SENT
 from tests.zoo.small_resnet import ResNet, furthest, images, statistics
 from trainkit.core.batch_norm.layers import (
     every_layer,
@@ -125,9 +124,7 @@ def saved(net: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), saved]
-)
+@pytest.mark.parametrize("again", [*SENT.values(), saved])
 def test_copy_of_a_frozen_net_is_frozen_and_its_own(again: Any) -> None:
     net = frozen_net()
     twin = again(net)
@@ -194,9 +191,8 @@ def test_group_norm_does_not_depend_on_the_other_rows() -> None:
 
 def test_shared_layer_is_replaced_once_at_all_its_places() -> None:
     layer = nn.BatchNorm1d(8)
-    net: Any = nn.ModuleDict(
-        {"a": layer, "b": nn.Sequential(nn.Linear(8, 8), layer), "c": nn.ReLU()}
-    )
+    second = nn.Sequential(nn.Linear(8, 8), layer)
+    net: Any = nn.ModuleDict({"a": layer, "b": second, "c": nn.ReLU()})
     made = to_group_norm(net)
     assert list(made) == ["a"]
     assert net["a"] is net["b"][1] is made["a"]

@@ -42,9 +42,8 @@ def nt_xent(out: Tensor, labels: Tensor) -> Tensor:
     """Each row against all others; the next one is its partner."""
     z = F.normalize(out, dim=-1)
     own = torch.eye(len(z), dtype=torch.bool)
-    return F.cross_entropy(
-        (z @ z.T / 0.5).masked_fill(own, -1e9), torch.arange(len(z)).roll(1)
-    )
+    scores = (z @ z.T / 0.5).masked_fill(own, -1e9)
+    return F.cross_entropy(scores, torch.arange(len(z)).roll(1))
 
 
 def class_weighted(out: Tensor, labels: Tensor) -> Tensor:
@@ -154,6 +153,14 @@ class Net(nn.Module):
         return self.change(self, *args, **kwargs)
 
 
+def model_of(kind: str, config: str, *args: Any, **options: Any) -> Any:
+    """A model of transformers, from a configuration."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{config}Config")(**options)
+    return getattr(transformers, kind)(made, *args).double().train()
+
+
 def batch(rows: int = ROWS, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Inputs and labels."""
     generator = torch.Generator().manual_seed(seed)
@@ -169,9 +176,8 @@ def gradient(
     torch.manual_seed(seed)
     loss = step(net)
     loss.backward()
-    found = [
-        torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()
-    ]
+    pairs = [(p, p.grad) for p in net.parameters()]
+    found = [torch.zeros_like(p) if grad is None else grad for p, grad in pairs]
     return loss.detach(), torch.cat([each.flatten() for each in found])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.inside.common import EXACT, NAIVE, gradient, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, model_of, off_by
 from trainkit import Chunked, TrainkitError
 
 WORDS, WIDTH, LENGTHS = 31, 8, [5, 3, 7, 2, 6, 4, 4, 9]
@@ -199,9 +199,7 @@ def test_offsets_must_be_those_of_all_documents(ends: Tensor) -> None:
     ("how", "name", "is_cut"),
     [("batch.ends", "ends", True), ("auto", "ends", False), ("off", "seq_idx", False)],
 )
-def test_it_is_named_or_found_or_not_looked_for(
-    how: str, name: str, is_cut: bool
-) -> None:
+def test_it_is_named_found_or_not_looked_for(how: str, name: str, is_cut: bool) -> None:
     net = Reader()
     with Chunked(net, size=2, documents=how):
         net(IDS, **{name: ENDS if name == "ends" else NUMBERS})
@@ -245,13 +243,11 @@ def test_several_rows_are_cut_by_rows(told: dict[str, Tensor], how: str) -> None
 class Llama(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, **options,
+        self.body = model_of(
+            "LlamaModel", "Llama", vocab_size=WORDS, hidden_size=16,
+            intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, **options,
         )  # fmt: skip
-        torch.manual_seed(0)
-        self.body = transformers.LlamaModel(config).double()
         self.head = nn.Linear(16, WORDS).double()
 
     def run(self, **told: Any) -> Tensor:

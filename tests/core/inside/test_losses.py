@@ -1,17 +1,17 @@
-"""A module in chunks has the whole batch's loss and gradient, whatever the loss; it is
-copied, saved, removed and interrupted like any other."""
+"""A module in chunks has the whole batch's loss and gradient, whatever the loss.
+Without a size, memory errors make chunks finer; nothing is held twice."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.benchmarks.measuring import LiveBytes
 from tests.core.inside.common import (
     EXACT,
     LABELS,
@@ -25,11 +25,13 @@ from tests.core.inside.common import (
     nt_xent,
     off,
     off_by,
+    refused,
     step,
     twin,
     vicreg,
 )
-from trainkit import Chunked, TrainkitError
+from trainkit import Chunked
+from trainkit.core.inside.cut import Shadows
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,7 @@ def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> No
 
 
 @pytest.mark.parametrize(("dropout", "calls"), [(0.0, 1), (0.5, 1), (0.5, 3)])
-def test_dropout_in_chunks_equals_the_same_chunks_in_one_graph(
-    dropout: float, calls: int
-) -> None:
+def test_dropout_equals_that_of_chunks_in_one_graph(dropout: float, calls: int) -> None:
     net = twin(Net(dropout=dropout))
     views = [X, X.flip(1), X.roll(1, 1)][:calls]
 
@@ -108,138 +108,197 @@ def test_float32_is_off_by_rounding() -> None:
     assert off(Net(), size=3) <= 2e-5
 
 
-def test_copies_run_themselves_and_not_the_original() -> None:
-    net = twin(Net())
-    _, wanted = gradient(net, step)
-    cut = Chunked(net, size=4)
-    step(net)  # no backward pass: it holds graphs and states
-    pickled = pickle.loads(pickle.dumps(net))
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copy.deepcopy(net), pickled, loaded, copy.deepcopy(cut)):
-        net.zero_grad()
-        with torch.no_grad():
-            for each in other.parameters():
-                each.mul_(1.5)
-        _, found = gradient(other, step)
-        assert all(each.grad is None for each in net.parameters())
-        plain = twin(Net())
-        plain.load_state_dict(other.state_dict())
-        assert off_by(found, gradient(plain, step)[1]) <= EXACT
-    assert off_by(gradient(net, step)[1], wanted) <= EXACT
-    assert (
-        pickle.loads(pickle.dumps(cut)).state_dict().keys() == net.state_dict().keys()
-    )
+# ---- memory --------------------------------------------------------------------------
+
+FORTY, _ = batch(40)
 
 
-def test_copies_can_be_cut_anew() -> None:
-    net = twin(Net())
-    _, wanted = gradient(net, step)
-    first = Chunked(net, size=4)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert off(other, wanted=wanted, size=3) <= EXACT
-        assert "forward" not in vars(other)
-    with pytest.raises(TrainkitError, match="it runs in chunks already"):
-        Chunked(net, size=3)
-    for _ in range(2):
-        first.remove()
-    assert "forward" not in vars(net)
+class Budget:
+    """Rows that graphs hold, and how many may be held."""
+
+    def __init__(self) -> None:
+        self.most = self.most_backward = self.most_without = 10**9
+        self.held = self.highest = self.failures = 0
+
+    def ask(self, rows: int, most: int) -> None:
+        if rows > most:
+            self.failures += 1
+            raise torch.OutOfMemoryError(f"no room for {rows} rows")
+
+    def give(self, rows: int) -> None:
+        self.held -= rows
 
 
-def test_names_of_parameters_stay() -> None:
-    net = twin(Net())
-    names = list(net.state_dict())
-    model: Any = nn.Module()
-    model.net = Chunked(net, size=4)
-    assert list(net.state_dict()) == names
-    assert list(model.state_dict()) == [f"net.{each}" for each in names]
-    assert [n for n, _ in model.named_parameters()] == [f"net.{n}" for n in names]
-    model.load_state_dict({k: v * 0 for k, v in model.state_dict().items()})
-    assert not net.head.weight.any()
-    assert model.float().net(X.float()).dtype == torch.float32
-    assert not model.eval().net.training
-    assert not net.body[3].training
+class Counted(torch.autograd.Function):
+    """Holds its rows while its graph lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, budget: Budget) -> Tensor:
+        ctx.budget = budget
+        if not ctx.needs_input_grad[0]:
+            budget.ask(len(x), budget.most_without)
+            return x.clone()
+        budget.ask(budget.held + len(x), budget.most)
+        budget.held += len(x)
+        budget.highest = max(budget.highest, budget.held)
+        weakref.finalize(ctx, budget.give, len(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        ctx.budget.ask(len(given[0]), ctx.budget.most_backward)
+        return given[0], None
 
 
-def test_extra_state_of_a_module_is_saved_and_loaded() -> None:
-    class Stateful(Net):
-        def get_extra_state(self) -> int:
-            return self.count
-
-        def set_extra_state(self, state: int) -> None:
-            self.count = state
-
-    net: Any = Stateful(count=3)
-    cut = Chunked(net, size=4)
-    state = cut.state_dict()
-    net.count = 0
-    cut.load_state_dict(state)
-    assert state["_extra_state"] == net.count == 3
+def of_forty(net: Any) -> Tensor:
+    return nt_xent(net(FORTY), LABELS)
 
 
-def test_a_forward_of_the_instance_is_cut_and_given_back() -> None:
-    net = twin(Net())
-    net.forward = lambda x: Net.forward(net, 2 * x)
-    assert off(net) <= EXACT
-    assert vars(net)["forward"].__name__ == "<lambda>"
+def hungry(dropout: float = 0.0) -> tuple[Any, Budget]:
+    """A net with a budget."""
+    budget, sizes = Budget(), []
+
+    def counted(net: Any, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            sizes.append(len(x))
+        return net.head(Counted.apply(net.body(x), budget))
+
+    return Net(counted, dropout=dropout, sizes=sizes).double(), budget
 
 
-def test_hooks_on_the_module_run_once() -> None:
-    net, runs, inner, backwards = twin(Net()), [], [], []
-    net.register_forward_pre_hook(lambda m, a: runs.append(len(a[0])))
-    net.register_forward_hook(lambda m, a, out: runs.append(len(out)))
-    net.register_full_backward_hook(lambda m, i, o: backwards.append(len(o[0])))
-    net.head.register_forward_hook(lambda m, a, out: inner.append(len(out)))
-    x = X.clone().requires_grad_()
-    made = lambda net: nt_xent(net(x), LABELS)  # noqa: E731
-    _, wanted = gradient(net, made)
-    with Chunked(net, size=8):
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"most_without": 11, "most": 22},
+        {"most_backward": 9},
+        {"most_without": 22, "most": 13, "most_backward": 5},
+        {"most": 1, "most_without": 2},
+    ],
+)
+def test_chunks_get_finer_where_memory_ends(limits: dict[str, int]) -> None:
+    net, budget = hungry()
+    _, wanted = gradient(net, of_forty)
+    vars(budget).update(limits)
+    failures = 0
+    with Chunked(net, size=None):
+        for _ in range(4):
+            failures = budget.failures
+            assert off_by(gradient(net, of_forty)[1], wanted) <= EXACT
+        assert failures
+        assert budget.failures == failures  # what fits is remembered
+    assert budget.held == 0
+
+
+def test_chunks_that_draw_get_finer_in_the_forward_pass() -> None:
+    net, budget = hungry(dropout=0.5)
+    with Chunked(net, size=None):
+        budget.most = budget.most_without = 13
+        gradient(net, of_forty)  # finds a size
+        _, found = gradient(net, of_forty)
+    vars(budget).update(vars(Budget()))
+
+    def in_tens(net: Any) -> Tensor:
+        return nt_xent(torch.cat([net(c) for c in FORTY.split(10)]), LABELS)
+
+    _, wanted = gradient(net, in_tens)
+    assert off_by(found, wanted) <= EXACT
+    assert off_by(gradient(net, of_forty)[1], wanted) > NAIVE
+
+
+def test_chunks_that_drew_are_not_cut_in_the_backward_pass() -> None:
+    """Their halves would draw otherwise."""
+    net, budget = hungry(dropout=0.5)
+    with Chunked(net, size=None):
         for _ in range(2):
-            gradient(net, made)
-        for each in (runs, inner, backwards):
-            each.clear()
-        assert off_by(gradient(net, made)[1], wanted) <= EXACT
-    assert runs == [22, 22]
-    assert backwards == [22]
-    assert len(inner) == 5  # three chunks, and two of them again
-
-
-def test_an_error_inside_leaves_everything_as_it_was() -> None:
-    fails = 0
-
-    class Failing(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            if fails and torch.is_grad_enabled() == (fails == 2):
-                raise ValueError("no luck")
-            return super().forward(x)
-
-    net = twin(Failing(dropout=0.5))
-    with Chunked(net, size=8):
-        _, wanted = gradient(net, step)
-        _, wanted = gradient(net, step)
-        fails = 1
-        with pytest.raises(ValueError, match="no luck"):
-            step(net)
-        fails = 0
-        loss = step(net)
-        fails = 2
-        net.eval()
-        with pytest.raises(ValueError, match="no luck"):
+            gradient(net, of_forty)
+        loss = of_forty(net)
+        budget.most_backward = 30
+        with pytest.raises(torch.OutOfMemoryError, match="no room for 40 rows"):
             loss.backward()
-        assert not net.body[3].training
-        net.train()
-        fails = 0
-        assert off_by(gradient(net, step)[1], wanted) <= EXACT
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
-def test_sizes_that_are_no_whole_numbers_are_refused(size: Any) -> None:
-    with pytest.raises(TrainkitError, match="size"):
-        Chunked(Net(), size=size)
+def test_memory_that_ends_in_evaluation_mode_makes_chunks_finer() -> None:
+    """In which rows that draw are compared: it would go unseen that these see all."""
+
+    def seeing(net: Any, x: Tensor) -> Tensor:
+        if not net.training and len(x) > 9:
+            raise torch.OutOfMemoryError
+        return net.plain(x) - net.plain(x).mean(0)
+
+    refused(Net(seeing, dropout=0.5).double(), "depends on", FORTY, size=None)
 
 
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="received function"):
-        Chunked(step, size=8)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("size", "rows", "later"), [(20, 20, 20), (None, 1, 40)])
+def test_what_cannot_be_cut_finer_raises_them(size: Any, rows: int, later: int) -> None:
+    """A fixed size, and one row."""
+    net, budget = hungry()
+    with Chunked(net, size=size):
+        gradient(net, of_forty)
+        loss = of_forty(net)
+        budget.most_without = budget.most = budget.most_backward = 0
+        with pytest.raises(torch.OutOfMemoryError, match=f"no room for {rows} rows"):
+            of_forty(net)
+        with pytest.raises(torch.OutOfMemoryError, match=f"no room for {later} rows"):
+            loss.backward()
+
+
+def test_no_graph_outlives_its_chunk_or_its_loss() -> None:
+    net, budget = hungry()
+    gc.disable()
+    try:
+        with Chunked(net, size=5):
+            for _ in range(4):
+                gradient(net, of_forty)
+            assert budget.held == 0
+            budget.highest = 0
+            of_forty(net)  # a loss that is never used
+            assert budget.held == 0
+            gradient(net, of_forty)
+            assert budget.highest <= 5
+    finally:
+        gc.enable()
+    gradient(net, of_forty)
+    assert budget.highest == 40  # the whole batch holds all rows
+
+
+# ---- gradients are added up where they arrive ----------------------------------------
+
+
+def peak(size: int | None) -> float:
+    """The most bytes of the second step, as a multiple of the parameters'."""
+    net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 16
+    x = torch.randn(rows, 256)
+    with Chunked(net, size=4):
+        net(x).square().mean().backward()  # which looks at rows as well
+        net(x)
+        net.zero_grad()
+        with LiveBytes() as live:
+            if size is None:
+                net(x).square().mean().backward()
+            else:  # the control: sums beside each chunk's gradients
+                sums = [torch.zeros_like(p) for p in net.parameters()]
+                for part in x.split(size):
+                    loss = net(part).square().mean()
+                    found = torch.autograd.grad(loss, list(net.parameters()))
+                    for one, other in zip(sums, found, strict=True):
+                        one.add_(other)
+    return live.peak / (4 * sum(p.numel() for p in net.parameters()))
+
+
+def test_there_is_never_a_second_gradient_of_all_parameters() -> None:
+    assert peak(None) < 1.5
+    assert peak(4) > 1.9
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["all again", "as it stands"])
+def test_a_chunk_without_memory_leaves_no_share(again: bool, monkeypatch: Any) -> None:
+    """The head's gradient has arrived when the body's has no room."""
+    net, budget = hungry()
+    _, wanted = gradient(net, of_forty)
+    budget.most_backward = 9
+    if not again:
+        monkeypatch.setattr(Shadows, "clear", lambda _: None)
+    with Chunked(net):
+        _, found = gradient(net, of_forty)
+    assert budget.failures
+    assert (off_by(found, wanted) <= EXACT) == again

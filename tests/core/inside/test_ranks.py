@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.core.common import whole_gradients
 from tests.core.conftest import OnRanks
 from tests.core.inside.common import (
     CLASSES,
@@ -107,15 +108,8 @@ def flat(tensors: Any, model: nn.Module) -> Tensor:
 
 def on_ddp(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Tensor, ...]:
     rarely = "find_unused_parameters" in options
-    wrapping: dict[str, Any] = {
-        name: True
-        for name in (
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "static_graph",
-        )
-        if options.get(name)
-    }
+    of_ddp = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    wrapping: Any = {name: options[name] for name in of_ddp if name in options}
     results = []
     for cut in (False, True):
         model = Model(options.get("dropout", 0.0), rarely=rarely).double()
@@ -215,9 +209,7 @@ def by_hand(rank: int, world_size: int, part: str) -> Tensor:
         for _ in range(3):
             model.zero_grad()
             nt_xent(model(x), x).backward()
-        found.append(
-            torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
-        )
+        found.append(whole_gradients(model))
     return torch.stack(found)
 
 
@@ -243,10 +235,9 @@ def by_parts(rank: int, world_size: int) -> str:
 
 
 def test_parts_of_a_cut_that_fsdp2_shards_are_refused(on_ranks: OnRanks) -> None:
+    said = "sharded by fully_shard .FSDP2. for itself.* as one grou"
     for found in on_ranks(by_parts, 2):
-        assert re.search(
-            "sharded by fully_shard .FSDP2. for itself.* as one grou", found
-        )
+        assert re.search(said, found)
 
 
 def test_the_first_fsdp_within_is_refused() -> None:

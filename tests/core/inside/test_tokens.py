@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.inside.common import EXACT, NAIVE, gradient, off, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, model_of, off, off_by
 from trainkit import Chunked, TrainkitError
 from trainkit.core.inside import call
 from trainkit.core.inside import tokens as tokens_module
@@ -38,15 +38,9 @@ class Reader(nn.Module):
         self.shapes: list[torch.Size] = []
         self.double()
 
-    def forward(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor,
-        scale: Tensor | None = None,
-        target: Tensor | None = None,
-        side: Tensor | None = None,
-        square: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, attention_mask: Tensor, **given: Any) -> Any:
+        names = ("scale", "target", "side", "square")
+        scale, target, side, square = map(given.get, names)
         self.shapes.append(ids.shape)
         x = self.embed(ids)
         if scale is not None:
@@ -69,7 +63,7 @@ class Reader(nn.Module):
 class Tagger(Reader):
     """It does not look at the mask."""
 
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         x = self.embed(ids).tanh()
         return self.out(x), x[:, 0] * 0
 
@@ -130,11 +124,9 @@ def test_a_batch_without_padding_before_one_with_it() -> None:
 def test_outputs_are_in_the_order_of_the_rows_and_0_at_padding() -> None:
     net, real = Reader(), DATA["mask"] == 1
     wanted, pooled = net(DATA["ids"], DATA["mask"])
-    reads, spans = [], tokens_module.spans_of
-    reading = mock.patch.object(
-        tokens_module, "spans_of", side_effect=lambda m: reads.append(1) or spans(m)
-    )
-    with Chunked(net, tokens=TOKENS), reading:
+    spans = tokens_module.spans_of
+    reading = mock.patch.object(tokens_module, "spans_of", side_effect=spans)
+    with Chunked(net, tokens=TOKENS), reading as reads:
         for _ in range(2):
             net(DATA["ids"], DATA["mask"])
         compared, net.shapes = net.shapes[1:], []
@@ -144,7 +136,7 @@ def test_outputs_are_in_the_order_of_the_rows_and_0_at_padding() -> None:
     assert found.shape == wanted.shape
     assert not found[0, WIDTH // 2 :].any()
     assert wanted[0, WIDTH // 2 :].any()
-    assert len(reads) == 3  # once in a call
+    assert reads.call_count == 3  # once in a call
     # Chunks keep the budget, and compute less; what is compared keeps twice of it.
     assert max(shape.numel() for shape in compared) <= 2 * TOKENS
     assert sum(shape[0] for shape in net.shapes) == ROWS
@@ -201,9 +193,7 @@ def test_a_target_as_wide_as_the_mask_is_right_or_refused(at: int) -> None:
 
 
 @pytest.mark.parametrize("widths", [(12, 8), (8, 12)])
-def test_features_as_many_as_columns_are_not_cut_or_refused(
-    widths: Sequence[int],
-) -> None:
+def test_features_as_many_as_columns_are_not_cut_or_refused(widths: Any) -> None:
     side = torch.linspace(-1, 1, ROWS * 8).double().view(ROWS, 8)
     steps = [made(batch(width=width), side=side) for width in widths]
     if widths[0] != 8:
@@ -227,9 +217,7 @@ def unmasked(net: Any) -> Tensor:
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize(("kind", "wrong"), [(Tagger, inverse), (Reader, unmasked)])
-def test_a_loss_that_uses_padding_is_refused_in_each_pass(
-    kind: Any, wrong: Step, at: int
-) -> None:
+def test_a_loss_that_uses_padding_is_refused(kind: Any, wrong: Step, at: int) -> None:
     steps = [wrong if n == at else made() for n in range(4)]
     if kind is Tagger:
         steps = steps[at : at + 1]
@@ -241,12 +229,12 @@ def test_a_loss_that_uses_padding_is_refused_in_each_pass(
 
 
 class Unmasked(Reader):
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         return super().forward(ids, torch.ones_like(attention_mask))
 
 
 class Noisy(Reader):
-    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         logits, pooled = super().forward(ids, attention_mask)
         return logits + torch.randn_like(logits), pooled
 
@@ -279,28 +267,24 @@ def test_a_mask_is_needed() -> None:
 # ---- models of transformers ----------------------------------------------------------
 
 
-def model(kind: str, **more: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        **more,
-    )
-    torch.manual_seed(0)
-    options = {} if kind == "Llama" else {"add_pooling_layer": False}
-    return getattr(transformers, f"{kind}Model")(config, **options).double()
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def llama() -> Any:
-    return model("Llama", num_key_value_heads=1, use_cache=False)
+    how = {"num_key_value_heads": 1, "use_cache": False}
+    return model_of("LlamaModel", "Llama", **SIZES, **how)
 
 
 def bert() -> Any:
     """Without its pooler, which reads column 0: on the left that is padding."""
-    return model("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return model_of("BertModel", "Bert", False, **SIZES, **drops)
 
 
 class WithHead(nn.Module):
@@ -316,15 +300,11 @@ class WithHead(nn.Module):
         return self.head(hidden), (hidden * mask).sum(1) / mask.sum(1)
 
 
-@pytest.mark.parametrize(
-    ("make", "is_left", "positions"),
-    [
-        (llama, True, False),
-        (llama, False, True),
-        (bert, True, False),
-        (bert, True, True),
-    ],
-)
+READERS = [(llama, True, False), (llama, False, True)]
+READERS += [(bert, True, False), (bert, True, True)]
+
+
+@pytest.mark.parametrize(("make", "is_left", "positions"), READERS)
 def test_models_of_transformers_cannot_tell_or_are_refused(
     make: Any, is_left: bool, positions: bool
 ) -> None:

@@ -48,9 +48,7 @@ def bias() -> Any:
 
 
 @pytest.mark.parametrize(("kind", "size"), [(two_biases, 8), (summed, 1)])
-def test_shared_gradient_tensors_are_not_added_to_in_place(
-    kind: Any, size: int
-) -> None:
+def test_shared_gradients_are_not_added_to_in_place(kind: Any, size: int) -> None:
     net = twin(Net(kind, b=bias(), c=bias()))
     assert off(net, size=size) <= EXACT
     stores = [p.grad.untyped_storage().data_ptr() for p in net.parameters()]
@@ -60,24 +58,23 @@ def test_shared_gradient_tensors_are_not_added_to_in_place(
 def test_adding_in_place_would_count_shared_gradients_twice() -> None:
     net = twin(Net(two_biases, b=bias(), c=bias()))
     _, wanted = gradient(net, step)
-    out = net(X).detach().requires_grad_()
+    out: Any = net(X).detach().requires_grad_()
     nt_xent(out, LABELS).backward()
-    sums: dict[str, Tensor] = {}
-    named = dict(net.named_parameters())
-    for x, g in zip(X.split(8), out.grad.split(8), strict=True):  # type: ignore[union-attr]
-        found = torch.autograd.grad(net(x), list(named.values()), g)
-        for name, each in zip(named, found, strict=True):
-            sums[name] = sums[name].add_(each) if name in sums else each
-    assert off_by(torch.cat([x.flatten() for x in sums.values()]), wanted) > NAIVE
+    first, *rest = [
+        torch.autograd.grad(net(x), list(net.parameters()), g)
+        for x, g in zip(X.split(8), out.grad.split(8), strict=True)
+    ]
+    for found in rest:
+        for total, each in zip(first, found, strict=True):
+            total.add_(each)
+    assert off_by(torch.cat([x.flatten() for x in first]), wanted) > NAIVE
 
 
 # ---- changed between forward and backward --------------------------------------------
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_weights_and_arguments_changed_before_the_backward_pass_are_refused(
-    trains: bool,
-) -> None:
+def test_weights_and_arguments_changed_before_are_refused(trains: bool) -> None:
     net, x = twin(Net()), X.clone()
     net.head.requires_grad_(trains)
     with Chunked(net, size=8):
@@ -92,14 +89,8 @@ def test_weights_and_arguments_changed_before_the_backward_pass_are_refused(
             loss.backward()
 
 
-def heated(net: Any, x: Tensor) -> Tensor:
-    return net.plain(x) * net.heat
-
-
-def test_a_number_that_changes_before_the_backward_pass_is_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    net = twin(Net(heated, heat=1.0))
+def test_a_number_that_changes_before_backward_is_put_back(monkeypatch: Any) -> None:
+    net = twin(Net(lambda net, x: net.plain(x) * net.heat, heat=1.0))
     _, wanted = gradient(net, step)
 
     def cooled(net: Any) -> Tensor:
@@ -307,10 +298,9 @@ def test_functional_call_is_refused_once_the_module_has_its_own_parameters() -> 
         loss = nt_xent(torch.func.functional_call(net, others, (X,)), LABELS)
         with pytest.raises(TrainkitError, match="functional_call"):
             loss.backward()
+        called = lambda p: torch.func.functional_call(net, p, (X,)).sum()  # noqa: E731
         with pytest.raises(TrainkitError, match=r"torch\.func"):
-            torch.func.grad(
-                lambda p: torch.func.functional_call(net, p, (X,)).sum(),
-            )(others)
+            torch.func.grad(called)(others)
 
 
 # ---- left outside the outputs --------------------------------------------------------

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import TokenNet, pad, ragged_sequences, token_loss
+from tests.core.common import waiting_is_an_error
+from tests.helpers import TokenNet, gradients, pad, ragged_sequences, token_loss
 from trainkit import Accumulator, NoiseMoments, PerToken, TrainkitError, Uniform
 from trainkit.core.noise.moments import squared_norm
 
@@ -62,8 +63,8 @@ def by_hand(net: nn.Module, weights: list[float]) -> Tensor:
     """The sums of a window of all batches, from a backward pass of each."""
     rows = []
     for batch, weight in zip(BATCHES, weights, strict=True):
-        gradients = torch.autograd.grad(token_loss(net, batch), trained(net))
-        rows.append(weight * torch.cat([g.double().flatten() for g in gradients]))
+        found = torch.autograd.grad(token_loss(net, batch), trained(net))
+        rows.append(weight * torch.cat([g.double().flatten() for g in found]))
     u, w = torch.stack(rows), torch.tensor(weights, dtype=torch.float64)
     sums = [u.sum(0).square().sum(), u.square().sum(), w.sum() ** 2, w @ w, w.sum()]
     return torch.stack([*sums, torch.tensor(float(sum(SIZES))), torch.ones(())])
@@ -81,9 +82,8 @@ class Training:
         self.reduction = getattr(strategy, "loss_reduction", "mean")
         strategy = strategy or PerToken()
         self.optimizer = torch.optim.SGD(trained(self.net), lr=0.1)
-        self.accumulator = Accumulator(
-            strategy, module=self.net, scaler=self.scaler, nonfinite="allow"
-        )
+        options: Any = {"scaler": self.scaler, "nonfinite": "allow"}
+        self.accumulator = Accumulator(strategy, module=self.net, **options)
         self.moments = NoiseMoments(self.accumulator, self.optimizer, last=self.last)
 
     def _backward(self, loss: Tensor) -> None:
@@ -103,9 +103,7 @@ class Training:
         if self.scaler is not None and unscales:
             self.scaler.unscale_(self.optimizer)
         self.moments.add(stats, samples=sum(SIZES), **how)
-        self.gradient = torch.cat(
-            [p.grad.flatten() for p in trained(self.net) if p.grad is not None]
-        )
+        self.gradient = gradients(self.net)
         self.net.zero_grad()
         return self.moments.table[-1]
 
@@ -161,8 +159,7 @@ def test_the_gradient_is_the_same_to_the_bit() -> None:
     measured.window()
     plain.run(*BATCHES)
     plain.accumulator.finish(plain.optimizer)
-    grads = [p.grad.flatten() for p in trained(plain.net) if p.grad is not None]
-    assert torch.equal(measured.gradient, torch.cat(grads))
+    assert torch.equal(measured.gradient, gradients(plain.net))
     assert all(not p._backward_hooks for p in measured.net.parameters())
 
 
@@ -214,9 +211,9 @@ def test_a_pass_that_is_run_again_or_dropped_counts_once() -> None:
     training.moments.watch()
     training.run(*BATCHES[:2])
     kept, net = training.accumulator.window.copy(), training.net
-    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    held = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     training.run(BATCHES[4])  # too much for the memory, say
-    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+    for parameter, gradient in zip(net.parameters(), held, strict=True):
         parameter.grad = gradient
     training.accumulator.rewind(kept)
     training.run(*BATCHES[2:])
@@ -312,11 +309,7 @@ def test_a_measured_window_on_a_gpu_waits_for_nothing() -> None:
         return training.added()
 
     window()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(6):
             window()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert off(window().cpu(), Training().window()) < 1e-4

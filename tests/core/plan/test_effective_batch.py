@@ -1,7 +1,9 @@
-"""The effective batch, the plan that makes it, and an epoch against torch's loader."""
+"""The effective batch, the plan that makes it, an epoch against torch's loader; and the
+stages of a schedule, their windows, and how many steps they make."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,8 +15,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from tests.zoo.callbacks import SENT
 from trainkit import BatchPlan, EffectiveBatch, EpochPlan
 from trainkit.core.plan.options import brief
+from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
 from trainkit.errors import TrainkitError
 
 numbers = st.integers(1, 60)
@@ -36,9 +40,7 @@ def ranked(one: BatchPlan) -> tuple[int, int, int]:
 @example(14, 4, 2)  # 12 = 1 x 3 and 16 = 2 x 2 are as near: the cheaper
 @example(10, 4, 8)  # 8 and 12 are as near: the smaller
 @given(target=st.integers(1, 150), ranks=numbers, largest=numbers)
-def test_plan_equals_the_best_by_brute_force(
-    target: int, ranks: int, largest: int
-) -> None:
+def test_plan_equals_the_best_of_all(target: int, ranks: int, largest: int) -> None:
     every = [  # distance, micro-batches, and their size
         (abs(micro * accumulate * ranks - target), accumulate, micro)
         for micro, accumulate in product(range(1, largest + 1), range(1, target + 2))
@@ -67,9 +69,7 @@ def test_a_trillion_and_the_largest_prime_below_it_take_no_time(target: int) -> 
         (lambda k: k**3, 8),
     ],
 )
-def test_rate_equals_the_rules_for_the_batch_that_is_made(
-    rule: Any, factor: float
-) -> None:
+def test_rate_is_the_rules_for_the_batch_that_is_made(rule: Any, factor: float) -> None:
     rounded = plan(10, largest=8)  # 8 samples, where 10 cannot be made
     for made, reference in ((plan(), 256), (rounded, 4)):
         scaled = made.scaled_rate(0.1, reference_batch=reference, rule=rule)
@@ -175,3 +175,121 @@ def test_what_is_no_size_is_refused(value: Any) -> None:
 def test_what_cannot_be_made_is_refused(make: Any, options: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         make(**options)
+
+
+# ---- the stages of a schedule --------------------------------------------------------
+
+
+@given(
+    sizes=st.dictionaries(st.integers(0, 30), st.integers(1, 9), max_size=6),
+    at=st.integers(0, 40),
+)
+def test_at_equals_the_last_start_reached(sizes: dict[int, int], at: int) -> None:
+    sizes = {0: 5, **sizes}
+    expected = sizes[max(start for start in sizes if start <= at)]
+    stages = Stages.make(dict(sorted(sizes.items(), reverse=True)))
+    assert stages.at(at) == stages.at(at + 0.5) == expected
+
+
+@given(start=st.integers(1, 20), end=st.integers(1, 20), over=st.integers(1, 60))
+def test_ramp_goes_evenly_and_arrives(start: int, end: int, over: int) -> None:
+    """Megatron's rampup-batch-size; in whole micro-batches, never ahead of the line."""
+    stages = Stages.ramp(start, end, over, "step")
+    sizes = [stages.at(i) for i in range(over + 5)]
+    assert set(sizes[over:]) == {end}
+    assert sizes == sorted(sizes, reverse=end < start)
+    for i in range(over):
+        assert abs(sizes[i] - start) == math.floor(i * abs(end - start) / over)
+
+
+def by_hand(stages: Stages, batches: int, epochs: int, tokens: float) -> int:
+    """Windows, micro-batch by micro-batch; tokens are read one window late."""
+    step, seen, late = 0, 0.0, 0.0
+    for epoch in range(epochs):
+        left = taken = 0
+        for index in range(batches):
+            if left == 0:
+                at = {"epoch": epoch, "step": step, "tokens": late}[stages.unit]
+                left, taken = stages.at(at), 0
+            left -= 1
+            taken += 1
+            if left == 0 or index == batches - 1:
+                step += 1
+                late, seen = seen, seen + taken * tokens
+    return step
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.dictionaries(st.integers(1, 30), st.integers(1, 9), max_size=5),
+    unit=st.sampled_from(["epoch", "step", "tokens"]),
+    batches=st.integers(1, 20),
+    epochs=st.integers(1, 6),
+    limit=st.one_of(st.just(math.inf), st.integers(0, 30)),
+)
+def test_number_of_windows_equals_counting(
+    sizes: dict[int, int], unit: StageUnit, batches: int, epochs: int, limit: float
+) -> None:
+    stages = Stages.make({0: 3, **sizes}, unit)
+    counted = by_hand(stages, batches, epochs, 1.5)
+    found = stages.num_steps(batches, epochs, max_steps=limit, tokens=1.5)
+    assert found == min(counted, limit)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3, 4, 5, 8])
+def test_num_steps_of_one_size_equals_the_ceiling(batches: int) -> None:
+    """transformers#37777: also where the size divides the epoch."""
+    assert Stages.make({0: 4}).num_steps(batches, 3) == 3 * math.ceil(batches / 4)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({}, [], None, 4, "4", {0: 0}, {0: -1}, {0: 1.5}, {0: True}, {False: 2}),
+        *({0: 2, -1: 3}, {0: 2, 1.5: 3}, {0: "4"}, {7: 1, 3: 2}),
+    ],
+)
+def test_what_are_no_stages_is_refused(sizes: Any) -> None:
+    with pytest.raises(TrainkitError) as refused:
+        Stages.make(sizes, "step")
+    said = str(refused.value)
+    assert f"must map a start to a window's size, received {sizes!r}. A start" in said
+    assert "one start is 0: {0: 8, 10: 4} means 8" in said
+    assert "4 from step 10 on" in said
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, None])
+def test_other_options_that_make_no_stages_are_refused(value: Any) -> None:
+    for name in ("start", "end", "over"):
+        options: dict[str, Any] = {"start": 1, "end": 4, "over": 10, name: value}
+        with pytest.raises(TrainkitError, match=f"ramp {name}: must be a whole number"):
+            Stages.ramp(**options, unit="step")
+    with pytest.raises(TrainkitError, match="unit: must be one of.*'step', 'tokens'"):
+        Stages.ramp(1, 2, 3, value)
+    with pytest.raises(TrainkitError, match="needs tokens_per_micro_batch="):
+        Stages.make({0: 1}, "tokens").num_steps(10, 1)
+
+
+# ---- a window's size that knows where windows began ----------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 9])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_remainder_equals_the_place_in_the_window(size: int, first: int) -> None:
+    """yolov5#3722: with a plain number the place depends on where the epoch began."""
+    window, indices = WindowSize(size, first), range(first, first + 3 * size)
+    places = [batch_idx % window for batch_idx in indices]
+    assert places == 3 * list(range(size))
+    plain = [batch_idx % size for batch_idx in indices]
+    assert (plain == places) == (first % size == 0)
+
+
+@pytest.mark.parametrize("copied", [lambda size: size, copy.copy, *SENT.values()])
+def test_in_all_else_it_is_a_number_and_copies_equal_it(copied: Any) -> None:
+    size = copied(WindowSize(3, 4))
+    assert (type(size), size, size.first_batch, 6 % size) == (WindowSize, 3, 4, 2)
+    assert (size + 1, 2 * size, 12 / size, -size) == (4, 6, 4.0, -3)
+    assert (size % 2, 7 // size) == (1, 2)
+    assert (str(size), repr(size), f"{size:02}", hash(size)) == ("3", "3", "03", 3)
+    assert WindowSize(3, 1) == size == 3
+    assert (list(range(size)), type(int(size))) == ([0, 1, 2], int)

@@ -1,14 +1,20 @@
-"""Each formula equals its paper's, and going by k and then by j equals once by k j."""
+"""Each formula equals its paper's, and going by k and then by j equals once by k j; a
+curve that torch lacks."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from trainkit import TrainkitError, warmup_cosine
+from trainkit.core.plan.rates import WarmupCosine
 from trainkit.core.plan.scaling import (
     RULES,
     ScalingRule,
@@ -19,7 +25,6 @@ from trainkit.core.plan.scaling import (
     same_half_life,
     warmed_up,
 )
-from trainkit.errors import TrainkitError
 
 KS = (0.25, 1, 2, 3, 8)
 FORMULAS: dict[tuple[str, str], Any] = {  # the papers': of the value, and k
@@ -37,9 +42,7 @@ FORMULAS: dict[tuple[str, str], Any] = {  # the papers': of the value, and k
 
 
 @pytest.mark.parametrize(("name", "attribute"), FORMULAS)
-def test_formula_equals_the_papers_and_k_then_j_equals_their_product(
-    name: str, attribute: str
-) -> None:
+def test_formula_is_the_papers_and_k_then_j_is_k_j(name: str, attribute: str) -> None:
     change = getattr(make_rule(name), attribute)
 
     def after(value: float, k: float) -> float:
@@ -119,9 +122,7 @@ def gained(name: str, noise_scale: float) -> ScalingRule:
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for kind in KINDS for name in KINDS[kind].split()]
 )
-def test_auto_knows_optimizers_and_gain_is_of_the_same_kind(
-    name: str, kind: str
-) -> None:
+def test_auto_knows_optimizers_and_gain_is_alike(name: str, kind: str) -> None:
     """Well below the noise scale gain is auto's rule; near it, it is not."""
     auto, rule = make_rule("auto", optimizer(name)), gained(name, 1e9)
     assert auto is RULES[kind]
@@ -208,3 +209,45 @@ def test_warmed_up_factor_is_linear_from_one_and_one_below_it_holds_at_once(
     rising = line if factor > 1 else [factor] * steps
     assert found[:steps] == pytest.approx(rising)
     assert found[steps:] == [factor] * 3
+
+
+# ---- a curve of rates ----------------------------------------------------------------
+
+EXACT = 1e-12
+
+
+def warmed(steps: int = 10, scheduler: Any = warmup_cosine, **how: Any) -> list[float]:
+    """The rate before each of the steps."""
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    made, found = scheduler(optimizer, **how), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return found
+
+
+def test_the_curve_is_the_formula_and_torchs_without_a_warm_up() -> None:
+    up = [0.5, 1.0, 1.5, 2.0]
+    down = [2 * (0.25 + 0.75 * (1 + math.cos(math.pi * k / 6)) / 2) for k in range(7)]
+    found = warmed(12, total_steps=10, warmup=0.4, final=0.25)
+    assert found == pytest.approx([*up, *down, 0.5], abs=EXACT)
+    theirs = warmed(scheduler=CosineAnnealingLR, T_max=10)
+    assert warmed(total_steps=10) == pytest.approx(theirs, abs=EXACT)
+    curve = WarmupCosine(10, 2, 0.1)
+    assert pickle.loads(pickle.dumps(curve)) == curve
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("total_steps", -1, "must be a whole number from 1 .* received -1. It is the"),
+        ("total_steps", math.inf, "must be a whole number .* received inf. It is the"),
+        ("warmup", 20, "must lie in 0 to 1, received 20. It is a share of the steps"),
+        ("warmup", -1, "must lie in 0 to 1, received -1"),
+        ("final", 1.5, "must lie in 0 to 1, received 1.5. It is .* the largest rate"),
+    ],
+)
+def test_what_makes_no_curve_is_refused(name: str, value: float, text: str) -> None:
+    with pytest.raises(TrainkitError, match=f"warmup_cosine {name}: {text}"):
+        warmed(**{"total_steps": 10, name: value})

@@ -45,9 +45,8 @@ def test_rows_of_one_length_are_cut_evenly_in_their_order(
     for found in ([len(m.rows) for m in micros], [m.padded for m in micros]):
         assert found == sizes == [m.real for m in micros]
     assert torch.equal(torch.cat([micro.batch for micro in micros]), x)
-    assert all(
-        m.batch.data_ptr() in range(x.data_ptr(), x.data_ptr() + 99) for m in micros
-    )
+    memory = range(x.data_ptr(), x.data_ptr() + 99)
+    assert all(micro.batch.data_ptr() in memory for micro in micros)
     if num_rows == 10:
         for options in (MicroBatching(size=4), MicroBatching(tokens=30)):
             alike = Cutter(options, PerToken()).cut(ragged([7] * 10))
@@ -56,13 +55,9 @@ def test_rows_of_one_length_are_cut_evenly_in_their_order(
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize(
-    "options",
-    [{"tokens": 2048}, {"size": 8}, {"tokens": 2048, "size": 5}, {}],
-    ids=str,
+    "options", [{"tokens": 2048}, {"size": 8}, {"tokens": 2048, "size": 5}, {}], ids=str
 )
-def test_every_row_is_in_one_micro_batch_and_the_first_is_the_largest(
-    name: str, options: dict[str, int]
-) -> None:
+def test_each_row_is_in_one_and_the_largest_is_first(name: str, options: Any) -> None:
     lengths = window(name, random.Random(4))
     batch = ragged(lengths, side="left")
     micros = Cutter(MicroBatching(**options), PerToken()).cut(batch)  # type: ignore[arg-type]
@@ -166,9 +161,7 @@ def step(batches: list[Any]) -> tuple[float, Tensor]:
     [{"tokens": 24}, {"tokens": 24, "size": 2}, {"size": 3}, {"size": 1}, {}],
     ids=str,
 )
-def test_step_of_cut_window_equals_that_of_the_whole(
-    side: Side, options: dict[str, int]
-) -> None:
+def test_step_of_cut_window_equals_that_of_the_whole(side: Side, options: Any) -> None:
     batch = ragged([9, 2, 5, 14, 1, 7, 3, 3, 12, 6], side=side)
     micros = Cutter(MicroBatching(**options), PerToken()).cut(batch)  # type: ignore[arg-type]
     loss, gradient = step([micro.batch for micro in micros])
@@ -279,29 +272,16 @@ def test_pair_of_matrices_is_cut_also_where_a_short_batch_looks_like_images() ->
 # ---- what cannot be cut --------------------------------------------------------------
 
 
-class Box:
-    def __init__(self) -> None:
-        self.x = X
+def made(name: str, **attributes: Any) -> Any:
+    """An object of a class that nobody knows."""
+    found = type(name, (), {})()
+    vars(found).update(attributes)
+    return found
 
 
-class Hidden:
-    def __init__(self) -> None:
-        self._x = X
-
-
-class Graphs:
-    """As a batch of torch_geometric."""
-
-    def __init__(self) -> None:
-        self._store = {"x": torch.zeros(9, 3)}
-
-
-class Opaque:
-    """As a batch of dgl, whose tensors nobody can see."""
-
-    batch_size = 4
-
-
+BOX, HIDDEN = made("Box", x=X), made("Hidden", _x=X)
+GRAPHS = made("Graphs", _store={"x": torch.zeros(9, 3)})  # as torch_geometric's batch
+OPAQUE = made("Opaque", batch_size=4)  # as dgl's, whose tensors nobody can see
 JAGGED = torch.nested.nested_tensor([X[0], X[:, 0]], layout=torch.jagged)
 
 
@@ -318,12 +298,12 @@ JAGGED = torch.nested.nested_tensor([X[0], X[:, 0]], layout=torch.jagged)
         ([{"x": np.zeros(6)}] * 2, r"no tensor with rows.*list of samples"),
         ([torch.zeros(3), torch.zeros(5)], r"cannot tell the rows.*\[3, 5\].*collate="),
         ((IMAGES, BOXES), r"no tensor with rows.*list of samples"),
-        (Graphs(), r"the batch is a Graphs, whose rows.*x: float32.*collate="),
-        ({"g": Graphs()}, r"field 'g' is a Graphs.*collate=Batch.from_data_list"),
-        (Opaque(), r"the batch is a Opaque, whose rows cannot.*collate="),
-        ((X, Opaque()), r"field '1' is a Opaque, whose rows cannot"),
-        ((X, Hidden()), r"field '1' is a Hidden, whose rows cannot.*_x: float32"),
-        ((X, Box()), r"field '1' is a Box, whose rows cannot.*tuple\(float32"),
+        (GRAPHS, r"the batch is a Graphs, whose rows.*x: float32.*collate="),
+        ({"g": GRAPHS}, r"field 'g' is a Graphs.*collate=Batch.from_data_list"),
+        (OPAQUE, r"the batch is a Opaque, whose rows cannot.*collate="),
+        ((X, OPAQUE), r"field '1' is a Opaque, whose rows cannot"),
+        ((X, HIDDEN), r"field '1' is a Hidden, whose rows cannot.*_x: float32"),
+        ((X, BOX), r"field '1' is a Box, whose rows cannot.*tuple\(float32"),
         ((X, X.to_sparse()), r"field '1' is a torch.sparse_coo tensor.*shared="),
         ((JAGGED, X[:2]), r"field '0' is a nested tensor"),
     ],

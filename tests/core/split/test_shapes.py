@@ -33,9 +33,7 @@ FEW = {
 
 @pytest.mark.parametrize("side", ["right", "left", "mixed"])
 @pytest.mark.parametrize("options", FEW.values(), ids=FEW)
-def test_every_micro_batch_has_one_of_few_shapes(
-    options: MicroBatching, side: Side
-) -> None:
+def test_every_micro_batch_has_one_of_few_shapes(options: Any, side: Side) -> None:
     """Each row is in one of them, whole; what fills it counts nothing."""
     cutter = Cutter(options, PerToken(), LABELS)
     for number, name in enumerate(DISTRIBUTIONS):
@@ -102,9 +100,7 @@ def documents(*lengths: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", [PerToken(shift=True), PerSample()])
-def test_a_flattened_row_is_filled_by_a_document_that_counts_nothing(
-    strategy: Any,
-) -> None:
+def test_a_document_that_counts_nothing_fills_a_flattened_row(strategy: Any) -> None:
     """It is as `PackCollate(lengths=)` makes it: no field has a size that depends on
     how many documents there are."""
     cutter = Cutter(MicroBatching(tokens=16, shapes=3), PerToken(), LABELS)
@@ -112,9 +108,8 @@ def test_a_flattened_row_is_filled_by_a_document_that_counts_nothing(
     micros = cutter.cut(batch)
     fields = {"input_ids", "labels", "position_ids", "seq_idx", "weight"}
     assert [each.rows for each in micros] == [[0, 2, 4], [1, 3, 5]]
-    assert sum(float(strategy.weight(each.batch)) for each in micros) == float(
-        strategy.weight(batch)
-    )
+    weights = [float(strategy.weight(each.batch)) for each in micros]
+    assert sum(weights) == float(strategy.weight(batch))
     (small,) = cutter.cut(documents(3, 2))
     for each, number in ((micros[0], 16), (micros[1], 16), (small, 8)):
         assert {*each.batch} == fields - ({"weight"} if each is small else set())
@@ -248,9 +243,8 @@ def test_flattened_batches_keep_what_each_document_has_and_what_all_share() -> N
     first = {**FLAT, "target": torch.tensor([1.0, 2.0]), "name": ["a", "b"]}
     second = {**FLAT, "target": torch.tensor([3.0, 4.0]), "name": ["c", "d"]}
     table, words = torch.arange(7.0), ["x", "y", "z"]
-    joined = join(
-        [{**each, "table": table, "words": words} for each in (first, second)]
-    )
+    shared = {"table": table, "words": words}
+    joined = join([{**each, **shared} for each in (first, second)])
     assert joined["target"].tolist() == [1, 2, 3, 4]
     assert joined["name"] == ["a", "b", "c", "d"]
     assert torch.equal(joined["table"], table)
@@ -263,39 +257,37 @@ def test_lists_of_samples_become_one() -> None:
 
 BATCH = ragged([3, 2])
 FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
+ARRAYS = {**BATCH, "x": BATCH["ids"].numpy()}
+BLOCKS = {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)}
+
+
+def with_(**more: Any) -> dict[str, Any]:
+    return {**BATCH, **more}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        (BATCH, {**BATCH, "x": 1}, r"\['x'\] must have the same fields"),
-        ({**BATCH, "n": 3}, {**BATCH, "n": 4}, "'n' is shared by its rows, and diff"),
+        (BATCH, with_(x=1), r"\['x'\] must have the same fields"),
+        (with_(n=3), with_(n=4), "'n' is shared by its rows, and diff"),
         (
-            {**BATCH, "table": torch.zeros(5)},
-            {**BATCH, "table": torch.ones(5)},
+            with_(table=torch.zeros(5)),
+            with_(table=torch.ones(5)),
             "'table' is shared by its rows, and differs",
         ),
         (
-            {**BATCH, "x": torch.zeros(2, 7)},
-            {**BATCH, "x": torch.zeros(2, 8)},
+            with_(x=torch.zeros(2, 7)),
+            with_(x=torch.zeros(2, 8)),
             "'x' differs in size, and no mask",
         ),
         (
-            {**BATCH, "x": torch.zeros(2)},
-            {**BATCH, "x": torch.zeros(3)},
+            with_(x=torch.zeros(2)),
+            with_(x=torch.zeros(3)),
             "'x' has a row for each of the batch in some only",
         ),
-        (
-            {**BATCH, "x": BATCH["ids"].numpy()},
-            {**BATCH, "x": BATCH["ids"].numpy()},
-            "'x' must be a tensor or a list to be joined",
-        ),
+        (ARRAYS, ARRAYS, "'x' must be a tensor or a list to be joined"),
         (BATCH, FLAT, "'documents' are told apart in some of them only"),
-        (
-            {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)},
-            {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)},
-            "mask of blocks",
-        ),
+        (BLOCKS, BLOCKS, "mask of blocks"),
     ],
     ids="fields number table width rows arrays documents blocks".split(),
 )
@@ -306,7 +298,7 @@ def test_batches_that_are_unlike_are_refused(
         join([first, second])
 
 
-def test_documents_that_a_field_of_an_unknown_name_tells_apart_are_not_joined() -> None:
+def test_documents_told_apart_by_a_field_of_an_unknown_name_are_not_joined() -> None:
     batch = {"input_ids": FLAT["input_ids"], "own": FLAT["position_ids"]}
     with pytest.raises(TrainkitError, match="pool: .*'own' must have a known name"):
         join([batch, batch], documents="own")

@@ -35,19 +35,15 @@ NAIVE = 0.1
 
 def off_by(found: Any, wanted: Any) -> float:
     """The relative distance of two lists of tensors."""
-    pairs = list(zip(found, wanted, strict=True))
-    apart = sum(
-        float((a.double() - b.double()).detach().square().sum()) for a, b in pairs
-    )
-    whole = sum(float(b.detach().double().square().sum()) for _, b in pairs)
+    lists = [[each.detach().double() for each in given] for given in (found, wanted)]
+    apart = sum(float((a - b).square().sum()) for a, b in zip(*lists, strict=True))
+    whole = sum(float(b.square().sum()) for b in lists[1])
     return (apart / whole if apart else 0.0) ** 0.5
 
 
 def gradients(net: nn.Module) -> list[Tensor]:
-    return [
-        torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for p in net.parameters()
-    ]
+    pairs = [(p, p.grad) for p in net.parameters()]
+    return [torch.zeros_like(p) if grad is None else grad.clone() for p, grad in pairs]
 
 
 def state(net: nn.Module) -> list[Tensor]:
@@ -128,9 +124,13 @@ def check_same(found: Found, wanted: Found, at_most: float = EXACT) -> None:
 SIDE = 8
 
 
+def small() -> ResNet:
+    return ResNet(per_stage=1)
+
+
 def frozen() -> nn.Module:
     """With a frozen layer, frozen weights, and others that do not train."""
-    net = ResNet(per_stage=1)
+    net = small()
     net.bn1.eval()
     first: Any = net.stages[0]
     first.bn1.requires_grad_(False)
@@ -168,10 +168,6 @@ class Case:
     call: Callable[[Any, Tensor], Any] = lambda net, x: [net(x)]
 
 
-def _both(net: Any, x: Tensor) -> Any:
-    return list(net(x, other=x.flip(2) + 1, scale=0.5))
-
-
 def _dict(net: Any, x: Tensor) -> Any:
     found = net(x)
     return [found["out"], found["all"][0]]
@@ -192,11 +188,11 @@ CASES: dict[str, Case] = {
     "no_running": Case(lambda: plain(track_running_stats=False)),
     "nothing": Case(lambda: plain(affine=False, track_running_stats=False)),
     "eps_and_momentum": Case(lambda: plain(eps=0.1, momentum=0.7)),
-    "two_in_two_out": Case(Both, _both),
-    "twice": Case(Twice),
-    "called_twice": Case(
-        lambda: ResNet(per_stage=1), lambda net, x: [net(x), net(x * 2)]
+    "two_in_two_out": Case(
+        Both, lambda net, x: list(net(x, other=x.flip(2) + 1, scale=0.5))
     ),
+    "twice": Case(Twice),
+    "called_twice": Case(small, lambda net, x: [net(x), net(x * 2)]),
     "other_dims": Case(OtherDims, lambda net, x: [net(x[:, 0].view(-1, 4, 4, 4))]),
     "dict": Case(InDict, _dict),
     "in_place": Case(InPlace),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.core.tape import ways
 from tests.core.tape.common import EXACT, gradients, images, off_by, state, summed
-from tests.core.tape.way_tables import DRAWN, REFUSED, RIGHT
-from tests.core.tape.ways import FOREIGN, Case
+from tests.core.tape.refused_ways import DRAWN, REFUSED, Told
+from tests.core.tape.ways import FOREIGN, RIGHT, Case
 from trainkit import exact_batch_norm
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.ranks import Ranks
@@ -59,9 +59,7 @@ def steps(case: Case, size: int | None, *, is_apart: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_both_steps_are_the_big_batch_and_those_of_chunks_apart_are_not(
-    name: str,
-) -> None:
+def test_both_steps_are_the_big_batch_and_chunks_apart_are_not(name: str) -> None:
     case = RIGHT[name]
     wanted = steps(case, None)
     for one, other in zip(steps(case, 4), wanted, strict=True):
@@ -83,9 +81,7 @@ SILENT = "normed_backward", "straight_through", "reading"
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_what_few_rows_show_would_be_wrong(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_few_rows_show_would_be_wrong(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(forward, "check", lambda *_: None)
     case = REFUSED[name]
     assert off_by(steps(case, 4)[0], steps(case, None)[0]) > 1e-3
@@ -147,7 +143,7 @@ class Casting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.first(x)).relu().float()
-        return self.last(ways.Told.apply([self.act], hidden))
+        return self.last(Told.apply([self.act], hidden))
 
 
 @pytest.mark.parametrize(

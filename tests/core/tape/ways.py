@@ -1,13 +1,14 @@
-"""What a forward may do between two layers of BatchNorm."""
+"""What a forward may do between two layers of BatchNorm, and be right."""
 
 from __future__ import annotations
 
 import copy
-import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,6 +127,19 @@ def rows(x: Tensor) -> Any:
     return x.shape[0]
 
 
+def hook(path: str, kind: str = "forward") -> Callable[[Any], None]:
+    """A change: a hook that doubles what comes out, or its gradient."""
+
+    def change(net: Any) -> None:
+        module = net.get_submodule(path)
+        if kind == "forward":
+            module.register_forward_hook(lambda m, a, out: 2 * out)
+        else:
+            module.register_full_backward_hook(lambda m, a, out: (2 * a[0],))
+
+    return change
+
+
 # ---- ways of several lines -----------------------------------------------------------
 
 
@@ -145,14 +159,6 @@ def view_written(net: Any, x: Tensor) -> Tensor:
     x = x.sin()
     x[:, :2].mul_(3)
     return net.one[1](x) + x
-
-
-def over_a_layer(net: Any, x: Tensor) -> Tensor:
-    x = x.sin()
-    view = x[:, :2]
-    y = net.one[1](x * 1)
-    x.mul_(3)
-    return torch.cat([view, x[:, 2:]], 1) + y
 
 
 def rewritten(net: Any, x: Tensor) -> Tensor:
@@ -203,101 +209,10 @@ class Through(torch.autograd.Function):
         return 3 * gradient
 
 
-class Norming(torch.autograd.Function):
-    """Which normalises by the rows that it gets."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, training=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
-        return gradient
-
-
-class Calling(torch.autograd.Function):
-    """Which is given a module."""
-
-    @staticmethod
-    def forward(ctx: Any, body: nn.Module, x: Tensor) -> Tensor:
-        return body(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
-        return None, gradient
-
-
-class Told(torch.autograd.Function):
-    """What it does with gradients is given."""
-
-    @staticmethod
-    def forward(ctx: Any, act: Any, x: Tensor) -> Tensor:
-        ctx.act = act[0]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
-        return None, ctx.act(gradient)
-
-
-def normed_backward(net: Any, x: Tensor) -> Tensor:
-    return Told.apply([lambda gradient: gradient / gradient.norm()], x)
-
-
-def straight_through(net: Any, x: Tensor) -> Tensor:
-    """Its values do not see other rows, its gradient does."""
-    other = x.flip(0)
-    return x + other - other.detach()
-
-
-class Reading(torch.autograd.Function):
-    """Keeps a number that it reads from values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        GLOBAL["read"] = float(x.abs().mean())
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
-        return gradient
-
-
-def reading(net: Any, x: Tensor) -> Tensor:
-    return Reading.apply(x) + GLOBAL["read"] * x.sin()
-
-
 def on_shape(net: Any, x: Tensor) -> Tensor:
     if x.dim() != 4 or x.ndim != 4 or len(x.shape) != 4 or x.is_cuda:
         raise ValueError(x.shape)
     return x + torch.zeros(rows(x), 1, 1, 1, dtype=x.dtype, device=x.device)
-
-
-def summing(net: Any, x: Tensor) -> Tensor:
-    total = torch.zeros(4, 1, 1, dtype=torch.float64)
-    total += x.detach().square().sum((0, 2, 3)).view(4, 1, 1) * 0 + 1
-    return x * total
-
-
-def filled(net: Any, x: Tensor) -> Tensor:
-    table = torch.zeros(2, 4, 1, 1)
-    row = table[0]
-    row += x.detach()[0, :, :1, :1] * 0 + 1
-    return x * table[0]
-
-
-ONE_AND_TWO = itertools.cycle([1, 2])
-
-
-def other_shape(net: Any, x: Tensor) -> Tensor:
-    """Each time it returns another number of columns."""
-    return net.fc(pooled(net.one(x)))[:, : next(ONE_AND_TWO)]
-
-
-def more_outputs(net: Any, x: Tensor) -> list[Tensor]:
-    """Each time it returns another number of tensors."""
-    found = net.fc(pooled(net.one(x)))
-    return [found * number for number in range(next(ONE_AND_TWO))]
 
 
 def spectrum(net: Any, x: Tensor) -> Tensor:
@@ -315,19 +230,6 @@ def cached(net: Any, x: Tensor) -> Tensor:
 def overwriting(net: Any, x: Tensor) -> Tensor:
     y = x + 1
     return net.one[1](x) + (y.mul_(2) if GLOBAL["is_on"] else y * 2)
-
-
-class Drops(nn.Module):
-    """Layers and functions that draw for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = nn.Dropout(0.3), nn.Dropout2d(0.3, True), nn.AlphaDropout(0.2)
-        self.layers = nn.Sequential(*layers, nn.RReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = torch.bernoulli(torch.full_like(x, 0.5))
-        return self.layers(x * 1) + half * torch.empty_like(x).uniform_()
 
 
 class Layer(nn.BatchNorm2d):
@@ -374,18 +276,117 @@ def with_norms(net: Any) -> None:
     net.part = nn.Sequential(*norms, nn.LayerNorm([4, 8, 8]))
 
 
-def hook(path: str, kind: str = "forward") -> Callable[[Any], None]:
-    """A change: a hook that doubles what comes out, or its gradient."""
+# ---- what is right -------------------------------------------------------------------
 
-    def change(net: Any) -> None:
-        module = net.get_submodule(path)
-        if kind == "forward":
-            module.register_forward_hook(lambda m, a, out: 2 * out)
-        else:
-            module.register_full_backward_hook(lambda m, a, out: (2 * a[0],))
-
-    return change
-
-
-def refused(said: str, way: Any, **options: Any) -> Case:
-    return Case(way, refused=said, **options)
+RIGHT: dict[str, Case] = {
+    # operations
+    "mask": Case(lambda net, x: x.masked_fill(x > 0, 0.5)),
+    "put": Case(lambda net, x: x.clone().index_put_((x > 0,), torch.tensor(0.5).to(x))),
+    "foreign": Case(lambda net, x: x * FOREIGN),
+    "turned": Case(lambda net, x: (x.transpose(0, 1) * 2).transpose(0, 1)),
+    "layer_norm": Case(lambda net, x: F.layer_norm(x, x.shape[1:])),
+    "own_mean": Case(
+        lambda net, x: x + x.mean((1, 2, 3), True) / (x > 0).sum((1, 2, 3), True)
+    ),
+    "gather": Case(lambda net, x: x.gather(1, x.argsort(1))),
+    "one_hot": Case(lambda net, x: x * F.one_hot(x.argmax(1), 4).movedim(3, 1)),
+    "unfold": Case(lambda net, x: F.fold(F.unfold(x, 3, padding=1), 8, 3, padding=1)),
+    "resized": Case(lambda net, x: F.interpolate(F.max_pool2d(x, 2), size=x.shape[2:])),
+    "copy": Case(lambda net, x: torch.empty_like(x).copy_(x)),
+    "out": Case(twice_as),
+    "written": Case(written),
+    "view_written": Case(view_written),
+    "rewritten": Case(rewritten, is_whole=True),
+    "zeros": Case(
+        lambda net, x: torch.cat([x[:, 1:], x.new_zeros(rows(x), 1, 8, 8)], 1)
+    ),
+    "expand": Case(lambda net, x: x + net.token.expand(rows(x), -1, -1, -1)),
+    "repeat": Case(lambda net, x: x + net.token.repeat(rows(x), 1, 1, 1)),
+    "flat_rows": Case(lambda net, x: x.view(-1, 8).tanh().view(rows(x), 4, 8, 8)),
+    "two_views": Case(
+        lambda net, x: torch.add(*net.one[1](torch.cat([x, x.flip(2)])).chunk(2))
+    ),
+    "einsum": Case(lambda net, x: torch.einsum("bchw,cd->bdhw", x, net.weight)),
+    "on_shape": Case(on_shape),
+    "requires_grad": Case(lambda net, x: x.sin() if x.requires_grad else x),
+    "to": Case(lambda net, x: x * net.token.to(x) + x.new_ones(4, 1, 1)),
+    "complex": Case(spectrum),
+    "functional": Case(lambda net, x: F.batch_norm(x, None, None, training=True)),
+    "layer_in_front": Case(
+        lambda net, x: net.fc(pooled(net.two(net.one(x - x.mean(1, keepdim=True))))),
+        is_whole=True,
+    ),
+    # gradients and modes
+    "no_grad": Case(without_gradients),
+    "teacher": Case(by_a_teacher, lambda: {"teacher": conv_bn(4, 4, nn.Tanh())}),
+    "decorated": Case(lambda net, x: x * scaled(net, x)),
+    # Half precision within is not the big batch's.
+    "autocast": Case(in_half, limit=1e-3),
+    "function": Case(lambda net, x: Through.apply(x)),
+    "detached": Case(lambda net, x: x * x.detach().mean(1, keepdim=True) + x.data),
+    "nested_gradients": Case(lambda net, x: x * torch.func.grad(torch.sin)(ONE)),
+    "mode": Case(lambda net, x: x.sin() if torch.is_grad_enabled() else x),
+    # what is drawn once
+    "python": Case(lambda net, x: x * 3 if random.random() < 0.5 else x.sin()),
+    "numpy": Case(lambda net, x: x * float(np.random.rand())),
+    "fixed": Case(lambda net, x: x * torch.rand(1, 4, 1, 1)),
+    "own_generator": Case(
+        lambda net, x: x * (torch.rand(1, 4, 1, 1, generator=net.generator) + 0.5),
+        lambda: {"generator": None},
+    ),
+    "weight_noise": Case(
+        lambda net, x: F.conv2d(
+            x, F.dropout(net.two[0].weight, 0.5) + torch.rand(4, 4, 3, 3), padding=1
+        )
+    ),
+    # state
+    "own_weight": Case(
+        lambda net, x: x * net.scale + net.shift + torch.arange(4).view(1, 4, 1, 1),
+        lambda: {
+            "scale": nn.Parameter(torch.rand(1, 4, 1, 1) + 0.5),
+            "shift": torch.rand(1, 4, 1, 1),
+        },
+    ),
+    "counting": Case(
+        after(lambda net, x: net.calls.add_(1)), lambda: {"calls": torch.zeros(())}
+    ),
+    "average_of_weights": Case(
+        after(lambda net, x: net.mean.add_(net.weight.detach().mean())),
+        lambda: {"mean": torch.zeros(())},
+    ),
+    "all_weights": Case(
+        lambda net, x: x * sum(p.square().sum() for p in net.parameters())
+    ),
+    "by_a_part": Case(lambda net, x: x * torch.ones(4, 1, 1).add_(1)),
+    # layers
+    "own_forward": Case(adapt=lambda net: net.one.__setitem__(1, Layer(4))),
+    "lora": Case(adapt=with_lora),
+    "weight_norm": Case(adapt=with_weight_norm),
+    "parametrized": Case(adapt=with_parametrized_layer),
+    "tied": Case(adapt=with_tied_weights),
+    # Most of it does not see other rows.
+    "other_norms": Case(lambda net, x: net.part(x), adapt=with_norms, apart=0.0),
+    # what changes between two batches: each call is written down anew
+    "function_replaced": Case(
+        lambda net, x: net.act(x * 2), lambda: {"act": torch.sin}, put(act=torch.cos)
+    ),
+    "buffer_filled": Case(
+        lambda net, x: x * (2 - net.buffer),
+        lambda: {"buffer": ONE.clone()},
+        lambda net: net.buffer.fill_(0.2),
+    ),
+    "buffer_asked": Case(
+        lambda net, x: x.sin() if net.buffer < 0.7 else x,
+        lambda: {"buffer": ONE.clone()},
+        lambda net: net.buffer.fill_(0.2),
+    ),
+    "float_at_first": Case(
+        lambda net, x: x @ net.buffer,
+        lambda: {"buffer": torch.eye(8)},
+        lambda net: net.float(),
+        limit=1e-5,
+    ),
+    "table_later": Case(cached, lambda: {"table": None}, turn_on),
+    "writes_later": Case(overwriting, change=turn_on),
+    "hook_of_layer": Case(change=hook("one.1")),
+}
