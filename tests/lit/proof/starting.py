@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import quiet_lightning, trainer
-from tests.zoo import causes
+from tests.zoo import causes, wrongs
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -21,7 +25,10 @@ from trainkit import (
 
 SPLIT = MicroBatching(size=6)
 CLASSES = PerClassWeight(weight=[float(n) for n in range(1, causes.VOCABULARY + 1)])
+INSIDE = MicroBatching(inside="net", size=4)
 ALARM = "not the big batch"
+IMAGES = partial(causes.Images, causes.classified)
+BATCH_NORM = partial(causes.Images, causes.classified, nn.BatchNorm2d)
 
 
 def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
@@ -87,3 +94,13 @@ def fit(
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     found = re.findall(r"^trainkit \| proof: (.*)$", capsys.readouterr().out, re.M)
     return "; ".join(found)
+
+
+def stream(rows: Iterable[Any], size: int = 4) -> Any:
+    data = Stream(rows)
+    return DataLoader(data, batch_size=size, collate_fn=causes.padded)
+
+
+def packed() -> list[Any]:
+    """Rows of one length."""
+    return wrongs.all_labels()[:6] * 4

@@ -38,8 +38,6 @@ from trainkit import (
     Uniform,
 )
 from trainkit.lit.proof import weights as proof_weights
-from trainkit.lit.proof.parts import chosen_parts
-from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.weights import unknown
 
 
@@ -300,72 +298,6 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
     report = check(ReadsWhatAHookSets(), token_loader(), strategy=PerSample())
     assert not report.exact
     assert report.causes
-
-
-def test_parts_hold_unlike_numbers_of_classes() -> None:
-    """The control: where labels are no classes, each part has one, and all look alike
-    to a loss that divides by the number of classes."""
-    y = torch.arange(3).repeat_interleave(2)
-    for labels, is_alike in ((y, False), (y.double().exp(), True)):
-        rows = FewRows({"x": torch.ones(6, 2), "y": labels}, None, None)
-        parts = chosen_parts(rows, (2, 2, 2), PerSample())
-        numbers = {len(set(y[part].tolist())) for part in parts}
-        assert (len(numbers) == 1) == is_alike
-
-
-def test_parts_have_widths_of_their_own_where_rows_allow_it() -> None:
-    """Padding that is seen shows where widths differ."""
-    lengths = [3] * 10 + [5, 7]
-    ids = [torch.arange(1, 1 + length) for length in lengths]
-    batch = causes.padded([{"ids": each, "labels": each} for each in ids])
-    rows = FewRows(batch, None, PerSample())
-    parts = chosen_parts(rows, (1, 2, 3), PerSample())
-    assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
-    is_split: bool,
-) -> None:
-    """The control: where each label counts, no parts do."""
-    mask, most = PerToken(mask="attention_mask"), dict[bool, float]()
-    options = MicroBatching(size=3) if is_split else None
-    for ignores in (True, False):
-        apart = []
-        for seed in range(24):
-            draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-            rows: list[Any] = []
-            for _ in range(13):
-                size = (draw.randint(3, 9),)
-                ids = torch.randint(1, 12, size, generator=generator)
-                rows.append({"ids": ids, "labels": ids.clone()})
-            for row in draw.sample(rows, 2 * ignores):
-                row["labels"][0] = -100
-            few = FewRows(causes.padded(rows), options, mask, samples=rows,
-                          collate=causes.padded)  # fmt: skip
-            parts = chosen_parts(few, (3, 2, 2), mask, is_split=is_split)
-            batches = [few.make(part) for part in parts]
-            weights = torch.tensor(
-                [[float(by.weight(each)) for by in (mask, PerToken())]
-                 for each in batches]
-            )  # fmt: skip
-            shares = weights / weights.sum(0)
-            apart.append(float((shares[:, 0] - shares[:, 1]).abs().max()))
-        most[ignores] = min(apart)
-    assert most[True] > 1e-3 > most[False]
-
-
-def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
-    marks = torch.tensor([[1.0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
-    batch, by = {"ids": marks.long(), "w": marks}, PerToken(mask="w")
-    few = FewRows(batch, MicroBatching(size=1), by)
-    assert few.labels_alone is not None
-    ended = few.with_labels_cut(few.labels_alone)
-    assert ended is not None
-    assert ended.lengths() == [2, 2]
-    batch["attention_mask"] = marks > 0
-    for each in (by, PerToken(mask="attention_mask")):
-        assert FewRows(batch, MicroBatching(size=1), each).labels_alone is None
 
 
 def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
