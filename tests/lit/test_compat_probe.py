@@ -152,7 +152,7 @@ def test_a_quiet_trainer_stands_where_another_is_and_leaves_signals_alone() -> N
 
 
 def test_a_quiet_trainer_has_no_callbacks_of_installed_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     about = tmp_path / "adding-1.0.dist-info"
     about.mkdir()

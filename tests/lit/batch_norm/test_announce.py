@@ -13,14 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import (
-    NAIVE,
-    TOLERANCE,
-    deviation,
-    run_ranks,
-    trainer,
-    weights,
-)
+from tests.helpers import NAIVE, TOLERANCE, deviation, run_ranks, trainer, weights
 from tests.lit.batch_norm.fits import (
     BATCH,
     At,
@@ -307,11 +300,7 @@ BY_MIXIN = {"module": MixedConv, "exact": False}
         (False, {**ONE, "more": [AccumulationSchedule({0: 1})]}),
         (
             False,
-            {
-                **ONE,
-                "data": batches(4),
-                "more": [AccumulationSchedule({0: 1, 1: 2})],
-            },
+            {**ONE, "data": batches(4), "more": [AccumulationSchedule({0: 1, 1: 2})]},
         ),
     ],
 )

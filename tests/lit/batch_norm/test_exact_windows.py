@@ -53,7 +53,7 @@ def unproven(cut: MicroBatching) -> list[Any]:
 
 
 def run_short(
-    monkeypatch: pytest.MonkeyPatch, most: int, **options: Any
+    monkeypatch: Any, most: int, **options: Any
 ) -> tuple[Images, Any, list[int]]:
     """A training in which no more rows than `most` fit into memory: the module, its
     callback, and the sizes that failed."""
@@ -72,7 +72,7 @@ def run_short(
     return module, callbacks[0], failed
 
 
-def test_finer_chunks_once_memory_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finer_chunks_once_memory_has_run_out(monkeypatch: Any) -> None:
     """But with a size of the user's the run ends."""
     module, callback, failed = run_short(monkeypatch, 3)
     assert failed == [10, 5]

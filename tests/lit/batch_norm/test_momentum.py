@@ -171,7 +171,7 @@ def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: Any) -> Path:
     """A checkpoint of each batch of one run's second epoch."""
     folder = tmp_path_factory.mktemp("saved")
 
@@ -215,7 +215,7 @@ def test_layers_of_the_plain_mean_are_left_alone() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_momentum_is_given_back_after_fit_and_after_an_error(
-    fails: bool, capsys: pytest.CaptureFixture[str]
+    fails: bool, capsys: Any
 ) -> None:
     def end(trainer: Any, module: Any) -> None:
         if fails:

@@ -9,11 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
 from tests.lit.fronts import RAGGED, Mixed, Plain, micro_batches

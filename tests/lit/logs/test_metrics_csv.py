@@ -67,9 +67,7 @@ def test_row_that_was_cut_off_goes(tmp_path: Path, cut: int) -> None:
     assert again.rows()[-1] == {"step": "7", "loss": "0.5"}
 
 
-def test_killed_while_a_column_is_added(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_a_column_is_added(tmp_path: Path, monkeypatch: Any) -> None:
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 

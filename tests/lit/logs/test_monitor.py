@@ -137,9 +137,7 @@ class NeverThere(LateReading):
     arrived = property(lambda self: False)  # type: ignore[assignment]  # was read-only
 
 
-def test_readings_that_arrive_late_are_logged_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readings_that_arrive_late_are_logged_at_the_end(monkeypatch: Any) -> None:
     prompt = recorded(TokenModule(), PerToken())
     monkeypatch.setattr(monitor, "LateReading", NeverThere)
     assert recorded(TokenModule(), PerToken()) == prompt

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import trainer as quiet_trainer
-from trainkit import (
-    AccumulationCallback,
-    PerSample,
-    PlainComparison,
-    Uniform,
-)
+from trainkit import AccumulationCallback, PerSample, PlainComparison, Uniform
 from trainkit.lit.logs.summary import WindowSummary, facts_of_windows
 
 RAGGED = [1, 9, 2, 4, 7, 1, 1, 3, 5, 2]  # windows of four; the last one is short

@@ -60,9 +60,7 @@ def steps(found: list[Row], name: str = "step") -> list[int]:
     return [int(row["step"]) for row in found if name in row]
 
 
-def test_a_row_has_all_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_has_all_of_its_step(tmp_path: Path, monkeypatch: Any) -> None:
     """Also of windows that arrive late. The control: Lightning counts from 0."""
     found = rows(tmp_path / "a", OneStep(), val_check_interval=4)
     assert steps(found) == [1, 2, 3, 4, 5, 6]

@@ -63,7 +63,7 @@ def fit(
     return each
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines(capsys: Any) -> list[str]:
     said = capsys.readouterr().out.splitlines()
     return [
         line for line in said if line.startswith("trainkit | step ") and "of" in line
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_lines_without_a_terminal(
-    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, capsys: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Also where numbers arrive late, as from a busy GPU."""
     module, every, given, expected = CASES[name]
@@ -183,7 +183,7 @@ def test_steps_of_all_optimizers(
     options: dict[str, Any],
     num_steps: int,
     expected: list[str],
-    capsys: pytest.CaptureFixture[str],
+    capsys: Any,
 ) -> None:
     progress = StepProgress(every_n_steps=every)
     each = fit(progress, accumulate=1, module=TwoOptimizers(), plain=True, **options)
@@ -193,9 +193,7 @@ def test_steps_of_all_optimizers(
     assert steps == [f"trainkit | step {each}" for each in expected]
 
 
-def test_a_schedule_says_how_many_steps_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_schedule_says_how_many_steps_there_are(capsys: Any) -> None:
     schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
     fit(schedule, StepProgress(every_n_steps=6), accumulate=1)
     assert lines(capsys)[0] == "trainkit | step 6 of 6: window/loss 3"
@@ -210,7 +208,7 @@ def test_a_schedule_without_an_end_says_none(capsys: Any) -> None:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], str]]:
+def terminal(monkeypatch: Any) -> Callable[[int], Callable[[], str]]:
     """Stands a terminal of some columns in for stdout, and returns what it shows at
     the end, without escape sequences."""
     monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_UPDATES", 0)
@@ -232,7 +230,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], st
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+def bars(monkeypatch: Any) -> list[tuple[int, list[str]]]:
     """The steps and the texts with which a bar was drawn."""
     found: list[tuple[int, list[str]]] = []
     keep = StepBar.draw
@@ -284,9 +282,7 @@ def test_the_table_stands_above_the_bar(terminal: Any) -> None:
     assert "step" in below
 
 
-def test_a_module_prints_and_what_is_disabled_says_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_module_prints_and_what_is_disabled_says_nothing(capsys: Any) -> None:
     """`LightningModule.print` asks the bar whether it is enabled."""
 
     class Printing(Net):
@@ -309,11 +305,7 @@ def test_a_module_prints_and_what_is_disabled_says_nothing(
 
 @pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
 def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
-    terminal: Any,
-    bars: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    last: int,
+    terminal: Any, bars: Any, monkeypatch: Any, error: BaseException, last: int
 ) -> None:
     """After an error nothing more is read from the device."""
     terminal(80)

@@ -316,9 +316,7 @@ REFUSED: dict[str, tuple[Any, int, list[Any]]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_where_it_cannot_be_it_refuses_or_says_so(
-    what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_it_cannot_be_it_refuses_or_says_so(what: str, capsys: Any) -> None:
     make, accumulate, ours = REFUSED[what]
     data: Any = loader(DATA, 4)
     if make is Foreign:

@@ -250,7 +250,7 @@ def test_no_worker_is_left() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_says(capsys: Any) -> None:
     data, fit = Data(), quick()
     result = find_micro_batch(fit, limited(rows=9), data, target=32)
     sizes = data.batch_size, fit.accumulate_grad_batches

@@ -11,15 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.helpers import TokenModule, pad, ragged_sequences, weights
-from tests.lit.probe.finding import (
-    Data,
-    Net,
-    found,
-    limited,
-    quick,
-    rows,
-    run_out,
-)
+from tests.lit.probe.finding import Data, Net, found, limited, quick, rows, run_out
 from trainkit.errors import TrainkitError
 
 

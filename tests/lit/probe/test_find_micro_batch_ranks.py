@@ -15,14 +15,7 @@ from torch import Tensor
 
 from tests.cli.training import SMALL
 from tests.helpers import RankError, raise_rank_errors, run_cases, run_ranks, weights
-from tests.lit.probe.finding import (
-    Data,
-    Limited,
-    Net,
-    exact,
-    found,
-    quick,
-)
+from tests.lit.probe.finding import Data, Limited, Net, exact, found, quick
 from tests.startup import forked
 
 WORLD = 2

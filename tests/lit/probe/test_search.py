@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import BatchPlan
-from trainkit.lit.probe.search import (
-    DoesNotFit,
-    Trial,
-    search,
-    sizes_for,
-)
+from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 
 
 def machine(

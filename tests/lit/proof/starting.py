@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from torch import nn
@@ -91,7 +90,7 @@ def fit(
     return own[0] if own else None
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def said(capsys: Any) -> str:
     found = re.findall(r"^trainkit \| proof: (.*)$", capsys.readouterr().out, re.M)
     return "; ".join(found)
 

@@ -314,10 +314,7 @@ def test_several_causes_are_all_found() -> None:
     report = check(module, image_loader(), strategy=PerSample())
     assert [cause.kind for cause in report.causes] == ["randomness", "rows"]
     report = check(NormalisedTokens(), token_loader(), strategy=PerSample())
-    assert [cause.kind for cause in report.causes] == [
-        "rows",
-        "denominator",
-    ]
+    assert [cause.kind for cause in report.causes] == ["rows", "denominator"]
 
 
 @pytest.mark.parametrize("hooks", [[wrongs.ClipsAtTheEnd()], []])

@@ -80,9 +80,7 @@ class Measured(Tokens):
         self.log("val/mean", self.mean)
 
 
-def test_metrics_that_were_logged_before_are_found_in_the_copy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_metrics_that_were_logged_before_are_found_in_the_copy(capsys: Any) -> None:
     """By the validation before training, say."""
     own = AccumulationCallback(PerToken())
     pl = trainer(2, max_epochs=1, num_sanity_val_steps=1, callbacks=[own])
@@ -99,7 +97,7 @@ def test_hooks_close_over_the_copy() -> None:
     assert torch.equal(copy.head.weight.grad, torch.full_like(copy.head.weight, 2.0))
 
 
-def test_large_frozen_parameters_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_frozen_parameters_are_shared(monkeypatch: Any) -> None:
     monkeypatch.setattr(copying, "LARGE", 10)
     module = Rich()
     copies = copied(module)
@@ -138,7 +136,7 @@ class Following(Tokens):
     ],
 )
 def test_a_shared_parameter_is_never_written(
-    write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    write: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(copying, "LARGE", 10)
     trained = []
@@ -264,9 +262,7 @@ def test_a_step_that_names_float32_is_measured_in_float64(cast: Any) -> None:
     assert (report.exact, report.precision) == (True, "float64")
 
 
-def test_a_copy_in_float64_takes_at_most_a_gibibyte(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_in_float64_takes_at_most_a_gibibyte(monkeypatch: Any) -> None:
     assert 8 * rehearse.MOST_WIDE == 2**30
     monkeypatch.setattr(rehearse, "MOST_WIDE", 100)
     report = report_of(Tokens())

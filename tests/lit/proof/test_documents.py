@@ -196,7 +196,7 @@ def test_documents_that_do_not_are_exact(name: str) -> None:
     fit(module(), loader(collate), PerToken(shift=True), proof="require")
 
 
-def test_one_batch_a_step_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_batch_a_step_is_looked_at_too(capsys: Any) -> None:
     """There is no window to prove, and the leak is there all the same."""
     with pytest.warns(UserWarning, match="documents"):
         fit(AttendingToAll(), loader(), PerToken(shift=True), accumulate=1)
@@ -206,9 +206,7 @@ def test_one_batch_a_step_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(monkeypatch: Any) -> None:
     def fails(self: Any) -> Any:
         raise RuntimeError("no hooks here")
 
@@ -250,7 +248,7 @@ def untold(rows: list[Any]) -> Any:
 
 @pytest.mark.parametrize("cut", [None, MicroBatching(tokens=20)])
 def test_samples_in_one_row_that_nothing_tells_apart(
-    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
+    cut: MicroBatching | None, capsys: Any
 ) -> None:
     """An inner cut would not help, and one row is no measure of itself."""
     with warnings.catch_warnings():
@@ -287,9 +285,7 @@ READY: dict[str, tuple[Any, Any, MicroBatching | None]] = {
 
 @pytest.mark.parametrize("name", READY)
 @pytest.mark.parametrize("kind", [Attending, AttendingToAll])
-def test_packs_that_are_ready_are_measured(
-    name: str, kind: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packs_that_are_ready_are_measured(name: str, kind: Any, capsys: Any) -> None:
     rows, collate, cut = READY[name]
     data = DataLoader(rows, batch_size=1, collate_fn=collate)
     with warnings.catch_warnings():
@@ -317,7 +313,7 @@ def joined(rows: list[Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", ["auto", "off"])
 def test_texts_that_nothing_tells_apart_are_not_called_exact(
-    how: str, capsys: pytest.CaptureFixture[str]
+    how: str, capsys: Any
 ) -> None:
     strategy = PerToken(shift=True, documents=how)
     fit(Named(), loader(joined), strategy)

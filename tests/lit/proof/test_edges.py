@@ -300,18 +300,14 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
     assert report.causes
 
 
-def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof_weights, "_of_classes", lambda *_: None)
     subject: Any = SimpleNamespace(module=SimpleNamespace(accumulate=None))
     alone: Any = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
     assert "they are as 2, 1, 0" in unknown(subject, alone).text
 
 
-def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_the_run_will_refuse_to_cut_is_not_called_exact(capsys: Any) -> None:
     cut = MicroBatching(tokens=40, collate=causes.padded)
     with pytest.raises(TrainkitError, match="a budget of tokens needs the rows' len"):
         fit(Tokens(), tokens(collate=list), PerToken(), cut)
@@ -327,7 +323,7 @@ def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
     ],
 )
 def test_a_checkpoint_with_hooks_of_its_own_does_not_run_in_a_rehearsal(
-    hook: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hook: str, verdict: str, tmp_path: Path, capsys: Any
 ) -> None:
     def own(self: Any, trainer: Any, *more: Any) -> None:
         getattr(ModelCheckpoint, hook)(self, trainer, *more)

@@ -315,7 +315,7 @@ LANGUAGE_MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_language_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_models(name: str, capsys: Any) -> None:
     make, strategy, kind = LANGUAGE_MODELS[name]
     report = check(Model(make()), texts(), strategy=strategy, rows=8)
     assert report.precision == "float64"

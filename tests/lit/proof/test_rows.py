@@ -151,9 +151,7 @@ def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
         assert FewRows(batch, MicroBatching(size=1), each).labels_alone is None
 
 
-def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_chosen_by_what_the_cutter_makes_of_them(monkeypatch: Any) -> None:
     """Other parts of the same rows may count alike, where these do not."""
     ids, choose, parts = torch.arange(1, 7), proof_parts.chosen_parts, []
     counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
@@ -222,9 +220,7 @@ def test_functions_of_a_lambda_callback_are_rehearsed() -> None:
 @pytest.mark.parametrize(
     "draw", [random.random, np.random.rand, lambda: float(torch.rand(()))]
 )
-def test_draws_that_make_no_difference_here_are_named(
-    draw: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draws_that_make_no_difference_here_are_named(draw: Any, capsys: Any) -> None:
     class Seldom(Images):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if draw() < 1e-6:
@@ -239,9 +235,7 @@ class Clipping(Precision):
     """A plugin of the user's, which a copy runs without."""
 
 
-def test_later_batches_and_plugins_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_later_batches_and_plugins_are_named(capsys: Any) -> None:
     rows: Any = DataLoader(Stream(list(images().dataset)), 4)
     fit(Images(causes.classified), rows, PerSample(), plugins=[Clipping()])
     assert said(capsys).endswith("left out: later batches, Clipping")
@@ -335,9 +329,7 @@ class Speech(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_labels_of_a_ctc_loss_are_never_below_zero(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_labels_of_a_ctc_loss_are_never_below_zero(capsys: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     data: Any = [
         {

@@ -80,15 +80,13 @@ def test_accumulation_around_what_is_cut_is_measured_too(name: str) -> None:
         begin(module(), 2)
 
 
-def test_exact_batch_norm_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_batch_norm_is_measured(capsys: Any) -> None:
     guard = (BatchNormGuard("exact"),)
     fit(BATCH_NORM(), images(), PerSample(), SPLIT, callbacks=guard, proof="require")
     assert said(capsys).startswith("exact on 7 of your rows")
 
 
-def test_what_is_not_exact_is_said_and_warned_of_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_not_exact_is_said_and_warned_of_once(capsys: Any) -> None:
     with pytest.warns(UserWarning, match=ALARM) as caught:
         fit(Tokens(), tokens(), PerSample())
     (text,) = (str(w.message) for w in caught if ALARM in str(w.message))
@@ -145,9 +143,7 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
     assert reads[0] == reads[1]
 
 
-def test_a_step_without_padding_costs_no_rehearsal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_without_padding_costs_no_rehearsal(monkeypatch: Any) -> None:
     """Whether columns may be cut off is open until a row is padded, so each batch is
     looked at; logging, whose levels take long to set, is not touched any more."""
     levels: list[int] = []
@@ -165,7 +161,7 @@ def test_a_step_without_padding_costs_no_rehearsal(
 
 @pytest.mark.parametrize(("size", "is_said"), [(8, False), (3, True)])
 def test_windows_that_are_split_in_name_only_need_no_proof(
-    size: int, is_said: bool, capsys: pytest.CaptureFixture[str]
+    size: int, is_said: bool, capsys: Any
 ) -> None:
     """The wrong strategy divides nothing wrong where nothing is cut."""
     options = MicroBatching(size=size)
@@ -175,7 +171,7 @@ def test_windows_that_are_split_in_name_only_need_no_proof(
     assert not said(capsys)
 
 
-def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_copy_leaves_out_is_named(capsys: Any) -> None:
     fit(Noisy(), tokens(), PerToken(), precision="bf16-mixed", gradient_clip_val=1.0)
     left_out = "left out: dropout, precision bf16-mixed, clipping"
     assert said(capsys).endswith(left_out)
@@ -186,18 +182,14 @@ def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "bar", [StepProgress, RichProgressBar, TQDMProgressBar, None], ids=str
 )
-def test_it_is_printed_above_every_bar(
-    capsys: pytest.CaptureFixture[str], bar: Any
-) -> None:
+def test_it_is_printed_above_every_bar(capsys: Any, bar: Any) -> None:
     bars = () if bar is None else (bar(),)
     shown = bar is not None
     fit(Tokens(), tokens(), PerToken(), callbacks=bars, enable_progress_bar=shown)
     assert re.search(r"trainkit \| proof: exact on 6", capsys.readouterr().out)
 
 
-def test_a_window_of_one_batch_needs_no_proof(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_window_of_one_batch_needs_no_proof(capsys: Any) -> None:
     fit(Tokens(), tokens(), PerSample(), accumulate=1, proof="require")
     fit(Tokens(), tokens(), PerSample(), proof="off")
     assert said(capsys) == ""
@@ -371,7 +363,7 @@ def test_both_ranks_say_what_one_has_found() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_off_is_shown_before_one_that_cannot_tell(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, monkeypatch: Any
 ) -> None:
     off = Report(False, 0.1, 0.0, 8, "float32", ())
     both = [replace(off, deviation=0.9, doubt="nothing says where rows end")]

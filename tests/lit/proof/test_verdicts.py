@@ -99,9 +99,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_is_exact_is_said_to_be_and_required(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_exact_is_said_to_be_and_required(name: str, capsys: Any) -> None:
     """The control: the wrong ones below."""
     module, data, *how = EXACT[name]
     with warnings.catch_warnings():
@@ -254,9 +252,7 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
-def test_what_cannot_be_told_is_not_called_exact(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_told_is_not_called_exact(name: str, capsys: Any) -> None:
     module, data, strategy, why, *cut = DOUBTFUL[name]
     fit(module(), data(), strategy, *cut)
     text = said(capsys)
@@ -273,9 +269,7 @@ class Decays(Images):
         return sum(each.square().sum() for each in self.parameters())
 
 
-def test_unequal_parts_that_weigh_alike_are_not_called_exact(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unequal_parts_that_weigh_alike_are_not_called_exact(capsys: Any) -> None:
     """The control: parts of equal sizes."""
     fit(Decays(causes.classified), images(), Uniform())
     assert "may be of unequal sizes, so it is right by chance" in said(capsys)
@@ -290,9 +284,7 @@ class Counted(Stream):
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(capsys: Any) -> None:
     """Two rows are all that is known of it, and they are two equal parts."""
     rows = list(images(15).dataset)  # type: ignore[arg-type]
     loader: Any = DataLoader(Stream(rows), batch_size=2)
@@ -306,7 +298,7 @@ def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
 
 @pytest.mark.parametrize("every", [None, 2, 5])
 def test_windows_by_hand_are_proved_whatever_their_size(
-    every: int | None, capsys: pytest.CaptureFixture[str]
+    every: int | None, capsys: Any
 ) -> None:
     """All batches of a rehearsal are one window. The control: a wrong strategy."""
     rows: Any = ragged_sequences(24)
@@ -323,9 +315,7 @@ def test_a_mask_in_whose_name_labels_stand_is_a_mask() -> None:
     fit(Tokens(masked_by_label), data, own, proof="require")
 
 
-def test_stream_of_one_length_is_exact_where_padding_is_not_seen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_stream_of_one_length_is_exact_where_padding_is_not_seen(capsys: Any) -> None:
     fit(Tokens(), stream(packed()), PerToken(), proof="require")
     assert said(capsys).endswith("left out: the collate function, later batches")
 
@@ -354,7 +344,7 @@ def masked_language(*names: str) -> Any:
 
 @pytest.mark.parametrize("cut", [None, MicroBatching(size=3, pool=2)])
 def test_full_rows_that_end_with_labels_that_do_not_count_are_not_called_off(
-    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
+    cut: MicroBatching | None, capsys: Any
 ) -> None:
     """What stands behind a row's last label may be padding. The control: a mask, which
     says that it is not, and one that says that it is."""

@@ -66,10 +66,7 @@ GAIN: dict[str, Any] = {"rule": "gain", "noise_scale": 4}
             for n in ("cubic", None)
         ),
         *(
-            (
-                {**GAIN, "noise_scale": each},
-                f"noise_scale: {POSITIVE} number of s",
-            )
+            ({**GAIN, "noise_scale": each}, f"noise_scale: {POSITIVE} number of s")
             for each in (0, -1, math.inf, math.nan, True, [40], 1j)
         ),
         ({"rule": "gain"}, f"noise_scale: {POSITIVE} number .* received None"),
@@ -132,7 +129,7 @@ def a_run(folder: Path, **facts: Any) -> Path:
 
 
 def test_a_folder_is_read_once_and_named(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """Also one in the home of the user."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -126,7 +126,7 @@ STOPS = (0, 1, 2, 7, 8, 9, 12, 13, 17)
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def whole_run(tmp_path_factory: Any) -> Any:
     """Trains without a stop, once, and saves after each batch."""
 
     @cache

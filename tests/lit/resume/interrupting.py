@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from tests.helpers import TokenNet, pad, ragged_sequences
-from trainkit import (
-    AccumulationCallback,
-    AccumulationMixin,
-    PerToken,
-    WindowMonitor,
-)
+from trainkit import AccumulationCallback, AccumulationMixin, PerToken, WindowMonitor
 from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, Row

@@ -123,7 +123,7 @@ def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
 
 
 def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Its own handler saves `hpc_ckpt` and asks SLURM, now between two steps."""
     scontrol = tmp_path / "scontrol"

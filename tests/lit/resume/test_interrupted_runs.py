@@ -75,7 +75,7 @@ def moments() -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_folder(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
@@ -141,7 +141,7 @@ def test_interrupted_again_and_again(whole: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", [1, 3])
 def test_killed_while_a_checkpoint_is_written(
-    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+    whole: Any, tmp_path: Path, monkeypatch: Any, nth: int
 ) -> None:
     """Half of it is in the file when it dies: the one before stands."""
     calls, move = iter(range(1, 99)), os.replace

@@ -115,11 +115,7 @@ class Clock:
     ],
 )
 def test_resumed_from_model_checkpoint_equals_uninterrupted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    when: Any,
-    inside: bool,
-    how: dict[str, Any],
+    tmp_path: Path, monkeypatch: Any, when: Any, inside: bool, how: dict[str, Any]
 ) -> None:
     """pytorch-lightning#17903: by steps it saves after windows, by time anywhere."""
     monkeypatch.setattr(model_checkpoint, "time", Clock())

@@ -189,7 +189,7 @@ def test_a_rank_that_was_not_there_is_spoken_of() -> None:
         assert differing(before, read_states(CPU)) == []
 
 
-def test_sums_that_cannot_go_on_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_cannot_go_on_are_spoken_of(monkeypatch: Any) -> None:
     each, trainer = EpochSums(), SimpleNamespace()
     monkeypatch.setattr(
         "trainkit.lit.resume.per_rank.add_callback_metrics", lambda *args: None

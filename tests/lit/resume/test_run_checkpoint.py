@@ -81,7 +81,7 @@ def test_it_is_written_at_clean_moments(
 
 
 def test_lightning_says_nothing_at_each_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """It would say which kind of checkpoint it has chosen, where nobody says one."""
     kinds, save = [], Trainer.save_checkpoint
@@ -168,7 +168,7 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
 
 
 def test_checkpoint_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.save_checkpoint", lambda *args, **how: None

@@ -106,7 +106,7 @@ def wrapped(kind: str, workers: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def unbroken(tmp_path_factory: Any) -> Any:
     """Trains each unbroken run once."""
 
     @cache

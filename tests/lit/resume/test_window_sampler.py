@@ -136,7 +136,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensor]]:
+def ends(tmp_path_factory: Any) -> dict[str, list[Tensor]]:
     """The weights at the ends of trainings, by what was done."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     fit(1, f"{folder}/one", after=micro_batches(1) * 2)

@@ -19,14 +19,7 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.lit.fronts import (
-    RAGGED,
-    Mixed,
-    Plain,
-    cut,
-    micro_batches,
-    plain_token_loss,
-)
+from tests.lit.fronts import RAGGED, Mixed, Plain, cut, micro_batches, plain_token_loss
 from tests.zoo.modules import Manual
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 

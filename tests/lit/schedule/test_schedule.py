@@ -213,10 +213,7 @@ def test_total_steps_equals_global_step(length: dict[str, Any], steps: int) -> N
         ({"epochs": 3}, "it needs the length of training"),
         ({"batches_per_epoch": 10}, "it needs the length of training"),
         ({"max_steps": 5}, "it needs the length of training"),
-        (
-            {"batches_per_epoch": 10, "epochs": -1},
-            "has 10 .* and -1 epochs",
-        ),
+        ({"batches_per_epoch": 10, "epochs": -1}, "has 10 .* and -1 epochs"),
         ({"batches_per_epoch": 10, "epochs": -1, "max_steps": -1}, "set max_s"),
         ({"batches_per_epoch": 10, "epochs": 1}, "tokens_per_micro_batch="),
     ],
@@ -243,11 +240,7 @@ ON_RANKS: dict[str, Any] = {
     "step": {0: 1, 2: 3, 5: 2},
     "tokens": {0: 1, 150: 3, 600: 2},
 }
-CASES = [
-    ("epoch", "mixin"),
-    ("step", "callback"),
-    ("tokens", "manual"),
-]
+CASES = [("epoch", "mixin"), ("step", "callback"), ("tokens", "manual")]
 OF_RANK = [
     [DATA[rank::2][i : i + BATCH] for i in range(0, 18, BATCH)] for rank in range(2)
 ]
