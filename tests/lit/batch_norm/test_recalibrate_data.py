@@ -108,18 +108,14 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
 
-def batch_sampler() -> BatchSampler:
+def by_fours() -> BatchSampler:
     return BatchSampler(RandomSampler(range(FEW), generator=seeded()), 4, False)
 
 
 LOADERS: dict[str, Any] = {
-    "shuffled by its own generator": lambda: batches(
-        FEW, shuffle=True, generator=seeded()
-    ),
+    "own generator": lambda: batches(FEW, shuffle=True, generator=seeded()),
     "two workers": lambda: batches(FEW, shuffle=True, num_workers=2),
-    "own batch sampler": lambda: DataLoader(
-        dataset(FEW), batch_sampler=batch_sampler()
-    ),
+    "own batch sampler": lambda: DataLoader(dataset(FEW), batch_sampler=by_fours()),
     "own sampler": lambda: batches(FEW, sampler=Shuffles()),
     "own sampler, not to be copied": lambda: batches(FEW, sampler=Locks()),
     "stream with a persistent worker": lambda: DataLoader(
@@ -136,11 +132,9 @@ def test_training_sees_the_same_rows_in_the_same_order(kind: str) -> None:
     ends = []
     for policy in ("recalibrate", "ignore"):
         torch.manual_seed(4)
-        of_loader = "worker" in kind and "stream" not in kind
-        how: Any = {"val_check_interval": 4 if of_loader else 2}
+        how: Any = {"val_check_interval": 4 if kind == "two workers" else 2}
         how |= {"data": LOADERS[kind](), "val": batches(batch_size=27)}
-        module = fit(policy, module=ValidatedNotes(two_layers), **how)
-        ends.append(module)
+        ends.append(fit(policy, module=ValidatedNotes(two_layers), **how))
     mine, plain = ends
     wanted = reference(mine, dataset(FEW).tensors[0])
     assert furthest(statistics(mine.net), wanted) <= EXACT
@@ -206,8 +200,7 @@ class NotToBeCopied:
 @pytest.mark.parametrize("weigh_nothing", [None, lambda row: row])
 def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
     data = ResumableLoader(NotToBeCopied(), 4, weigh_nothing=weigh_nothing)
-    module = Notes()
-    fit(BatchNormGuard("recalibrate"), module=module, data=data, max_epochs=1)
+    module = fit("recalibrate", module=Notes(), data=data, max_epochs=1)
     assert module.notes.recalibrated
 
 
