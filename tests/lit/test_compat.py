@@ -152,9 +152,7 @@ def test_forget_iterator_leaves_persistent_workers_to_the_original() -> None:
 
 
 @pytest.mark.parametrize(("mode", "length"), [("min_size", 2), ("max_size", 10)])
-def test_combined_loader_holds_all_loaders_and_how_they_are_combined(
-    mode: Any, length: int
-) -> None:
+def test_combined_loader_holds_loaders_and_their_mode(mode: Any, length: int) -> None:
     found = []
 
     class Looks(TokenModule):

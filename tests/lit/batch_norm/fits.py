@@ -25,10 +25,8 @@ one."""
 
 
 def dataset(rows: int = ROWS) -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(
-        images(rows), torch.randint(0, 3, (rows,), generator=generator)
-    )
+    draw = torch.Generator().manual_seed(2)
+    return TensorDataset(images(rows), torch.randint(0, 3, (rows,), generator=draw))
 
 
 def batches(rows: int = ROWS, batch_size: int = BATCH, **options: Any) -> Any:

@@ -270,9 +270,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_whole_batches_and_plain_accumulation_does_not(
-    name: str,
-) -> None:
+def test_training_equals_whole_batches_and_a_plain_one_does_not(name: str) -> None:
     case = CASES[name]
     options = case.options or {}
     ours = exact(case.cut) if case.cut else [BatchNormGuard("exact")]

@@ -99,14 +99,10 @@ def train(rank: int, world_size: int, way: str) -> tuple[Any, int]:
 
     dist.all_reduce = counted
     try:
-        fit(
-            module,
-            *WAYS[way](),
-            batches=batches(SHARES[world_size], rank),
-            devices=world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-        )
+        gloo = DDPStrategy(process_group_backend="gloo")
+        how: Any = {"devices": world_size, "use_distributed_sampler": False}
+        how["batches"] = batches(SHARES[world_size], rank)
+        fit(module, *WAYS[way](), strategy=gloo, **how)
     finally:
         dist.all_reduce = own
     in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
@@ -191,12 +187,8 @@ def test_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
         torch.manual_seed(7)
         resume = ExactResume(dirpath=folder, every_n_train_steps=1)
         data = ResumableLoader(images(), batch_size=10, shuffle=True)
-        run = trainer(
-            callbacks=[*exact(SPLIT), resume],
-            max_epochs=-1,
-            max_steps=steps,
-            enable_checkpointing=True,
-        )
+        how: Any = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
+        run = trainer(callbacks=[*exact(SPLIT), resume], **how)
         run.fit(module, data, ckpt_path=ckpt_path)
         return module
 

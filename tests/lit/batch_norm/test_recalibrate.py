@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers import raise_rank_errors, run_ranks, trainer
+from tests.helpers import raise_rank_errors, run_cases, trainer
 from tests.lit.batch_norm.fits import (
     FEW,
     At,
@@ -161,7 +161,7 @@ def test_checkpoints_hold_the_statistics_of_their_own_weights(
         assert off <= EXACT if policy else off > 1e-2
 
 
-def test_checkpoint_on_an_exception_is_written_as_it_is(
+def test_checkpoint_on_an_error_is_written_as_is(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Who knows what still works then: nothing more is computed."""
@@ -319,14 +319,10 @@ def on_rank(rank: int, world: int, sampler: bool) -> tuple[float, dict[str, Tens
     return furthest(statistics(module.net), wanted), statistics(module.net)
 
 
-def by_both(rank: int, world: int) -> list[tuple[float, dict[str, Tensor]]]:
-    return [on_rank(rank, world, sampler) for sampler in (True, False)]
-
-
 def test_ranks_equal_all_rows_as_one_batch() -> None:
     """With a distributed sampler, and where each rank has rows of its own."""
-    ends = raise_rank_errors(run_ranks(by_both, 2))
-    for found in zip(*ends, strict=True):
+    ends = run_cases(2, {sampler: (on_rank, sampler) for sampler in (True, False)})
+    for found in map(raise_rank_errors, ends.values()):
         assert max(off for off, _ in found) <= EXACT
         assert furthest(found[1][1], found[0][1]) == 0
 

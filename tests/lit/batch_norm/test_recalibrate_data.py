@@ -170,9 +170,7 @@ def test_several_loaders_are_put_together_as_in_training(is_shortest: bool) -> N
 @pytest.mark.parametrize(
     ("num_batches", "shuffle"), [(1, True), (3, True), (3, False), (50, False)]
 )
-def test_part_of_the_rows_is_the_loaders_beginning(
-    num_batches: int, shuffle: bool
-) -> None:
+def test_part_of_the_rows_is_their_beginning(num_batches: int, shuffle: bool) -> None:
     guard = BatchNormGuard("recalibrate", num_batches=num_batches)
     module = fit(guard, module=Notes(), data=batches(shuffle=shuffle))
     used = min(num_batches, 7)
@@ -243,7 +241,7 @@ OWN = BatchNormGuard("recalibrate", forward=lambda m, batch: m.net(batch[0]))
         (Manual, OWN, {"accumulate": 1}),
     ],
 )
-def test_any_training_step_runs_or_a_forward_in_its_place(
+def test_any_step_runs_or_a_forward_in_its_place(
     make: Any, guard: Any, how: Any
 ) -> None:
     module = fit(guard, module=make(), **how)

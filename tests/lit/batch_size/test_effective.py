@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,14 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
+from tests.helpers import (
+    loader,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    run_cases,
+    trainer,
+)
 from tests.lit.fronts import RAGGED, Mixed, Plain, micro_batches
 from tests.lit.schedule.scheduling import (
     FRONTS,
@@ -279,44 +287,32 @@ SHARED = ragged_sequences(36)
 
 
 def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
-    how: dict[str, Any] = {"strategy": "ddp", "use_distributed_sampler": True}
-    module: Any = Mixed()
-    callbacks: list[Any] = []
+    asks, tokens = Asks(), Asks("tokens")
+    module, callbacks, strategy = Mixed(), [asks, tokens], "ddp"
     if kind == "tensor parallel":
-        module = Sharded()
-        how["strategy"] = ModelParallelStrategy(
+        module, callbacks = Sharded(), [AccumulationCallback(PerToken()), *callbacks]
+        strategy = ModelParallelStrategy(
             data_parallel_size=1,
             tensor_parallel_size=world,
             process_group_backend="gloo",
             save_distributed_checkpoint=False,
         )
-        callbacks = [AccumulationCallback(PerToken())]
-    asks, tokens = Asks(), Asks("tokens")
-    data: Any = SHARED
-    loader = DataLoader(data, batch_size=4, collate_fn=pad)
-    fit = trainer(
-        2, devices=world, max_epochs=1, callbacks=[*callbacks, asks, tokens], **how
-    )
-    fit.fit(module, loader)
+    how: dict[str, Any] = {"devices": world, "max_epochs": 1, "strategy": strategy}
+    fit = trainer(2, callbacks=callbacks, use_distributed_sampler=True, **how)
+    fit.fit(module, loader(SHARED, 4))
     return [asks.found[-1], tokens.found[-1], fit.num_training_batches]
 
 
-def ask_both(rank: int, world: int) -> dict[str, Any]:
+@cache
+def on_both() -> dict[str, list[Any]]:
     kinds = ("ddp", "tensor parallel")
-    return {kind: ask_on_ranks(rank, world, kind) for kind in kinds}
-
-
-@pytest.fixture(scope="module")
-def on_both() -> list[Any]:
-    return raise_rank_errors(run_ranks(ask_both, 2))
+    return run_cases(2, {kind: (ask_on_ranks, kind) for kind in kinds})
 
 
 @pytest.mark.parametrize(("kind", "replicas"), [("ddp", 2), ("tensor parallel", 1)])
-def test_replicas_equal_the_ranks_with_data_of_their_own(
-    on_both: Any, kind: str, replicas: int
-) -> None:
+def test_replicas_equal_the_ranks_with_own_data(kind: str, replicas: int) -> None:
     """World size is not the number of replicas."""
-    first, second = (each[kind] for each in on_both)
+    first, second = raise_rank_errors(on_both()[kind])
     assert first == second
     samples, tokens, num_batches = first
     assert num_batches == 9 // replicas + (replicas == 2)

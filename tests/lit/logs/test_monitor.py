@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from tests.core.test_host_syncs import Waits
 from tests.helpers import (
     TokenModule,
     gradients,
@@ -70,9 +70,8 @@ def expected(batches: list[Any], module: TokenModule) -> dict[str, float]:
     total, number = sum(counts), len(counts)
     size = sum(b["labels"].numel() for b in batches)
     module.zero_grad()
-    mean = (
-        torch.stack([token_loss(module.net, b, "sum") for b in batches]).sum() / total
-    )
+    sums = [token_loss(module.net, b, "sum") for b in batches]
+    mean = torch.stack(sums).sum() / total
     mean.backward()
     return {
         "window/loss": mean.item(),
@@ -216,28 +215,15 @@ def test_every_key_on_two_ranks_equals_the_number_computed_by_hand() -> None:
             assert row == pytest.approx(numbers, rel=1e-12)
 
 
-class CountWaits(TorchDispatchMode):
-    """Counts where the host asks for a tensor's value."""
-
-    number = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        waits = ("_local_scalar_dense", "is_nonzero", "equal.default", "nonzero")
-        self.number += any(f"aten.{wait}" in str(func) for wait in waits)
-        return func(*args, **(kwargs or {}))
-
-
 def test_monitor_does_not_wait_for_a_tensor() -> None:
     """torchtitan#4099: `.item()` for each micro-batch."""
 
     def num_waits(*callbacks: pl.Callback) -> int:
         how: dict[str, Any] = {"logger": Table(), "log_every_n_steps": 1}
         fit = trainer(WINDOW, callbacks=[*callbacks], **how)
-        with CountWaits() as counter:
+        with Waits() as waits:
             fit.fit(TokenModule(), loader(DATA, BATCH))
-        return counter.number
+        return len(waits.found)
 
     # The proof waits, at the start.
     ours = AccumulationCallback(PerToken(), proof="off")

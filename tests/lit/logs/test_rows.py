@@ -154,9 +154,7 @@ def test_the_file_is_whole_whenever_a_row_has_grown(tmp_path: Path) -> None:
     assert again.num_rows == 200
 
 
-def test_a_row_that_a_checkpoint_brings_forward_keeps_a_step_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_a_row_that_a_checkpoint_brings_forward_keeps_its_step(tmp_path: Path) -> None:
     """As Lightning takes a logged "step" for that of the row."""
 
     class Logs(BoringModel):
@@ -250,9 +248,7 @@ def test_rates_are_logged_once_a_step(kind: Any, logged: list[int]) -> None:
     assert [row["step"] for row in table.rows if "lr-SGD" in row] == logged
 
 
-def test_each_nth_window_is_logged_once_with_what_the_module_logs(
-    tmp_path: Path,
-) -> None:
+def test_each_nth_window_is_logged_once_with_the_modules_own(tmp_path: Path) -> None:
     """lightning#6359: global_step stays for N batches, and the log fired N times."""
     every: Any = {"log_every_n_steps": 3, "max_epochs": 3, "every": 3}
     found = rows(tmp_path / "a", **every)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer as quick
-from tests.zoo.modules import Stream
+from tests.zoo.modules import Stream, hooked
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 
@@ -72,8 +72,7 @@ class Limited(Net):
 
 def limited(*, rows: int, where: str = "forward") -> Limited:
     """One of a class of its own."""
-    kind = type("Limited", (Limited,), {"limit": rows, "where": where, "seen": []})
-    return kind()
+    return hooked(Limited, limit=rows, where=where, seen=[])()
 
 
 def run_out() -> None:

@@ -35,7 +35,7 @@ from tests.lit.probe.finding import (
     quick,
 )
 from tests.startup import forked
-from tests.zoo.modules import scaled
+from tests.zoo.modules import hooked, scaled
 from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.probe.find import find_micro_batch
 
@@ -152,12 +152,9 @@ def test_everything_else_is_as_it_was(how: str, tmp_path: Path) -> None:
     module, data = Validated(), Both()
     first = next(module.parameters())
     first.grad = torch.ones_like(first)
-    fit = quick(
-        callbacks=[ModelCheckpoint(tmp_path), pl.Callback()],
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=True,
-        limit_val_batches=3,
-    )
+    options: Any = {"enable_checkpointing": True, "limit_val_batches": 3}
+    options |= {"callbacks": [ModelCheckpoint(tmp_path), pl.Callback()]}
+    fit = quick(logger=CSVLogger(tmp_path), **options)
     before = kept(fit, module)
     if how == "fails":
         with pytest.raises(KeyError, match="a mistake of the user's"):
@@ -283,8 +280,7 @@ class OneLimited(Limited):
 
 
 def one_limited(rows: int, where: str) -> OneLimited:
-    options = {"limit": rows, "where": where, "seen": []}
-    return type("OneLimited", (OneLimited,), options)()
+    return hooked(OneLimited, limit=rows, where=where, seen=[])()
 
 
 def fitted(
@@ -372,19 +368,13 @@ def test_a_pass_that_communicates_is_refused(ends: Any, words: str) -> None:
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_one_speaks(tmp_path: Path) -> None:
     words = [
-        *("plan", "--probe", "--json", "--target", "16", "--max-micro-batch", "4"),
-        *("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"),
-        *("trainer.precision=32-true", *SMALL),
+        *(sys.executable, "-m", "trainkit", "plan", "--probe", "--json"),
+        *("--target", "16", "--max-micro-batch", "4", "trainer.precision=32-true"),
+        *("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", *SMALL),
     ]
     keep = {n: v for n, v in os.environ.items() if not n.startswith("WANDB")}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *words],
-        capture_output=True,
-        cwd=tmp_path,
-        env={**keep, "HOME": str(tmp_path), **forked()},
-        text=True,
-        timeout=240,
-    )
+    how: Any = {"cwd": tmp_path, "env": {**keep, "HOME": str(tmp_path), **forked()}}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, **how)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["world_size"], found["effective"]) == (2, 16)

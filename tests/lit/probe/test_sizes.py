@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,7 @@ from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 # ---- which sizes are tried -----------------------------------------------------------
 
 
-def machine(
-    *, fits_up_to: float = float("inf")
-) -> tuple[Callable[[int], Trial], list[int]]:
+def machine(fits_up_to: float = math.inf) -> tuple[Any, list[int]]:
     """Something that tries sizes, and the list of those tried."""
     tried: list[int] = []
 
@@ -42,31 +40,19 @@ def largest(trials: list[Trial]) -> int:
     return max(trial.size for trial in trials if trial.fits)
 
 
-@given(
-    target=st.integers(1, 2000),
-    world_size=st.integers(1, 8),
-    largest=st.integers(1, 300),
-)
+@given(st.integers(1, 2000), st.integers(1, 8), st.integers(1, 300))
 def test_every_size_is_that_of_the_plan_it_makes(
     target: int, world_size: int, largest: int
 ) -> None:
     sizes = sizes_for(target=target, world_size=world_size, largest=largest)
     assert sizes
+    how: Any = {"target": target, "world_size": world_size}
     for size in sizes:
-        plan = BatchPlan.make(
-            target=target, world_size=world_size, max_micro_batch=size
-        )
-        assert plan.micro_batch == size
+        assert BatchPlan.make(**how, max_micro_batch=size).micro_batch == size
 
 
-@given(
-    target=st.integers(1, 2000),
-    start=st.integers(1, 2000),
-    fits_up_to=st.integers(1, 2000),
-)
-def test_the_largest_that_fits_is_found(
-    target: int, start: int, fits_up_to: int
-) -> None:
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
+def test_largest_that_fits_is_found(target: int, start: int, fits_up_to: int) -> None:
     sizes = sizes_for(target=target, world_size=1, largest=target)
     attempt, tried = machine(fits_up_to=fits_up_to)
     found = search(sizes, start, attempt)
@@ -179,9 +165,7 @@ def test_what_a_row_holds(row: Any, number: int) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("start", [1, 4, 32])
-def test_the_largest_that_fits_is_found_from_above_and_from_below(
-    where: str, start: int
-) -> None:
+def test_the_largest_is_found_from_above_and_below(where: str, start: int) -> None:
     """pytorch-lightning#8954: a first size that does not fit is where it began."""
     module, data = limited(rows=9, where=where), Data(start)
     result = found(module, data)

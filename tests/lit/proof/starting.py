@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -32,16 +31,7 @@ BATCH_NORM = partial(causes.Images, causes.classified, nn.BatchNorm2d)
 
 def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
     with quiet_lightning():
-        return Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_epochs=1,
-            callbacks=list(callbacks),
-            **options,
-        )
+        return trainer(callbacks=list(callbacks), **{"max_epochs": 1, **options})
 
 
 def tokens(size: int = 16, collate: Any = causes.padded, rows: Any = None) -> Any:
@@ -51,21 +41,6 @@ def tokens(size: int = 16, collate: Any = causes.padded, rows: Any = None) -> An
 
 def images(size: int = 16) -> Any:
     return DataLoader(causes.image_loader().dataset, batch_size=size)
-
-
-def images_by_class() -> Any:
-    rows = sorted(causes.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
-    return DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
-
-
-def padded_to_14(rows: list[Any]) -> Any:
-    """To one width, on the left."""
-    batch = causes.padded(rows, left=True)
-    more = 14 - batch["ids"].shape[1]
-    return {
-        name: F.pad(value, (more, 0), value=-100 if name == "labels" else 0)
-        for name, value in batch.items()
-    }
 
 
 def fit(

@@ -185,9 +185,7 @@ def report_of(module: Any, by: Any = None, **options: Any) -> Report:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-def test_rounding_alone_is_exact_and_half_precision_hides_no_cause(
-    precision: str,
-) -> None:
+def test_rounding_alone_is_exact_and_hides_no_cause(precision: str) -> None:
     report = report_of(Tokens(), precision=precision)
     report.assert_exact()
     assert report.deviation < 1e-12

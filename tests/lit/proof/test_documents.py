@@ -201,9 +201,8 @@ def test_one_batch_a_step_is_looked_at_too(capsys: Any) -> None:
     with pytest.warns(UserWarning, match="documents"):
         fit(AttendingToAll(), loader(), PerToken(shift=True), accumulate=1)
     fit(Attending(), loader(), PerToken(shift=True), accumulate=1, proof="require")
-    assert (
-        "documents: by cu_seq_lens_q, 8 in the first batch" in capsys.readouterr().out
-    )
+    text = "documents: by cu_seq_lens_q, 8 in the first batch"
+    assert text in capsys.readouterr().out
 
 
 def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(monkeypatch: Any) -> None:
@@ -305,16 +304,13 @@ class Named(Net):
 def joined(rows: list[Any]) -> dict[str, Tensor]:
     """Two texts a row, with an end after each, and nothing that tells them apart."""
     ends = [torch.cat([row["input_ids"][:3], torch.tensor([2])]) for row in rows]
-    ids = torch.stack(
-        [torch.cat(pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
-    )
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    ids = torch.stack([torch.cat(pair) for pair in pairs])
     return {"input_ids": ids, "labels": ids}
 
 
 @pytest.mark.parametrize("how", ["auto", "off"])
-def test_texts_that_nothing_tells_apart_are_not_called_exact(
-    how: str, capsys: Any
-) -> None:
+def test_texts_that_nothing_tells_apart_are_not_exact(how: str, capsys: Any) -> None:
     strategy = PerToken(shift=True, documents=how)
     fit(Named(), loader(joined), strategy)
     found = said(capsys)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
-from tests.lit.proof.starting import fit, said, tokens
+from tests.lit.proof.starting import fit, plain_trainer, said, tokens
 from tests.lit.proof.test_check import SPLIT, check
 from tests.zoo import causes
 from tests.zoo.causes import (
@@ -91,31 +91,18 @@ def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
     def trained(*, checked: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         random.seed(0)
-        made = module()
-        counts = Counts()
+        made, counts, rows = module(), Counts(), causes.sequences()
+        how: Any = {"max_steps": 3, "default_root_dir": tmp_path}
+        own = plain_trainer(
+            [AccumulationCallback(PerToken()), counts], accumulate_grad_batches=2, **how
+        )
+        data = DataLoader(rows, 4, shuffle=True, collate_fn=causes.padded)  # type: ignore[arg-type]
+        if checked:
+            check(made, data, trainer=own)
+            assert counts.calls == 0
+            assert not any(p.grad is not None for p in made.parameters())
         with quiet_lightning():
-            trainer = Trainer(
-                accelerator="cpu",
-                max_steps=3,
-                accumulate_grad_batches=2,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-                callbacks=[AccumulationCallback(PerToken()), counts],
-            )
-            data = DataLoader(
-                causes.sequences(),  # type: ignore[arg-type]
-                batch_size=4,
-                shuffle=True,
-                collate_fn=causes.padded,
-            )
-            if checked:
-                trainkit.check(made, data, trainer=trainer)
-                assert counts.calls == 0
-                assert not any(p.grad is not None for p in made.parameters())
-            trainer.fit(made, data)
+            own.fit(made, data)
         return made.state_dict()
 
     plain, after = trained(checked=False), trained(checked=True)
@@ -182,14 +169,8 @@ def test_the_strategy_is_that_of_module_or_trainer() -> None:
         accumulation = PerToken()
 
     assert check(Mixed(), token_loader()).exact
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        callbacks=[AccumulationCallback(PerToken(), micro_batching=SPLIT)],
-    )
-    report = check(Tokens(), token_loader(), trainer=trainer)
+    own = plain_trainer([AccumulationCallback(PerToken(), micro_batching=SPLIT)])
+    report = check(Tokens(), token_loader(), trainer=own)
     assert report.exact
     assert report.cuts[-1].name == "plain accumulation"
 
@@ -241,28 +222,23 @@ def nan_of_few_rows(module: Any, logits: Any, batch: Any) -> Any:
     return logits.mean() * (math.nan if len(logits) < 5 else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "text"),
-    [
-        (Silent, {}, "the gradient of these rows is zero"),
-        (
-            lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan),
-            {},
-            "the gradient of these rows is not finite",
-        ),
-        (
-            lambda: Tokens(nan_of_few_rows),
-            {},
-            "not measured: cut into parts, these rows have no finite gradient",
-        ),
-        (Tokens, {"rows": 0}, "check rows: must be"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(
-    module: Any, options: dict[str, Any], text: str
-) -> None:
+REFUSED: dict[str, Any] = {
+    "the gradient of these rows is zero": Silent,
+    "the gradient of these rows is not finite": (
+        lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan)
+    ),
+    "not measured: cut into parts, these rows have no finite gradient": (
+        lambda: Tokens(nan_of_few_rows)
+    ),
+    "check rows: must be": Tokens,
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_checked_is_refused(text: str) -> None:
+    rows = {"rows": 0} if text.startswith("check rows") else {}
     with pytest.raises(TrainkitError, match=text):
-        check(module(), token_loader(), strategy=PerToken(), **options)
+        check(REFUSED[text](), token_loader(), strategy=PerToken(), **rows)
 
 
 class FailsOnFewRows(Tokens):
@@ -275,13 +251,9 @@ def test_a_rehearsal_that_fails_leaves_the_random_states_of_the_run() -> None:
     trained = []
     for proof in ("warn", "off"):
         torch.manual_seed(3)
-        callback, module = (
-            AccumulationCallback(PerToken(), proof=proof),
-            FailsOnFewRows(),
-        )  # type: ignore[arg-type]
-        data = DataLoader(causes.sequences(64), batch_size=16, collate_fn=causes.padded)  # type: ignore[arg-type]
+        module, data = FailsOnFewRows(), tokens(rows=causes.sequences(64))
         with quiet_lightning():
-            trainer(2, max_epochs=1, callbacks=[callback]).fit(module, data)
+            fit(module, data, PerToken(), proof=proof)
         trained.append(module.head.weight.detach())
     assert torch.equal(*trained)
 

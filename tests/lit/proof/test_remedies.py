@@ -209,9 +209,7 @@ def test_what_was_said_is_exact(module: Any, strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "strategy"), [(Foreign(), PerToken()), (Wrong(), None)]
 )
-def test_another_count_is_not_and_the_remedy_is_named(
-    module: Any, strategy: Any
-) -> None:
+def test_another_count_is_not_and_the_remedy_named(module: Any, strategy: Any) -> None:
     report = check(module, token_loader(), strategy=strategy)
     assert not report.exact
     (cause,) = report.causes

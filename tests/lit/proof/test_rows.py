@@ -107,9 +107,7 @@ def test_parts_have_widths_of_their_own_where_rows_allow_it(has_text: bool) -> N
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
-    is_split: bool,
-) -> None:
+def test_parts_tell_labels_from_a_mask_if_two_rows_ignore_one(is_split: bool) -> None:
     """The control: where each label counts, no parts do."""
     mask, most = PerToken(mask="attention_mask"), dict[bool, float]()
     options = MicroBatching(size=3) if is_split else None
@@ -207,14 +205,9 @@ def test_functions_of_a_lambda_callback_are_rehearsed() -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
 
     clips = LambdaCallback(on_after_backward=clip)
+    how: Any = {"callbacks": (clips,), "proof": "require"}
     with pytest.raises(TrainkitError, match="on_after_backward of LambdaCallback"):
-        fit(
-            Images(causes.classified),
-            images(4),
-            PerSample(),
-            callbacks=(clips,),
-            proof="require",
-        )
+        fit(Images(causes.classified), images(4), PerSample(), **how)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,7 @@ from tests.lit.proof.starting import (
     SPLIT,
     fit,
     images,
-    images_by_class,
     packed,
-    padded_to_14,
     said,
     stream,
     tokens,
@@ -44,8 +42,22 @@ from trainkit import (
 )
 
 TERMS = {"tokens": PerToken(), "rows": PerSample()}
-
 COLLATED = MicroBatching(size=2, collate=causes.padded)
+
+
+def images_by_class() -> Any:
+    rows = sorted(causes.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
+    return DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
+
+
+def padded_to_14(rows: list[Any], *, left: bool = False) -> Any:
+    """To one width."""
+    ids = torch.ones(14, dtype=torch.long)
+    batch = causes.padded([*rows, {"ids": ids, "labels": ids}], left=left)
+    return {name: value[:-1] for name, value in batch.items()}
+
+
+LEFT_TO_14 = functools.partial(padded_to_14, left=True)
 
 
 def compiled() -> Any:
@@ -71,7 +83,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "attention": (lambda: Attending(has_mask=True), tokens, PerToken()),
     "not trimmed": (lambda: Attending(has_mask=False), tokens, PerToken(), SPLIT),
     "positions": (Positioned, tokens, PerToken()),
-    "one width": (Positioned, lambda: tokens(collate=padded_to_14), PerToken()),
+    "one width": (Positioned, lambda: tokens(collate=LEFT_TO_14), PerToken()),
     "images": (IMAGES, images, PerSample()),
     "alike": (IMAGES, lambda: images(15), Uniform()),
     "compiled": (compiled, images, PerSample()),
@@ -203,13 +215,6 @@ def starting_with_one_label() -> list[Any]:
     return short + rows
 
 
-def in_one_width(rows: list[Any]) -> Any:
-    """Padded on the right to 14 columns."""
-    ids = torch.ones(14, dtype=torch.long)
-    batch = causes.padded([*rows, {"ids": ids, "labels": ids}])
-    return {name: value[:-1] for name, value in batch.items()}
-
-
 def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
     losses = cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
     return losses[batch["label_mask"].bool()].mean()
@@ -226,7 +231,7 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
      lambda: tokens(4, rows=packed(), collate=with_label_mask), PerSample(),
      "PerSample and PerToken look the same"),
     "one length in one width": (lambda: Tokens(causes.shifted),
-     lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
+     lambda: tokens(4, rows=packed(), collate=padded_to_14), PerToken(),
      "PerSample and PerToken look the same"),
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
      PerSample(), "PerSample and PerToken look the same"),
@@ -297,9 +302,7 @@ def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("every", [None, 2, 5])
-def test_windows_by_hand_are_proved_whatever_their_size(
-    every: int | None, capsys: Any
-) -> None:
+def test_windows_by_hand_are_proved_in_any_size(every: int | None, capsys: Any) -> None:
     """All batches of a rehearsal are one window. The control: a wrong strategy."""
     rows: Any = ragged_sequences(24)
     data, kind = DataLoader(rows, 4, collate_fn=pad), hooked(Manual, every=every)

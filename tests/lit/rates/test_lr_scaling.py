@@ -102,9 +102,7 @@ def test_curve_under_every_rule_equals_its_factor_times_the_plain_one(
 
 @pytest.mark.parametrize("rule", ["linear", "gain"])
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "SequentialLR"])
-def test_curve_over_a_schedule_equals_each_factor_times_the_plain_one(
-    name: str, rule: str
-) -> None:
+def test_curve_over_a_schedule_is_factor_times_plain(name: str, rule: str) -> None:
     """Windows of 2, from the third step on of 3, in mid-epoch."""
     schedule = AccumulationSchedule({0: 2, 2: 3, 5: 1}, unit="step")
     scaling = linear() if rule == "linear" else by_gain()
@@ -346,9 +344,7 @@ def test_resumed_with_any_scaling_equals_a_whole_run_with_it(
         assert deviation(whole.curve, times(plain(name, 10), factors)) <= EXACT
 
 
-def test_run_resumed_twice_with_another_window_equals_its_factor(
-    tmp_path: Path,
-) -> None:
+def test_run_resumed_twice_with_another_window_has_its_factor(tmp_path: Path) -> None:
     paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
     name = "OneCycleLR-cos"
     fit(Scheduled(name), linear(), Saving(paths[0], 5))

@@ -193,9 +193,7 @@ class Averaged(Scheduled):
 
 
 def averaged(*callbacks: Any, window: int = 2, **how: Any) -> Any:
-    swa = StochasticWeightAveraging(
-        swa_lrs=[0.03, 0.05], swa_epoch_start=2, annealing_epochs=2
-    )
+    swa = StochasticWeightAveraging([0.03, 0.05], 2, annealing_epochs=2)
     ours = [AccumulationCallback(Uniform(), proof="off"), *callbacks, swa]
     return fit(Averaged(**how), *ours, window=window, max_epochs=5)
 
@@ -277,9 +275,7 @@ def finetuned(*callbacks: Any, **how: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
-def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window(
-    tmp_path: Path,
-) -> None:
+def test_group_added_later_keeps_its_rate_and_follows_windows(tmp_path: Path) -> None:
     """And is there again, unchanged, in a run that is resumed."""
     path = tmp_path / "one.ckpt"
     with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:

@@ -73,9 +73,7 @@ def scaled_curve(name: str, first: Any, ks: Mapping[int, float], rule: Any) -> A
 
 @pytest.mark.parametrize("first", [(0.1,), (0.05, 0.2), (tensor_rate(0.1),) * 2])
 @pytest.mark.parametrize("name", MAKERS)
-def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
-    name: str, first: Any
-) -> None:
+def test_curve_of_every_scheduler_is_factor_times_plain(name: str, first: Any) -> None:
     """In the groups, of which two may share a tensor, and in `get_last_lr()`; over
     changes of k, and resumed."""
     ks = {0: 4.0, 4: 0.125, 8: 3.0}
@@ -209,9 +207,7 @@ def numbers(make: Any, rule: Any, **how: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize(("rule", "factor"), FACTORS.items())
-def test_rule_equals_its_formulas_and_leaves_the_rest(
-    name: str, rule: Any, factor: float
-) -> None:
+def test_rule_equals_its_formulas_alone(name: str, rule: Any, factor: float) -> None:
     """Such as NAdam's momentum_decay, RMSprop's momentum."""
     before, after = numbers(MADE[name], rule)
     expected = {**before, "lr": factor * before["lr"]}
@@ -295,9 +291,7 @@ def test_numbers_in_tensors_keep_their_address() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [Adam, SGD])
-def test_cycled_beta1_equals_its_formula_and_momentum_of_sgd_stays(
-    kind: Any, make: Any
-) -> None:
+def test_cycled_beta1_has_its_formula_and_momentum_stays(kind: Any, make: Any) -> None:
     """Linear scaling holds the momentum (Goyal et al. 2017)."""
     key = "betas" if kind is Adam else "momentum"
     options: Any = {key: (0.95, 0.99) if kind is Adam else 0.9}
@@ -325,9 +319,7 @@ def test_cycled_beta1_equals_its_formula_and_momentum_of_sgd_stays(
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("adam-sde", 2.0), ("half-life", 1.0)])
-def test_group_added_in_mid_training_is_scaled_but_for_its_rate(
-    rule: Any, factor: float
-) -> None:
+def test_group_added_later_is_scaled_but_for_its_rate(rule: Any, factor: float) -> None:
     """Its rate may come from the rates in force. Later changes are for all alike."""
     optimizer = AdamW([parameter()], lr=0.1, betas=(0.99, 0.999))
     made = scaled(optimizer, rule=rule, weight_decay="linear")

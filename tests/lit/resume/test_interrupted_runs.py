@@ -196,9 +196,7 @@ def test_without_one_of_its_parts_a_run_goes_on_otherwise(
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_without_metric_rows_some_are_there_twice_or_lost(
-    whole: Any, tmp_path: Path
-) -> None:
+def test_without_metric_rows_some_are_twice_or_lost(whole: Any, tmp_path: Path) -> None:
     """A resumed run logs values for the second time, which differ if something else has
     changed. And what Lightning logs after a checkpoint is lost. Lightning's CSVLogger
     forgets all rows before."""

@@ -103,9 +103,7 @@ def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
 @pytest.mark.parametrize("name", ["Annealing", "StochasticWeightAveraging"])
-def test_what_an_epochs_beginning_would_have_set_is_said(
-    name: str, tmp_path: Path
-) -> None:
+def test_what_an_epochs_beginning_had_set_is_said(name: str, tmp_path: Path) -> None:
     annealing = type(name, (Dropping,), {"on_train_epoch_start": lambda self: None})
     how: dict[str, Any] = {"kind": annealing}
     if name != "Annealing":
@@ -309,9 +307,7 @@ def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) 
     assert all(part.training for part in kept)
 
 
-def test_a_resumed_run_that_is_stopped_at_once_names_its_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_stopped_at_once_names_its_checkpoint(tmp_path: Path) -> None:
     path, data = tmp_path / "earlier.ckpt", loader(ragged_sequences(24), 4)
     trainer(callbacks=[Saving(path, 2)]).fit(TokenModule(), data)
     stop = GracefulStop(tmp_path / "other")

@@ -89,9 +89,7 @@ def test_resumed_in_mid_epoch_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("at", [3, 5, 9])
-def test_without_its_state_a_window_deviates_and_is_said(
-    tmp_path: Path, at: int
-) -> None:
+def test_without_its_state_a_window_is_off_and_said(tmp_path: Path, at: int) -> None:
     """Negative control: the checkpoint as plain Lightning would have written it. Of one
     between windows nothing is missing."""
     path, lost = tmp_path / "one.ckpt", (at + 1) % WINDOW
@@ -157,9 +155,7 @@ def test_resumed_from_validation_inside_a_window_equals_uninterrupted(
     assert off(path=path, **how) <= 1e-10
 
 
-def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
-    tmp_path: Path,
-) -> None:
+def test_saved_twice_in_one_window_equals_uninterrupted(tmp_path: Path) -> None:
     """The second checkpoint holds what the first one had carried over."""
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     train(Saving(first, 4))
@@ -371,9 +367,7 @@ def off_on(world: int, folder: Path, cases: dict[str, Case]) -> dict[str, float]
     }
 
 
-def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(
-    tmp_path: Path,
-) -> None:
+def test_resume_in_a_window_of_two_ranks_equals_the_big_batch(tmp_path: Path) -> None:
     """transformers#22143: the pending gradients were gone. On two ranks or on one,
     saved once or twice in the window, by manual optimization and sharded too."""
     on_two = off_on(2, tmp_path, SAVED | RESUMED | AGAIN)

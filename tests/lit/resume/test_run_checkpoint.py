@@ -104,9 +104,7 @@ def test_it_is_written_at_clean_moments(
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_lightning_says_nothing_at_each_checkpoint(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_lightning_is_silent_at_checkpoints(tmp_path: Path, monkeypatch: Any) -> None:
     """It would say which kind of checkpoint it has chosen, where nobody says one."""
     kinds, save = [], Trainer.save_checkpoint
 
@@ -190,9 +188,7 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
     assert torch.load(saver.path, weights_only=True)["global_step"] == 4
 
 
-def test_checkpoint_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_missing_checkpoint_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(Trainer, "save_checkpoint", lambda *args, **how: None)
     with pytest.raises(TrainkitError, match="must be written when it has been saved"):
         fit(RunCheckpoint(tmp_path, every_n_train_steps=1))

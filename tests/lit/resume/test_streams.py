@@ -372,14 +372,11 @@ def test_several_loaders_go_on_together(
 ) -> None:
     """To the bit, and in its rows, since losses may be alike by chance; where it is
     stopped, in mid-window. With workers as without any."""
-    how: dict[str, Any] = {
-        "kind": Several,
-        "without": ["AccumulationCallback"],
-        # Rows of several loaders at once are more than the proof can cut.
-        "others": [AccumulationCallback(TokensOfAll(), proof="off")],
-        "val_check_interval": 1.0,
-        "accumulate_grad_batches": window,
-    }
+    # Rows of several loaders at once are more than the proof can cut.
+    ours = AccumulationCallback(TokensOfAll(), proof="off")
+    how: dict[str, Any] = {"without": ["AccumulationCallback"], "others": [ours]}
+    how |= {"accumulate_grad_batches": window, "val_check_interval": 1.0}
+    how |= {"kind": Several}
     make = partial(streams if workers is None else loaders, mode)
     whole = train(tmp_path / "whole", loader=make(), **how)
     assert len(whole[0].read) == 2 * length

@@ -64,9 +64,8 @@ def flat(rows: Sequence[Any]) -> dict[str, Tensor]:
 def loader(num_ranks: int, flattened: bool, **how: Any) -> ResumableLoader:
     options: Any = {"window": WINDOW, "tokens": 40, "num_replicas": num_ranks, **how}
     plan = WindowSampler(LENGTHS, flattened=flattened, **options)
-    return ResumableLoader(
-        DATA, batch_sampler=plan, collate_fn=flat if flattened else padded
-    )
+    collate = flat if flattened else padded
+    return ResumableLoader(DATA, batch_sampler=plan, collate_fn=collate)
 
 
 def fit(
@@ -89,13 +88,9 @@ def fit(
     if after:  # so many batches of the second epoch
         at = len(train) + after - 1
         callbacks += [Saving(path, at), KillAt("on_train_batch_end", at)]
-    fitting = trainer(
-        plan.micro_batches,
-        callbacks=callbacks,
-        strategy="ddp" if num_ranks > 1 else "auto",
-        devices=num_ranks,
-        enable_checkpointing=True,
-    )
+    ranks: Any = {"devices": num_ranks, "strategy": "ddp" if num_ranks > 1 else "auto"}
+    how = {"callbacks": callbacks, "enable_checkpointing": True, **ranks}
+    fitting = trainer(plan.micro_batches, **how)
     with pytest.raises(Killed) if after else nullcontext():
         fitting.fit(module, train, ckpt_path=path if resume else None)
     return weights(module)
