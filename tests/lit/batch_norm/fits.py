@@ -200,8 +200,9 @@ def fit(
     `more` are callbacks too, of a table.
     """
     module = ConvModule() if module is None else module
-    policy = BatchNormGuard(policy) if isinstance(policy, str) else policy
-    guard = [] if policy is None else [policy]
+    named: Any = policy
+    guard = [BatchNormGuard(named) if isinstance(policy, str) else policy]
+    guard = [] if policy is None else guard
     ours = [AccumulationCallback(PerSample())] if exact else []
     data = batches() if data is None else data
     trainer(accumulate, callbacks=[*guard, *ours, *others, *more], **options).fit(

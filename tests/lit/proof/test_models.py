@@ -278,7 +278,7 @@ def bert() -> Any:
 def t5() -> Any:
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=WORDS,
-        decoder_start_token_id=0,
+        decoder_start_token_id=0,  # type: ignore[call-arg]
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 

@@ -168,7 +168,7 @@ def test_the_stand_in_is_the_scheduler_in_all_else() -> None:
     assert copy.deepcopy(found).patience == 0
     assert stand_in(made, found) is found
     with pytest.raises(TypeError, match="float"):
-        found.step(object())
+        found.step(object())  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 0.4  # scaled again after an error
 
 

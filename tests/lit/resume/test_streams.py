@@ -254,13 +254,11 @@ def test_one_callback_is_enough_and_none_is_said(
 def test_exact_resume_says_nothing_of_a_wrapped_stream(tmp_path: Path) -> None:
     """The controls: one that is not wrapped, and a loader of litData's module."""
     alike = type("Alike", (ResumableLoader,), {"__module__": "litdata.streaming"})
+    repeats = "repeats the rest of this epoch in later ones"
     for loader, text in (
         (ResumableStream(stateful("stream")), None),
         (stateful("stream"), "wrap it: ResumableStream(loader)"),
-        (
-            alike(TRAIN, 4, collate_fn=pad),
-            "repeats the rest of this epoch in later one",
-        ),
+        (alike(TRAIN, 4, collate_fn=pad), repeats),
     ):
         with told("ExactResume:") as said:
             folder = tmp_path / type(loader).__name__
