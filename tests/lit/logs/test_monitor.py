@@ -50,6 +50,7 @@ ONE_EPOCH: dict[str, Any] = {"max_epochs": 1}
 def recorded(
     module: pl.LightningModule,
     strategy: Any = None,
+    /,
     *,
     data: Any = None,
     **options: Any,
