@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import quiet_lightning, trainer
+from tests.helpers import QUIET, quiet_lightning, trainer
 from tests.zoo import causes, wrongs
 from tests.zoo.modules import Stream
 from trainkit import (
@@ -31,7 +31,9 @@ BATCH_NORM = partial(causes.Images, causes.classified, nn.BatchNorm2d)
 
 def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
     with quiet_lightning():
-        return trainer(callbacks=list(callbacks), **{"max_epochs": 1, **options})
+        return Trainer(
+            callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **options}
+        )
 
 
 def tokens(size: int = 16, collate: Any = causes.padded, rows: Any = None) -> Any:
