@@ -83,22 +83,21 @@ def asked(
 # ---- known ---------------------------------------------------------------------------
 
 
-def known_loaders() -> dict[str, Any]:
-    samples: Any = SEQUENCES
-    sampler = SequentialSampler(samples)
-    return {
-        "a batch size": batches(4),
-        "the last one dropped": batches(4, drop_last=True),
-        "a batch sampler of torch": DataLoader(
-            samples, batch_sampler=BatchSampler(sampler, 4, False), collate_fn=pad
-        ),
-        "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
-    }
+SAMPLES: Any = SEQUENCES
+IN_ORDER = SequentialSampler(SAMPLES)
+KNOWN: dict[str, Any] = {
+    "a batch size": batches(4),
+    "the last one dropped": batches(4, drop_last=True),
+    "a batch sampler of torch": DataLoader(
+        SAMPLES, batch_sampler=BatchSampler(IN_ORDER, 4, False), collate_fn=pad
+    ),
+    "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
+}
 
 
-@pytest.mark.parametrize("name", known_loaders())
+@pytest.mark.parametrize("name", KNOWN)
 def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
-    asks = asked(known_loaders()[name])
+    asks = asked(KNOWN[name])
     assert asks.errors == []
     assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
 
@@ -189,24 +188,22 @@ def test_several_loaders_are_known_if_they_agree(kind: str, second: int) -> None
 # ---- measured ------------------------------------------------------------------------
 
 
-def unknown_loaders() -> dict[str, Any]:
-    samples: Any = SEQUENCES
-    ready: Any = list(micro_batches(SEQUENCES))
-    sampler = Subclass(SequentialSampler(samples), 4, False)
-    return {
-        "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
-        "a subclass of torch's": (
-            DataLoader(samples, batch_sampler=sampler, collate_fn=pad),
-            [4] * 9 + [2],
-        ),
-        "ready batches": (DataLoader(Stream(ready), batch_size=None), RAGGED),
-        "batches as a data set": (DataLoader(ready, batch_size=None), RAGGED),
-    }
+READY: Any = list(micro_batches(SEQUENCES))
+BY_SUBCLASS = Subclass(IN_ORDER, 4, False)
+UNKNOWN: dict[str, Any] = {
+    "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
+    "a subclass of torch's": (
+        DataLoader(SAMPLES, batch_sampler=BY_SUBCLASS, collate_fn=pad),
+        [4] * 9 + [2],
+    ),
+    "ready batches": (DataLoader(Stream(READY), batch_size=None), RAGGED),
+    "batches as a data set": (DataLoader(READY, batch_size=None), RAGGED),
+}
 
 
-@pytest.mark.parametrize("name", unknown_loaders())
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_batch_equals_the_mean_over_the_windows_so_far(name: str) -> None:
-    loader, sizes = unknown_loaders()[name]
+    loader, sizes = UNKNOWN[name]
     asks = asked(loader)
     assert asks.found[:WINDOW] == [None] * WINDOW
     assert "Ask again after the first window" in asks.errors[0]

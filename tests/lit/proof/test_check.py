@@ -323,7 +323,7 @@ class Lazy(Tokens):
         self.lazy = nn.LazyLinear(2)
 
 
-WORDS: dict[str, Any] = {
+REFUSED: dict[str, Any] = {
     "check module: must be a Lightning": lambda: check(3, token_loader()),
     "received Linear": lambda: check(nn.Linear(2, 2), token_loader()),
     "received the class Tokens": lambda: check(Tokens, token_loader()),
@@ -341,7 +341,7 @@ WORDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", REFUSED)
 def test_what_it_cannot_take_is_refused_by_name(words: str) -> None:
     with pytest.raises(TrainkitError, match=words):
-        WORDS[words]()
+        REFUSED[words]()
