@@ -19,7 +19,7 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     run_ranks,
-    token_loss,
+    train_on_windows,
     trainer,
     weights,
 )
@@ -97,17 +97,14 @@ def fit(
 
 
 def big_batches() -> Tensor:
-    module = TokenModule(dtype=torch.float64)
-    optimizer = module.configure_optimizers()
     order = WindowSampler(LENGTHS, window=WINDOW, tokens=40, num_replicas=1, rank=0)
+    windows: list[Any] = []
     for epoch in range(EPOCHS):
         order.set_epoch(epoch)
         rows = [DATA[n] for n in order.permuted(len(DATA))]
-        for first in range(0, len(rows), WINDOW):
-            optimizer.zero_grad()
-            token_loss(module.net, pad(rows[first : first + WINDOW])).backward()
-            optimizer.step()
-    return weights(module)
+        windows += [rows[at : at + WINDOW] for at in range(0, len(rows), WINDOW)]
+    module = TokenModule(dtype=torch.float64)
+    return weights(train_on_windows(module, windows, epochs=1))
 
 
 def micro_batches(num_ranks: int, **how: Any) -> int:
