@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    TensorDataset,
 )
 
 from tests.lit.batch_norm.fits import (
@@ -181,23 +182,15 @@ def test_part_of_the_rows_is_their_beginning(num_batches: int, shuffle: bool) ->
     assert torch.equal(rows, first) is not shuffle
 
 
-class NotToBeCopied:
-    def __init__(self) -> None:
-        self.rows = dataset()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.rows[row]
-
+class NotToBeCopied(TensorDataset):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("the data were copied")
 
 
 @pytest.mark.parametrize("weigh_nothing", [None, lambda row: row])
 def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
-    data = ResumableLoader(NotToBeCopied(), 4, weigh_nothing=weigh_nothing)
+    rows = NotToBeCopied(*dataset().tensors)
+    data = ResumableLoader(rows, 4, weigh_nothing=weigh_nothing)
     module = fit("recalibrate", module=Notes(), data=data, max_epochs=1)
     assert module.notes.recalibrated
 
