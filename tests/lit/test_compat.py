@@ -15,17 +15,22 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.fronts import Mixed, micro_batches
-from tests.zoo.modules import hooked
+from tests.lit.split.common import Split, fit, loader_batches
+from tests.zoo.modules import hooked, scaled
 from trainkit.lit import _compat
 from trainkit.lit.resume import _compat as resuming
 
@@ -52,13 +57,10 @@ def test_batches_into_epoch_counts_those_of_a_checkpoint(
 
 
 def test_scaler_of_finds_the_scaler_of_the_precision_plugin() -> None:
-    def found(enabled: bool) -> bool:
-        scaler: Any = torch.amp.GradScaler("cpu", enabled=enabled)
-        precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-        return _compat.scaler_of(trainer(plugins=[precision])) is scaler
-
-    assert found(enabled=True)
-    assert not found(enabled=False)
+    for enabled in (True, False):
+        own = scaled(enabled=enabled)["plugins"]
+        found = _compat.scaler_of(trainer(plugins=[own]))
+        assert (found is own.scaler) is enabled
     assert _compat.scaler_of(trainer()) is None
 
 
@@ -150,9 +152,7 @@ def test_forget_iterator_leaves_persistent_workers_to_the_original() -> None:
 
 
 @pytest.mark.parametrize(("mode", "length"), [("min_size", 2), ("max_size", 10)])
-def test_combined_loader_holds_all_loaders_and_how_they_are_combined(
-    mode: Any, length: int
-) -> None:
+def test_combined_loader_holds_loaders_and_their_mode(mode: Any, length: int) -> None:
     found = []
 
     class Looks(TokenModule):
@@ -259,3 +259,115 @@ def test_end_validation_gives_the_modes_back() -> None:
     fit.fit(module, loader(DATA, BATCH), loader(DATA, BATCH))
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == 2
+
+
+# ---- split windows -------------------------------------------------------------------
+
+
+class Late(Split):
+    """Logs the end of an epoch from within a step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks = [_compat.current_hook(self)]
+        with _compat.as_hook(self, "training_step"):
+            self.hooks.append(_compat.current_hook(self))
+            self.log("late", 1.0, on_step=True, on_epoch=True)
+        self.hooks.append(_compat.current_hook(self))
+
+
+def test_a_value_can_be_logged_as_from_another_hook() -> None:
+    """Which is put back, after an error too."""
+    module = Late(cut=None)
+    fitted = fit(module)
+    assert module.hooks == ["on_train_batch_end", "training_step", "on_train_batch_end"]
+    results = fitted.fit_loop.epoch_loop._results.result_metrics
+    assert [each.meta.fx for each in results] == ["training_step"]
+    bare = pl.LightningModule()
+    assert _compat.current_hook(bare) == ""
+    with pytest.raises(KeyError), _compat.as_hook(bare, "training_step"):
+        raise KeyError
+    assert _compat.current_hook(bare) == ""
+
+
+def test_only_the_epoch_for_batch_norm_skips_backward() -> None:
+    skipped: dict[int, bool] = {}
+
+    class Normed(Split):
+        def __init__(self) -> None:
+            super().__init__(cut=None)
+            self.norm = nn.BatchNorm1d(2)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            skipped[self.current_epoch] = _compat.skips_backward(self.trainer)
+
+    averages = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=1)
+    fit(Normed(), averages, max_epochs=3)
+    assert skipped == {0: False, 1: False, 2: False, 3: True}
+
+
+def test_a_compiled_step_leaves_the_function_as_it_is() -> None:
+    """And Lightning says so where it compiles one."""
+    traced: list[bool] = []
+
+    def note() -> None:
+        traced.append(torch.compiler.is_compiling())
+
+    plain, compiled = Split(cut=None), Split(cut=None)
+    compiled._compiler_ctx = {"compiler": "dynamo"}  # type: ignore[assignment]
+    assert _compat.uncompiled(plain, note) is note
+    untraced = _compat.uncompiled(compiled, note)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        untraced()
+        return x + 1
+
+    torch.compile(step, backend="eager")(torch.zeros(2))
+    assert traced == [False]
+    by_lightning: Any = torch.compile(Split(cut=None), backend="eager")
+    module = pl.utilities.compile.from_compiled(by_lightning)  # type: ignore[attr-defined]
+    assert _compat.uncompiled(module, print) is not print
+
+
+def test_methods_are_replaced_for_a_while() -> None:
+    class Owner:
+        def one(self) -> int:
+            return 1
+
+        def two(self) -> int:
+            return 2
+
+    owner = Owner()
+    vars(owner)["two"] = lambda: 22  # an instance's own comes back as such
+    with _compat.replaced(owner, one=lambda: 10, two=lambda: 20):
+        assert (owner.one(), owner.two()) == (10, 20)
+    assert (owner.one(), owner.two()) == (1, 22)
+    assert list(vars(owner)) == ["two"]
+
+
+def test_which_batches_reach_the_device_without_a_hook() -> None:
+    def transfer(self: Any, batch: Any, *args: Any) -> Any:
+        return batch
+
+    own = hooked(pl.LightningModule, transfer_batch_to_device=transfer)()
+    assert _compat.transfers_plainly(trainer(), pl.LightningModule())
+    assert not _compat.transfers_plainly(trainer(), own)
+    seen: list[bool] = []
+
+    class Asking(Split):
+        def on_train_start(self) -> None:
+            seen.append(_compat.transfers_plainly(self.trainer, self))
+
+    hooks: dict[str, Any] = {"train_dataloader": lambda self: loader_batches()}
+    hooks["on_after_batch_transfer"] = transfer
+    trainer().fit(Asking(cut=None), hooked(pl.LightningDataModule, **hooks)())
+    trainer().fit(Asking(cut=None), loader_batches())
+    assert seen == [False, True]
+
+
+def test_metric_computes_anew_when_it_has_forgotten() -> None:
+    metric = MeanMetric()
+    metric.update(torch.tensor(1.0))
+    before = metric.compute()
+    assert metric.compute() is before
+    _compat.forget_computed(metric)
+    assert metric.compute() is not before

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -27,11 +28,8 @@ from trainkit.lit._compat import (
 )
 
 
-class Leaving(pl.Callback):
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        raise leaves_fit(trainer)
+def leave(trainer: Any, *args: Any) -> None:
+    raise leaves_fit(trainer)
 
 
 def test_leaving_a_fit_tears_down_and_is_no_error() -> None:
@@ -44,7 +42,7 @@ def test_leaving_a_fit_tears_down_and_is_no_error() -> None:
         def on_exception(self, exception: BaseException) -> None:
             called.append("exception")
 
-    fit, module = quick(callbacks=[Leaving()]), Torn()
+    fit, module = quick(callbacks=[LambdaCallback(on_train_batch_start=leave)]), Torn()
     fit.fit(module, Data())
     assert called == ["fit"]
     assert module.sizes == []
@@ -97,9 +95,7 @@ def test_a_loader_takes_another_size() -> None:
         (lambda self, batch, *, scale=1.0, **how: None, False),
     ],
 )
-def test_arguments_of_a_step_are_those_that_lightning_gives(
-    step: Any, takes_index: bool
-) -> None:
+def test_arguments_of_a_step_are_lightnings(step: Any, takes_index: bool) -> None:
     received: list[int] = []
 
     @functools.wraps(step)
@@ -133,26 +129,25 @@ def test_a_quiet_trainer_stands_where_another_is_and_leaves_signals_alone() -> N
 
     handlers: list[Any] = []
 
-    class Beside(pl.Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 2 and not handlers:
-                handlers.append(signal.getsignal(signal.SIGTERM))
-                quiet = quiet_trainer(trainer, callbacks=[])
-                stand_where(quiet, trainer)
-                other = Small()
-                quiet.fit(other, DataLoader(torch.ones(1, 1)))  # type: ignore[arg-type]
-                handlers.append(signal.getsignal(signal.SIGTERM))
-                assert other.seen[0] == (2, 8, 0)
-                assert pl_module.trainer is trainer
+    def beside(trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 2 and not handlers:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            quiet = quiet_trainer(trainer, callbacks=[])
+            stand_where(quiet, trainer)
+            other = Small()
+            quiet.fit(other, DataLoader(torch.ones(1, 1)))  # type: ignore[arg-type]
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            assert other.seen[0] == (2, 8, 0)
+            assert pl_module.trainer is trainer
 
-    live = made(max_epochs=5, callbacks=[Beside()])
+    live = made(max_epochs=5, callbacks=[LambdaCallback(on_train_epoch_start=beside)])
     live.fit(Small(), DataLoader(torch.ones(4, 1)))  # type: ignore[arg-type]
     assert handlers[0] is handlers[1]
     assert live.global_step == 20
 
 
 def test_a_quiet_trainer_has_no_callbacks_of_installed_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     about = tmp_path / "adding-1.0.dist-info"
     about.mkdir()

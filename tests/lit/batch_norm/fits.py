@@ -25,10 +25,8 @@ one."""
 
 
 def dataset(rows: int = ROWS) -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(
-        images(rows), torch.randint(0, 3, (rows,), generator=generator)
-    )
+    draw = torch.Generator().manual_seed(2)
+    return TensorDataset(images(rows), torch.randint(0, 3, (rows,), generator=draw))
 
 
 def batches(rows: int = ROWS, batch_size: int = BATCH, **options: Any) -> Any:
@@ -203,8 +201,8 @@ def fit(
     """
     module = ConvModule() if module is None else module
     named: Any = policy
-    guard = [BatchNormGuard(named)] if isinstance(policy, str) else []
-    guard = [policy] if isinstance(policy, BatchNormGuard) else guard
+    guard = [BatchNormGuard(named) if isinstance(policy, str) else policy]
+    guard = [] if policy is None else guard
     ours = [AccumulationCallback(PerSample())] if exact else []
     data = batches() if data is None else data
     trainer(accumulate, callbacks=[*guard, *ours, *others, *more], **options).fit(
@@ -216,31 +214,3 @@ def fit(
 def reference(module: Any, rows: Tensor | None = None) -> dict[str, Tensor]:
     """The statistics of all rows as one batch, under the module's present weights."""
     return of_big_batch(module.net, inputs(batches()) if rows is None else rows)
-
-
-def running(state: dict[str, Tensor], prefix: str = "net.") -> dict[str, Tensor]:
-    """The running statistics in a state dict."""
-    return {
-        key.removeprefix(prefix): tensor.clone()
-        for key, tensor in state.items()
-        if "running_" in key
-    }
-
-
-def others(module: Any) -> dict[str, Tensor]:
-    """All of the state but the running statistics."""
-    state = module.state_dict()
-    return {k: v.clone() for k, v in state.items() if "running_" not in k}
-
-
-def count_passes(monkeypatch: Any) -> list[int]:
-    steps: list[int] = []
-    real = ConvModule.training_step
-
-    def counted(self: Any, batch: Any, batch_idx: int) -> Any:
-        if not torch.is_grad_enabled() and batch_idx == 0:
-            steps.append(self.trainer.global_step)
-        return real(self, batch, batch_idx)
-
-    monkeypatch.setattr(ConvModule, "training_step", counted)
-    return steps

@@ -4,7 +4,6 @@ nothing else is."""
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -13,14 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import (
-    NAIVE,
-    TOLERANCE,
-    deviation,
-    run_ranks,
-    trainer,
-    weights,
-)
+from tests.helpers import NAIVE, TOLERANCE, deviation, run_ranks, weights
 from tests.lit.batch_norm.fits import (
     BATCH,
     At,
@@ -32,6 +24,7 @@ from tests.lit.batch_norm.fits import (
     dataset,
     fit,
 )
+from tests.zoo.callbacks import told
 from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
@@ -61,10 +54,9 @@ REMEDIES = (
 
 def said(policy: Any = "warn", **how: Any) -> list[str]:
     """What is warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told("BatchNorm: ") as found:
         fit(policy, **{"max_epochs": 1, **how})
-    return [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
+    return found
 
 
 def own_batches(sizes: Any) -> Any:
@@ -161,9 +153,9 @@ def test_it_is_told_before_the_first_step_and_in_each_fit() -> None:
             fit(guard, module=Fails())
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(2, True), (4, False)])
+@pytest.mark.parametrize(("ranks", "samples"), [(2, "4, 8 samples"), (4, "4 samples")])
 def test_synchronised_layers_count_all_their_ranks(
-    ranks: int, told: bool, monkeypatch: Any
+    ranks: int, samples: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(
         "trainkit.lit.batch_norm.announce.num_sharing_ranks",
@@ -172,25 +164,19 @@ def test_synchronised_layers_count_all_their_ranks(
     module = ConvModule()
     first = module.net.bn1
     (text,) = said(module=module)
-    assert ("net.bn1" in text) is told
+    assert ("net.bn1" in text) is (ranks == 2)
     assert "net.bn2, net.bn3 normalise" in text
-    samples = {2: "of 4, 8 samples", 4: "of 4 samples"}
-    assert samples[ranks] in text
+    assert f"of {samples}" in text
 
 
 def warned_on(rank: int, world: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(
-            2, strategy="ddp", devices=world, max_epochs=1, callbacks=[BatchNormGuard()]
-        ).fit(MixedConv(), batches())
-    return [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
+    ddp: Any = {"strategy": "ddp", "devices": world, "accumulate": 2}
+    return said(module=MixedConv(), **ddp)
 
 
 def test_first_rank_alone_tells_it() -> None:
-    told, silent = run_ranks(warned_on, 2)
-    assert len(told) == 1
-    assert f"of {BATCH} samples" in told[0]
+    (text,), silent = run_ranks(warned_on, 2)
+    assert f"of {BATCH} samples" in text
     assert silent == []
 
 
@@ -210,15 +196,12 @@ def rows(capsys: Any) -> list[str]:
     return [line for line in found if line.startswith("BatchNorm: ")]
 
 
-class One(ConvModule):
-    """One layer, in a state of its own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            parts = nn.Linear(36, 5), layer, nn.Tanh(), nn.Linear(5, 3)
-            self.net = nn.Sequential(nn.Flatten(), *parts).double()
+def one_layer(layer: nn.Module) -> ConvModule:
+    """A module with it, in a state of its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        parts = nn.Linear(36, 5), layer, nn.Tanh(), nn.Linear(5, 3)
+        return ConvModule(lambda: nn.Sequential(nn.Flatten(), *parts).double())
 
 
 class Frozen(BaseFinetuning):
@@ -260,18 +243,16 @@ LINE = (
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_layer_is_named_where_the_step_is_not_the_big_batchs(
-    state: str, capsys: Any
-) -> None:
+def test_layer_is_named_where_the_step_is_another_one(state: str, capsys: Any) -> None:
     """Two windows of three micro-batches of four."""
     make, others, harms = STATES[state]
     how: dict[str, Any] = {"max_epochs": 1, "exact": True}
-    cut = fit(None, *others, module=One(make()), data=batches(24), **how)
+    cut = fit(None, *others, module=one_layer(make()), data=batches(24), **how)
     assert rows(capsys) == [LINE] * harms
     one = {"data": batches(24, 12), "accumulate": 1}
-    big = fit(None, *others, module=One(make()), **one, **how)
+    big = fit(None, *others, module=one_layer(make()), **one, **how)
     assert rows(capsys) == []
-    off = deviation(cut, big, weights(One(make())))
+    off = deviation(cut, big, weights(one_layer(make())))
     assert (off > NAIVE) if harms else (off < TOLERANCE[torch.float64])
 
 
@@ -282,14 +263,15 @@ def test_several_layers_are_named_and_lazy_ones(capsys: Any) -> None:
     # Lightning wants lazy layers to have seen a batch.
     module.net(next(iter(batches()))[0])
     fit(module=module, exact=True)
-    said = "3 layers in training mode (net.bn1, net.bn2 and 1 more) norm"
-    assert said in rows(capsys)[0]
+    (row,) = rows(capsys)
+    assert "3 layers in training mode (net.bn1, net.bn2 and 1 more) norm" in row
 
 
 # ---- without a guard: which windows --------------------------------------------------
 
 
 BY_MIXIN = {"module": MixedConv, "exact": False}
+ONE_THEN_TWO = {**ONE, "more": [AccumulationSchedule({0: 1, 1: 2})]}
 
 
 @pytest.mark.parametrize(
@@ -299,20 +281,13 @@ BY_MIXIN = {"module": MixedConv, "exact": False}
         (True, BY_MIXIN),
         (True, {**ONE, "more": [SPLIT], "exact": False}),
         (True, {**ONE, "module": StepsByTwo, "exact": False}),
-        (True, {**ONE, "more": [AccumulationSchedule({0: 1, 1: 2})]}),
+        (True, ONE_THEN_TWO),
         (True, {**ONE, "more": [GradientAccumulationScheduler({1: 2})]}),
         (False, {**ONE, **BY_MIXIN}),
         (False, {"data": batches(4)}),
         (False, {"limit_train_batches": 1}),
         (False, {**ONE, "more": [AccumulationSchedule({0: 1})]}),
-        (
-            False,
-            {
-                **ONE,
-                "data": batches(4),
-                "more": [AccumulationSchedule({0: 1, 1: 2})],
-            },
-        ),
+        (False, {**ONE_THEN_TWO, "data": batches(4)}),
     ],
 )
 def test_windows_of_several_micro_batches_are_spoken_of(
@@ -331,9 +306,7 @@ def test_guard_of_ones_own_speaks_for_itself(capsys: Any, accumulate: int) -> No
 
 
 @pytest.mark.parametrize("policy", [None, "group_norm"])
-def test_nothing_is_called_exact_before_it_is_measured(
-    capsys: Any, policy: str | None
-) -> None:
+def test_nothing_is_called_exact_unmeasured(capsys: Any, policy: str | None) -> None:
     ours = AccumulationCallback(PerSample(), proof="off")
     fit(policy, ours, data=batches(24), accumulate=4)
     said = capsys.readouterr().out

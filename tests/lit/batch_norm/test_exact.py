@@ -1,42 +1,30 @@
-"""BatchNormGuard("exact") trains as the whole batch does, also on ranks."""
+"""BatchNormGuard("exact") trains as the whole batch does."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers import RankError, raise_rank_errors, run_cases
-from tests.lit.batch_norm.exact_fits import (
-    Bare,
-    Images,
-    Listed,
-    Mixed,
-    Stem,
-    Thawed,
-    apart,
-    evaluating,
-    exact,
-    fit,
-    images,
-    partly_frozen,
-    without_statistics,
-)
+from tests.helpers import trainer
 from trainkit import (
     AccumulationCallback,
+    AccumulationMixin,
     BatchNormGuard,
     LRScaling,
     MicroBatching,
@@ -46,6 +34,185 @@ from trainkit import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+
+CLASSES = 4
+
+
+class Net(nn.Module):
+    """Two BatchNorms, a skip connection and a ReLU in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.last_norm = nn.BatchNorm2d(6, momentum=None)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norm(self.first(x)), inplace=True)
+        hidden = hidden + self.last_norm(self.second(hidden))
+        return self.head(F.relu(hidden).mean((2, 3)))
+
+
+class Images(pl.LightningModule):
+    """Logs and counts as a module of anybody's does; knows nothing of trainkit."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = net or Net()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.mean = MeanMetric()
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("brightness", x.mean(), on_step=False, on_epoch=True)
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy(logits.detach(), y)
+        self.mean(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Bare(Images):
+    """Its layers stand in the module itself, some are called in the step."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        torch.manual_seed(4)
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.inner = nn.Linear(5, 5)
+        self.twice = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.stem(x))).mean((2, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("seen", batch[0].sum(), reduce_fx="sum", on_epoch=True)
+        hidden = self(batch[0])
+        more = self.twice(self.inner(hidden))
+        hidden = hidden + self.twice(more.square())
+        return F.cross_entropy(self.head(hidden), batch[1])
+
+
+class Mixed(AccumulationMixin, Images):
+    accumulation = PerSample()
+    micro_batching = MicroBatching(size=4)
+
+
+class Listed(Images):
+    """Its blocks stand in a list, which itself is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        blocks = [
+            nn.Sequential(nn.Conv2d(c, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Tanh())
+            for c in (3, 5)
+        ]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(5, CLASSES)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden.mean((2, 3))), batch[1])
+
+
+class Stem(Images):
+    """Calls a layer of its own in the step, and has no forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.BatchNorm2d(3).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.stem(batch[0])), batch[1])
+
+
+def without_statistics() -> Images:
+    torch.manual_seed(4)
+    norm = nn.BatchNorm2d(4, track_running_stats=False)
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
+    return Images(nn.Sequential(nn.Conv2d(3, 4, 3), norm, *end))
+
+
+def evaluating() -> Images:
+    module = Images()
+    module.net.eval()
+    return module
+
+
+def partly_frozen() -> Images:
+    """Frozen layers, frozen weights and other norms."""
+    torch.manual_seed(4)
+    norms = nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4)
+    parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), *norms, nn.BatchNorm2d(4)
+    end = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    flat = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = nn.Sequential(*parts, *flat, end, nn.Linear(4, CLASSES))
+    net[4].eval()
+    net[0].requires_grad_(False)
+    return Images(net)
+
+
+class Thawed(pl.Callback):
+    """Lets the layers evaluate until the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for layer in pl_module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train(trainer.current_epoch > 0)
+
+
+def images(number: int = 26) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(number, 3, 6, 6, dtype=torch.float64, generator=generator)
+    y = torch.randint(CLASSES, (number,), generator=generator)
+    return TensorDataset(x + y[:, None, None, None] * 0.3, y)
+
+
+def loader(batch_size: int = 10, number: int = 26) -> DataLoader[Any]:
+    """Of 26 images the last of three batches has 6."""
+    return DataLoader(images(number), batch_size=batch_size)
+
+
+def exact(cut: MicroBatching | None, proof: Any = "warn") -> list[pl.Callback]:
+    """The callbacks of a training whose micro-batches share statistics."""
+    ours = AccumulationCallback(PerSample(), micro_batching=cut, proof=proof)
+    return [ours, BatchNormGuard("exact")]
+
+
+def fit(
+    module: pl.LightningModule,
+    *callbacks: pl.Callback,
+    window: int = 1,
+    epochs: int = 2,
+    batches: Any = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Six steps, unless something else is asked for."""
+    fitted = trainer(window, callbacks=list(callbacks), max_epochs=epochs, **options)
+    fitted.fit(module, batches or loader())
+    return fitted
+
+
+def apart(module: nn.Module, other: nn.Module) -> float:
+    """The largest difference of weights, and of running statistics."""
+    pairs = zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((one.double() - two.double()).abs().max()) for one, two in pairs)
+
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
@@ -102,23 +269,16 @@ CASES = {
 }
 
 
-def ours(case: Case) -> list[Any]:
-    if case.cut is None:
-        return [BatchNormGuard("exact")]
-    return exact(case.cut)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_whole_batches_and_plain_accumulation_does_not(
-    name: str,
-) -> None:
+def test_training_equals_whole_batches_and_a_plain_one_does_not(name: str) -> None:
     case = CASES[name]
     options = case.options or {}
+    ours = exact(case.cut) if case.cut else [BatchNormGuard("exact")]
     whole, module, naive = (case.plain or case.make)(), case.make(), case.make()
     plain = fit(whole, *case.others(), **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*ran whole")
-        fitted = fit(module, *case.others(), *ours(case), **options)
+        fitted = fit(module, *case.others(), *ours, **options)
     assert apart(module, whole) <= 1e-10  # buffers too
     assert not [n for n, m in module.named_modules() if "forward" in vars(m)]
     assert list(module.state_dict()) == list(whole.state_dict())
@@ -150,12 +310,9 @@ def test_rates_and_windows_numbers_are_those_of_one_batch(capsys: Any) -> None:
 def test_statistics_epoch_of_weight_averaging() -> None:
     """The last epoch takes no step: its statistics are those of loader batches."""
     trained = []
-    for callbacks in (
-        [],
-        [AccumulationCallback(PerSample())],
-        exact(SPLIT),
-        [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
-    ):
+    streamed = AccumulationCallback(PerSample())
+    split = AccumulationCallback(PerSample(), micro_batching=SPLIT)
+    for callbacks in ([], [streamed], exact(SPLIT), [split]):
         module = Images()
         module.net.last_norm.momentum = 0.2  # type: ignore[union-attr]
         average = StochasticWeightAveraging(0.05, swa_epoch_start=2)
@@ -180,89 +337,3 @@ def test_noise_scale_says_that_it_cannot_measure(cut: Any, words: str) -> None:
     fit(Images(), *exact(cut), noise, epochs=1)
     assert noise.why_not is not None
     assert words in noise.why_not
-
-
-SHARES: dict[int, list[tuple[int, ...]]] = {
-    2: [(9, 3, 12), (3, 10, 1)],
-    3: [(9, 3, 12), (3, 10, 1), (1, 1, 5)],
-}
-"""Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
-
-WAYS: dict[str, Callable[[], list[Any]]] = {
-    "split": lambda: exact(SPLIT),
-    "whole": lambda: exact(None),
-    "control": lambda: [
-        AccumulationCallback(PerSample(), micro_batching=SPLIT),
-        BatchNormGuard("ignore"),
-    ],
-    # refused
-    "a rank whose memory runs out": lambda: exact(MicroBatching("auto")),
-    "on several ranks it needs the callback": lambda: [BatchNormGuard("exact")],
-}
-
-
-def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
-    """The loader batches of a rank; of all of them together, without a rank."""
-    data, at, found = images(60), 0, []
-    for step in zip(*shares, strict=True):
-        rows = []
-        for index, number in enumerate(step):
-            if rank in (None, index):
-                rows += range(at, at + number)
-            at += number
-        found.append(rows)
-    return DataLoader(data, batch_sampler=found)
-
-
-def train(rank: int, world_size: int, way: str) -> tuple[Any, int]:
-    """The state after a training, and how often its layers communicated."""
-    module, calls, own = Images(), list[Any](), dist.all_reduce
-
-    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tuple(tensor.shape))
-        return own(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        fit(
-            module,
-            *WAYS[way](),
-            batches=batches(SHARES[world_size], rank),
-            devices=world_size,
-            strategy=DDPStrategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-        )
-    finally:
-        dist.all_reduce = own
-    in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
-    return module.state_dict(), len(in_layers)
-
-
-@cache
-def ranks_of(world_size: int) -> dict[str, list[Any]]:
-    ways = WAYS if world_size == 2 else ["split"]
-    return run_cases(world_size, {way: (train, way) for way in ways})
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name"), [(2, "split"), (2, "whole"), (2, "control"), (3, "split")]
-)
-def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
-    """Plain accumulation, the control, does not."""
-    whole = Images()
-    fit(whole, batches=batches(SHARES[world_size], None))
-    for state, calls in raise_rank_errors(ranks_of(world_size)[name]):
-        module = Images()
-        module.load_state_dict(state)
-        if name == "control":
-            assert apart(module, whole) > 0.1 * apart(whole, Images())
-        else:
-            assert apart(module, whole) <= 1e-10
-            assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
-
-
-@pytest.mark.parametrize("words", [way for way in WAYS if " " in way])
-def test_what_ranks_cannot_do_is_refused(words: str) -> None:
-    for error in ranks_of(2)[words]:
-        with pytest.raises(RankError, match=f"^TrainkitError: .*{words}"):
-            raise error

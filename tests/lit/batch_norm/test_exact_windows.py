@@ -1,20 +1,25 @@
-"""Exact BatchNorm: memory that runs out, resume, and what is refused, by name."""
+"""Exact BatchNorm: on ranks, where memory runs out, resumed; what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.helpers import trainer
-from tests.lit.batch_norm.exact_fits import (
+from tests.helpers import RankError, raise_rank_errors, run_cases, trainer
+from tests.lit.batch_norm.test_exact import (
     CLASSES,
-    ByHand,
+    SPLIT,
     Images,
     Stem,
     Thawed,
@@ -26,10 +31,13 @@ from tests.lit.batch_norm.exact_fits import (
     loader,
 )
 from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
     AccumulationSchedule,
     BatchNormGuard,
     ExactResume,
     MicroBatching,
+    PerSample,
     ResumableLoader,
 )
 from trainkit.core.tape.forward import TapedForward
@@ -40,20 +48,102 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*open window .* was dropped"),
 ]
 
-SPLIT = MicroBatching(size=4)
-INSIDE = MicroBatching(inside="net", size=4)
-
 
 def unproven(cut: MicroBatching) -> list[Any]:
     """The proof at the start would meet a refusal first, and its passes would count."""
     return exact(cut, "off")
 
 
+# ---- ranks ---------------------------------------------------------------------------
+
+
+SHARES: dict[int, list[tuple[int, ...]]] = {
+    2: [(9, 3, 12), (3, 10, 1)],
+    3: [(9, 3, 12), (3, 10, 1), (1, 1, 5)],
+}
+"""Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
+
+WAYS: dict[str, Callable[[], list[Any]]] = {
+    "split": lambda: exact(SPLIT),
+    "whole": lambda: exact(None),
+    "control": lambda: [
+        AccumulationCallback(PerSample(), micro_batching=SPLIT),
+        BatchNormGuard("ignore"),
+    ],
+    # refused
+    "a rank whose memory runs out": lambda: exact(MicroBatching("auto")),
+    "on several ranks it needs the callback": lambda: [BatchNormGuard("exact")],
+}
+
+
+def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
+    """The loader batches of a rank; of all of them together, without a rank."""
+    data, at, found = images(60), 0, []
+    for step in zip(*shares, strict=True):
+        rows = []
+        for index, number in enumerate(step):
+            if rank in (None, index):
+                rows += range(at, at + number)
+            at += number
+        found.append(rows)
+    return DataLoader(data, batch_sampler=found)
+
+
+def train(rank: int, world_size: int, way: str) -> tuple[Any, int]:
+    """The state after a training, and how often its layers communicated."""
+    module, calls, own = Images(), list[Any](), dist.all_reduce
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tuple(tensor.shape))
+        return own(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        gloo = DDPStrategy(process_group_backend="gloo")
+        how: Any = {"devices": world_size, "use_distributed_sampler": False}
+        how["batches"] = batches(SHARES[world_size], rank)
+        fit(module, *WAYS[way](), strategy=gloo, **how)
+    finally:
+        dist.all_reduce = own
+    in_layers = [shape for shape in calls if shape in {(world_size, 13), (2, 6)}]
+    return module.state_dict(), len(in_layers)
+
+
+@cache
+def ranks_of(world_size: int) -> dict[str, list[Any]]:
+    ways = WAYS if world_size == 2 else ["split"]
+    return run_cases(world_size, {way: (train, way) for way in ways})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "split"), (2, "whole"), (2, "control"), (3, "split")]
+)
+def test_ranks_equal_one_batch(world_size: int, name: str) -> None:
+    """Plain accumulation, the control, does not."""
+    whole = Images()
+    fit(whole, batches=batches(SHARES[world_size], None))
+    for state, calls in raise_rank_errors(ranks_of(world_size)[name]):
+        module = Images()
+        module.load_state_dict(state)
+        if name == "control":
+            assert apart(module, whole) > 0.1 * apart(whole, Images())
+        else:
+            assert apart(module, whole) <= 1e-10
+            assert calls == 6 * 2 * 2  # steps x layers x (forward and backward)
+
+
+@pytest.mark.parametrize("words", [way for way in WAYS if " " in way])
+def test_what_ranks_cannot_do_is_refused(words: str) -> None:
+    for error in ranks_of(2)[words]:
+        with pytest.raises(RankError, match=f"^TrainkitError: .*{words}"):
+            raise error
+
+
 # ---- memory and resume ---------------------------------------------------------------
 
 
 def run_short(
-    monkeypatch: pytest.MonkeyPatch, most: int, **options: Any
+    monkeypatch: Any, most: int, **options: Any
 ) -> tuple[Images, Any, list[int]]:
     """A training in which no more rows than `most` fit into memory: the module, its
     callback, and the sizes that failed."""
@@ -72,7 +162,7 @@ def run_short(
     return module, callbacks[0], failed
 
 
-def test_finer_chunks_once_memory_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finer_chunks_once_memory_has_run_out(monkeypatch: Any) -> None:
     """But with a size of the user's the run ends."""
     module, callback, failed = run_short(monkeypatch, 3)
     assert failed == [10, 5]
@@ -97,12 +187,8 @@ def test_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
         torch.manual_seed(7)
         resume = ExactResume(dirpath=folder, every_n_train_steps=1)
         data = ResumableLoader(images(), batch_size=10, shuffle=True)
-        run = trainer(
-            callbacks=[*exact(SPLIT), resume],
-            max_epochs=-1,
-            max_steps=steps,
-            enable_checkpointing=True,
-        )
+        how: Any = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
+        run = trainer(callbacks=[*exact(SPLIT), resume], **how)
         run.fit(module, data, ckpt_path=ckpt_path)
         return module
 
@@ -119,6 +205,21 @@ def test_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
 def larger(trainer: Any, module: Any) -> None:
     """Makes windows of several batches, without saying so before."""
     trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+
+class ByHand(AccumulationMixin, Images):
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.accumulate(F.cross_entropy(self.net(batch[0]), batch[1]), batch)
+        self.finish_window(optimizer)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
 
 
 class Wanders(nn.Module):
@@ -156,40 +257,28 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "by hand": ("by manual optimization", ByHand, [BatchNormGuard("exact")], {}),
     "in the step": (
         "Stem calls stem in its own step.*Here net can be named",
-        Stem,
-        exact(SPLIT),
-        {},
+        *(Stem, exact(SPLIT), {}),
     ),
     "shared": (
         r"received shared=\['x'\]",
-        Images,
-        unproven(MicroBatching(inside="net", size=4, shared=("x",))),
-        {},
+        *(Images, unproven(MicroBatching(inside="net", size=4, shared=("x",))), {}),
     ),
     "tokens": ("by rows alone, received", Images, exact(MicroBatching(tokens=8)), {}),
     "collate": (
         "by rows alone, received",
-        Images,
-        exact(MicroBatching(size=4, collate=list)),
-        {},
+        *(Images, exact(MicroBatching(size=4, collate=list)), {}),
     ),
     "tokens, inside": (
         "tokens= leaves out padding",
-        Images,
-        unproven(MicroBatching(inside="net", tokens=8)),
-        {},
+        *(Images, unproven(MicroBatching(inside="net", tokens=8)), {}),
     ),
     "by the data": (
         "must not use __len__ on values of the batch",
-        lambda: Images(Wanders()),
-        unproven(SPLIT),
-        {},
+        *(lambda: Images(Wanders()), unproven(SPLIT), {}),
     ),
     "one value": (
         "more than 1 value per channel",
-        one_value,
-        exact(SPLIT),
-        {"batches": loader(batch_size=1, number=3)},
+        *(one_value, exact(SPLIT), {"batches": loader(batch_size=1, number=3)}),
     ),
 }
 
@@ -203,11 +292,11 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
 
 def test_on_one_rank_whole_batches_run_the_layers_as_they_are() -> None:
     replaced = []
-    notes = LambdaCallback(
-        on_train_batch_start=lambda t, m, *of: replaced.append(
-            "forward" in vars(m.net.norm)
-        )
-    )
+
+    def note(trainer: Any, module: Any, *more: Any) -> None:
+        replaced.append("forward" in vars(module.net.norm))
+
+    notes = LambdaCallback(on_train_batch_start=note)
     fit(Images(), *exact(None), notes, epochs=1)
     assert replaced == [False] * 3
 

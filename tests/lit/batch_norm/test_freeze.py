@@ -73,9 +73,8 @@ def test_weights_of_the_layers_train_unless_they_are_frozen_too(
 ) -> None:
     class Filters(ConvModule):
         def configure_optimizers(self) -> Any:
-            trained = [p for p in self.parameters() if p.requires_grad]
-            self.number = len(trained)
-            return torch.optim.SGD(trained, lr=0.1)
+            self.trained = [p for p in self.parameters() if p.requires_grad]
+            return torch.optim.SGD(self.trained, lr=0.1)
 
     module = pretrained(Filters)
     layers = every_layer(module.net).values()
@@ -85,7 +84,7 @@ def test_weights_of_the_layers_train_unless_they_are_frozen_too(
     for layer, weight in zip(layers, before, strict=True):
         assert torch.equal(layer.weight, weight) is affine
     assert not torch.equal(module.net.head.weight, head)
-    assert module.number == len(list(module.parameters())) - 6 * affine
+    assert len(module.trained) == len(list(module.parameters())) - 6 * affine
     said = capsys.readouterr().out
     assert f"BatchNorm: 3 layers frozen, {text} stay as they are" in said
 

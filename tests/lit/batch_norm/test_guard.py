@@ -58,7 +58,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("policy", "options", "words"), REFUSED)
-def test_what_no_guard_can_be_is_refused(
+def test_no_other_guard_is_taken(
     policy: Any, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TrainkitError, match=f"BatchNormGuard.*{words}"):
@@ -80,10 +80,7 @@ def test_option_of_another_policy_is_refused(option: Any, owner: str) -> None:
     with pytest.raises(TrainkitError, match=match):
         BatchNormGuard("momentum", **option)
     BatchNormGuard(owner, min_samples=1, **option)  # type: ignore[arg-type]
-
-
-def test_options_are_given_by_name() -> None:
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="positional"):  # they are given by name
         BatchNormGuard("warn", 16)  # type: ignore[misc]
 
 
@@ -100,12 +97,8 @@ def test_guard_stands_behind_ours_and_before_all_others() -> None:
     def look(trainer: Any, module: Any) -> None:
         order.extend(type(c).__name__ for c in trainer.callbacks)
 
-    callbacks = [
-        At("on_train_start", look),
-        BatchNormGuard("momentum"),
-        AccumulationCallback(PerSample()),
-        LRScaling("none", reference_batch=4),
-    ]
+    ours = AccumulationCallback(PerSample()), LRScaling("none", reference_batch=4)
+    callbacks = [At("on_train_start", look), BatchNormGuard("momentum"), *ours]
     trainer(3, callbacks=callbacks).fit(ConvModule(), batches())
     assert order.index("AccumulationCallback") < order.index("BatchNormGuard")
     assert order.index("BatchNormGuard") < order.index("At")
@@ -217,9 +210,7 @@ class AboveMixin(MixinBuilds):
 @pytest.mark.parametrize(
     ("cls", "layers"), [(MixinBuilds, 3), (AboveMixin, 4), (MixinBuildsInSetup, 3)]
 )
-def test_layers_that_come_late_are_replaced_with_the_mixin(
-    cls: Any, layers: int
-) -> None:
+def test_late_layers_are_replaced_with_the_mixin(cls: Any, layers: int) -> None:
     module = cls()
     module.configure_model()  # outside of a Trainer it replaces nothing
     assert not count(module)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers import raise_rank_errors, run_ranks, trainer
+from tests.helpers import raise_rank_errors, run_cases, trainer
 from tests.lit.batch_norm.fits import (
     FEW,
     At,
@@ -24,12 +25,9 @@ from tests.lit.batch_norm.fits import (
     Manual,
     Validated,
     batches,
-    count_passes,
     dataset,
     fit,
-    others,
     reference,
-    running,
 )
 from tests.zoo.small_resnet import furthest, of_big_batch, statistics
 from trainkit import AccumulationMixin, BatchNormGuard, PerSample
@@ -43,6 +41,34 @@ pytestmark = [
 EXACT = 1e-10
 
 
+def running(state: dict[str, Tensor], prefix: str = "net.") -> dict[str, Tensor]:
+    """The running statistics in a state dict."""
+    return {
+        key.removeprefix(prefix): tensor.clone()
+        for key, tensor in state.items()
+        if "running_" in key
+    }
+
+
+def others(module: Any) -> dict[str, Tensor]:
+    """All of the state but the running statistics."""
+    state = module.state_dict()
+    return {k: v.clone() for k, v in state.items() if "running_" not in k}
+
+
+def count_passes(monkeypatch: Any) -> list[int]:
+    steps: list[int] = []
+    real = ConvModule.training_step
+
+    def counted(self: Any, batch: Any, batch_idx: int) -> Any:
+        if not torch.is_grad_enabled() and batch_idx == 0:
+            steps.append(self.trainer.global_step)
+        return real(self, batch, batch_idx)
+
+    monkeypatch.setattr(ConvModule, "training_step", counted)
+    return steps
+
+
 # ---- when ----------------------------------------------------------------------------
 
 
@@ -54,14 +80,8 @@ def test_statistics_at_the_end_equal_all_rows_as_one_batch(averages: bool) -> No
     ends = []
     for policy in ("recalibrate", "ignore"):
         swa = [StochasticWeightAveraging(0.05, swa_epoch_start=2)] * averages
-        epochs = 4 if averages else 2
-        module = fit(
-            policy,
-            *swa,
-            data=batches(shuffle=not averages),
-            max_epochs=epochs,
-            exact=not averages,
-        )
+        how: Any = {"max_epochs": 4 if averages else 2, "exact": not averages}
+        module = fit(policy, *swa, data=batches(shuffle=not averages), **how)
         ends.append(module)
         off = furthest(statistics(module.net), reference(module))
         assert off <= EXACT if policy == "recalibrate" else off > 1e-3
@@ -88,10 +108,10 @@ def test_every_validation_sees_statistics_of_its_time(how: Any) -> None:
             off.append(furthest(statistics(module.net), reference(module, rows)))
 
     rows = dataset(FEW).tensors[0]
-    hook, val = At("on_validation_epoch_start", look), batches(batch_size=27)
-    data = batches(FEW)
-    fit("recalibrate", hook, module=Validated(), data=data, val=val, **how)
-    assert len(off) == (4 if how else 2)
+    hook = At("on_validation_epoch_start", look)
+    how = {"data": batches(FEW), "val": batches(batch_size=27), **how}
+    fit("recalibrate", hook, module=Validated(), **how)
+    assert len(off) == (4 if "val_check_interval" in how else 2)
     assert max(off) <= EXACT
 
 
@@ -114,11 +134,7 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "every epoch": ({"every_n_epochs": 1, "save_top_k": -1}, False, True),
     "every second step": ({"every_n_train_steps": 2, "save_top_k": -1}, True, True),
     "last": ({"save_last": True}, True, False),
-    "end of the epoch": (
-        {"save_on_train_epoch_end": True, "save_top_k": -1},
-        False,
-        False,
-    ),
+    "its end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, False, False),
     "monitored": ({"monitor": "val"}, True, False),
 }
 
@@ -145,7 +161,7 @@ def test_checkpoints_hold_the_statistics_of_their_own_weights(
         assert off <= EXACT if policy else off > 1e-2
 
 
-def test_checkpoint_on_an_exception_is_written_as_it_is(
+def test_checkpoint_on_an_error_is_written_as_is(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Who knows what still works then: nothing more is computed."""
@@ -166,18 +182,14 @@ def test_checkpoint_on_an_exception_is_written_as_it_is(
 # ---- what is as before ---------------------------------------------------------------
 
 
-class Draws(torch.nn.Module):
+class Draws:
     """Random numbers of three kinds in the data, as augmentation takes them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.data = dataset(FEW)
-
     def __len__(self) -> int:
-        return len(self.data)
+        return FEW
 
     def __getitem__(self, index: int) -> Any:
-        x, y = self.data[index]
+        x, y = dataset(FEW)[index]
         noise = float(torch.rand(())) + random.random() + float(np.random.rand())
         return x + noise, y
 
@@ -230,7 +242,7 @@ def busy(policy: Any, **options: Any) -> tuple[Any, dict[str, float]]:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(11)
     module, val = Busy(), batches(batch_size=27)
-    data = torch.utils.data.DataLoader(Draws(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    data = DataLoader(Draws(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     how: Any = {"val_check_interval": 2, "val": val}
     fit(policy, look, module=module, data=data, **how)
     return module, logged
@@ -298,10 +310,8 @@ def test_forward_pass_that_raises_leaves_all_as_it_was() -> None:
 
 def on_rank(rank: int, world: int, sampler: bool) -> tuple[float, dict[str, Tensor]]:
     rows = dataset(28)
-    data = rows
-    if not sampler:  # each rank has rows of its own
-        data = torch.utils.data.TensorDataset(*(t[rank::world] for t in rows.tensors))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=sampler)
+    own = TensorDataset(*(t[rank::world] for t in rows.tensors))
+    loader = DataLoader(rows if sampler else own, batch_size=4, shuffle=sampler)
     module, guards = ConvModule(), [BatchNormGuard("recalibrate")]
     ddp: Any = {"strategy": "ddp", "devices": world, "callbacks": guards}
     trainer(2, use_distributed_sampler=sampler, **ddp).fit(module, loader)
@@ -309,14 +319,10 @@ def on_rank(rank: int, world: int, sampler: bool) -> tuple[float, dict[str, Tens
     return furthest(statistics(module.net), wanted), statistics(module.net)
 
 
-def by_both(rank: int, world: int) -> list[tuple[float, dict[str, Tensor]]]:
-    return [on_rank(rank, world, sampler) for sampler in (True, False)]
-
-
 def test_ranks_equal_all_rows_as_one_batch() -> None:
     """With a distributed sampler, and where each rank has rows of its own."""
-    ends = raise_rank_errors(run_ranks(by_both, 2))
-    for found in zip(*ends, strict=True):
+    ends = run_cases(2, {sampler: (on_rank, sampler) for sampler in (True, False)})
+    for found in map(raise_rank_errors, ends.values()):
         assert max(off for off, _ in found) <= EXACT
         assert furthest(found[1][1], found[0][1]) == 0
 

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    TensorDataset,
 )
 
 from tests.lit.batch_norm.fits import (
@@ -108,18 +109,14 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
 
-def batch_sampler() -> BatchSampler:
+def by_fours() -> BatchSampler:
     return BatchSampler(RandomSampler(range(FEW), generator=seeded()), 4, False)
 
 
 LOADERS: dict[str, Any] = {
-    "shuffled by its own generator": lambda: batches(
-        FEW, shuffle=True, generator=seeded()
-    ),
+    "own generator": lambda: batches(FEW, shuffle=True, generator=seeded()),
     "two workers": lambda: batches(FEW, shuffle=True, num_workers=2),
-    "own batch sampler": lambda: DataLoader(
-        dataset(FEW), batch_sampler=batch_sampler()
-    ),
+    "own batch sampler": lambda: DataLoader(dataset(FEW), batch_sampler=by_fours()),
     "own sampler": lambda: batches(FEW, sampler=Shuffles()),
     "own sampler, not to be copied": lambda: batches(FEW, sampler=Locks()),
     "stream with a persistent worker": lambda: DataLoader(
@@ -136,11 +133,9 @@ def test_training_sees_the_same_rows_in_the_same_order(kind: str) -> None:
     ends = []
     for policy in ("recalibrate", "ignore"):
         torch.manual_seed(4)
-        of_loader = "worker" in kind and "stream" not in kind
-        how: Any = {"val_check_interval": 4 if of_loader else 2}
+        how: Any = {"val_check_interval": 4 if kind == "two workers" else 2}
         how |= {"data": LOADERS[kind](), "val": batches(batch_size=27)}
-        module = fit(policy, module=ValidatedNotes(two_layers), **how)
-        ends.append(module)
+        ends.append(fit(policy, module=ValidatedNotes(two_layers), **how))
     mine, plain = ends
     wanted = reference(mine, dataset(FEW).tensors[0])
     assert furthest(statistics(mine.net), wanted) <= EXACT
@@ -176,9 +171,7 @@ def test_several_loaders_are_put_together_as_in_training(is_shortest: bool) -> N
 @pytest.mark.parametrize(
     ("num_batches", "shuffle"), [(1, True), (3, True), (3, False), (50, False)]
 )
-def test_part_of_the_rows_is_the_loaders_beginning(
-    num_batches: int, shuffle: bool
-) -> None:
+def test_part_of_the_rows_is_their_beginning(num_batches: int, shuffle: bool) -> None:
     guard = BatchNormGuard("recalibrate", num_batches=num_batches)
     module = fit(guard, module=Notes(), data=batches(shuffle=shuffle))
     used = min(num_batches, 7)
@@ -189,25 +182,16 @@ def test_part_of_the_rows_is_the_loaders_beginning(
     assert torch.equal(rows, first) is not shuffle
 
 
-class NotToBeCopied:
-    def __init__(self) -> None:
-        self.rows = dataset()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.rows[row]
-
+class NotToBeCopied(TensorDataset):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("the data were copied")
 
 
 @pytest.mark.parametrize("weigh_nothing", [None, lambda row: row])
 def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
-    data = ResumableLoader(NotToBeCopied(), 4, weigh_nothing=weigh_nothing)
-    module = Notes()
-    fit(BatchNormGuard("recalibrate"), module=module, data=data, max_epochs=1)
+    rows = NotToBeCopied(*dataset().tensors)
+    data = ResumableLoader(rows, 4, weigh_nothing=weigh_nothing)
+    module = fit("recalibrate", module=Notes(), data=data, max_epochs=1)
     assert module.notes.recalibrated
 
 
@@ -250,7 +234,7 @@ OWN = BatchNormGuard("recalibrate", forward=lambda m, batch: m.net(batch[0]))
         (Manual, OWN, {"accumulate": 1}),
     ],
 )
-def test_any_training_step_runs_or_a_forward_in_its_place(
+def test_any_step_runs_or_a_forward_in_its_place(
     make: Any, guard: Any, how: Any
 ) -> None:
     module = fit(guard, module=make(), **how)

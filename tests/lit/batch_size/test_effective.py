@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,13 +10,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
+from tests.helpers import (
+    loader,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    run_cases,
+    trainer,
+)
 from tests.lit.fronts import RAGGED, Mixed, Plain, micro_batches
 from tests.lit.schedule.scheduling import (
     FRONTS,
@@ -79,22 +83,21 @@ def asked(
 # ---- known ---------------------------------------------------------------------------
 
 
-def known_loaders() -> dict[str, Any]:
-    samples: Any = SEQUENCES
-    sampler = SequentialSampler(samples)
-    return {
-        "a batch size": batches(4),
-        "the last one dropped": batches(4, drop_last=True),
-        "a batch sampler of torch": DataLoader(
-            samples, batch_sampler=BatchSampler(sampler, 4, False), collate_fn=pad
-        ),
-        "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
-    }
+SAMPLES: Any = SEQUENCES
+IN_ORDER = SequentialSampler(SAMPLES)
+KNOWN: dict[str, Any] = {
+    "a batch size": batches(4),
+    "the last one dropped": batches(4, drop_last=True),
+    "a batch sampler of torch": DataLoader(
+        SAMPLES, batch_sampler=BatchSampler(IN_ORDER, 4, False), collate_fn=pad
+    ),
+    "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
+}
 
 
-@pytest.mark.parametrize("name", known_loaders())
+@pytest.mark.parametrize("name", KNOWN)
 def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
-    asks = asked(known_loaders()[name])
+    asks = asked(KNOWN[name])
     assert asks.errors == []
     assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
 
@@ -185,24 +188,22 @@ def test_several_loaders_are_known_if_they_agree(kind: str, second: int) -> None
 # ---- measured ------------------------------------------------------------------------
 
 
-def unknown_loaders() -> dict[str, Any]:
-    samples: Any = SEQUENCES
-    ready: Any = list(micro_batches(SEQUENCES))
-    sampler = Subclass(SequentialSampler(samples), 4, False)
-    return {
-        "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
-        "a subclass of torch's": (
-            DataLoader(samples, batch_sampler=sampler, collate_fn=pad),
-            [4] * 9 + [2],
-        ),
-        "ready batches": (DataLoader(Stream(ready), batch_size=None), RAGGED),
-        "batches as a data set": (DataLoader(ready, batch_size=None), RAGGED),
-    }
+READY: Any = list(micro_batches(SEQUENCES))
+BY_SUBCLASS = Subclass(IN_ORDER, 4, False)
+UNKNOWN: dict[str, Any] = {
+    "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
+    "a subclass of torch's": (
+        DataLoader(SAMPLES, batch_sampler=BY_SUBCLASS, collate_fn=pad),
+        [4] * 9 + [2],
+    ),
+    "ready batches": (DataLoader(Stream(READY), batch_size=None), RAGGED),
+    "batches as a data set": (DataLoader(READY, batch_size=None), RAGGED),
+}
 
 
-@pytest.mark.parametrize("name", unknown_loaders())
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_batch_equals_the_mean_over_the_windows_so_far(name: str) -> None:
-    loader, sizes = unknown_loaders()[name]
+    loader, sizes = UNKNOWN[name]
     asks = asked(loader)
     assert asks.found[:WINDOW] == [None] * WINDOW
     assert "Ask again after the first window" in asks.errors[0]
@@ -283,44 +284,32 @@ SHARED = ragged_sequences(36)
 
 
 def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
-    how: dict[str, Any] = {"strategy": "ddp", "use_distributed_sampler": True}
-    module: Any = Mixed()
-    callbacks: list[Any] = []
+    asks, tokens = Asks(), Asks("tokens")
+    module, callbacks, strategy = Mixed(), [asks, tokens], "ddp"
     if kind == "tensor parallel":
-        module = Sharded()
-        how["strategy"] = ModelParallelStrategy(
+        module, callbacks = Sharded(), [AccumulationCallback(PerToken()), *callbacks]
+        strategy = ModelParallelStrategy(
             data_parallel_size=1,
             tensor_parallel_size=world,
             process_group_backend="gloo",
             save_distributed_checkpoint=False,
         )
-        callbacks = [AccumulationCallback(PerToken())]
-    asks, tokens = Asks(), Asks("tokens")
-    data: Any = SHARED
-    loader = DataLoader(data, batch_size=4, collate_fn=pad)
-    fit = trainer(
-        2, devices=world, max_epochs=1, callbacks=[*callbacks, asks, tokens], **how
-    )
-    fit.fit(module, loader)
+    how: dict[str, Any] = {"devices": world, "max_epochs": 1, "strategy": strategy}
+    fit = trainer(2, callbacks=callbacks, use_distributed_sampler=True, **how)
+    fit.fit(module, loader(SHARED, 4))
     return [asks.found[-1], tokens.found[-1], fit.num_training_batches]
 
 
-def ask_both(rank: int, world: int) -> dict[str, Any]:
+@cache
+def on_both() -> dict[str, list[Any]]:
     kinds = ("ddp", "tensor parallel")
-    return {kind: ask_on_ranks(rank, world, kind) for kind in kinds}
-
-
-@pytest.fixture(scope="module")
-def on_both() -> list[Any]:
-    return raise_rank_errors(run_ranks(ask_both, 2))
+    return run_cases(2, {kind: (ask_on_ranks, kind) for kind in kinds})
 
 
 @pytest.mark.parametrize(("kind", "replicas"), [("ddp", 2), ("tensor parallel", 1)])
-def test_replicas_equal_the_ranks_with_data_of_their_own(
-    on_both: Any, kind: str, replicas: int
-) -> None:
+def test_replicas_equal_the_ranks_with_own_data(kind: str, replicas: int) -> None:
     """World size is not the number of replicas."""
-    first, second = (each[kind] for each in on_both)
+    first, second = raise_rank_errors(on_both()[kind])
     assert first == second
     samples, tokens, num_batches = first
     assert num_batches == 9 // replicas + (replicas == 2)

@@ -36,7 +36,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
-from tests.lit.resume.test_rank_checkpoints import DATA, FromBatch, Save
+from tests.lit.resume.test_open_window import DATA, FromBatch, Save
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import hooked
 from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken

@@ -55,19 +55,16 @@ def fit(
     data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
     ours = [] if plain else [AccumulationCallback(PerSample())]
     how = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
-    each = trainer(
-        accumulate, callbacks=[*ours, *callbacks], enable_progress_bar=True, **how
-    )
+    how |= {"callbacks": [*ours, *callbacks], "enable_progress_bar": True}
+    each = trainer(accumulate, **how)
     with quiet_lightning():
         each.fit(module or Net(), data, data)
     return each
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines(capsys: Any) -> list[str]:
     said = capsys.readouterr().out.splitlines()
-    return [
-        line for line in said if line.startswith("trainkit | step ") and "of" in line
-    ]
+    return [line for line in said if re.match(r"trainkit \| step .*of", line)]
 
 
 def logging(self: Any, batch: torch.Tensor, batch_idx: int) -> None:
@@ -100,15 +97,11 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
     "a module that shows nothing": (Quiet(), 50, {}, ["4: loss 3"]),
     "nothing is monitored": (Logging(), 50, {}, ["4: loss 3"]),
     "a line has the numbers of its own step": (
-        Counting(),
-        1,
-        {},
+        *(Counting(), 1, {}),
         [f"{n}: loss {2 * n - 1.5:g}, train/loss {2 * n - 1}" for n in (1, 2, 3, 4)],
     ),
     "no line repeats an earlier number": (
-        Validated(),
-        1,
-        TWICE,
+        *(Validated(), 1, TWICE),
         [
             *("1: loss 0.5, train/loss 1", "2: loss 2.5, train/loss 3"),
             "2: val/loss 2",
@@ -117,22 +110,17 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
         ],
     ),
     "a validation between two lines": (
-        Validated(),
-        50,
-        TWICE,
+        *(Validated(), 50, TWICE),
         ["2: loss 2.5, val/loss 2", "4: loss 6.5, val/loss 4"],
     ),
     "no window, no number, no line": (Quiet(), 50, {"plain": True}, []),
     "no window": (Net(), 50, {"plain": True}, ["4: val/loss 0.125"]),
     "what stops it early": (
-        Logging(),
-        50,
-        {"more": lambda: [EarlyStopping("val/loss")]},
+        *(Logging(), 50, {"more": lambda: [EarlyStopping("val/loss")]}),
         ["4: loss 3, val/loss 0.125"],
     ),
     "by what it is saved": (
-        Logging(),
-        50,
+        *(Logging(), 50),
         {"more": lambda: [ModelCheckpoint(monitor="val/loss")], **SAVES},
         ["4: loss 3, val/loss 0.125"],
     ),
@@ -141,7 +129,7 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_lines_without_a_terminal(
-    name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, capsys: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Also where numbers arrive late, as from a busy GPU."""
     module, every, given, expected = CASES[name]
@@ -183,7 +171,7 @@ def test_steps_of_all_optimizers(
     options: dict[str, Any],
     num_steps: int,
     expected: list[str],
-    capsys: pytest.CaptureFixture[str],
+    capsys: Any,
 ) -> None:
     progress = StepProgress(every_n_steps=every)
     each = fit(progress, accumulate=1, module=TwoOptimizers(), plain=True, **options)
@@ -193,16 +181,10 @@ def test_steps_of_all_optimizers(
     assert steps == [f"trainkit | step {each}" for each in expected]
 
 
-def test_a_schedule_says_how_many_steps_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_schedule_says_how_many_steps_there_are_if_it_ends(capsys: Any) -> None:
     schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
     fit(schedule, StepProgress(every_n_steps=6), accumulate=1)
     assert lines(capsys)[0] == "trainkit | step 6 of 6: window/loss 3"
-
-
-def test_a_schedule_without_an_end_says_none(capsys: Any) -> None:
-    schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
     until = LambdaCallback(on_train_epoch_end=lambda t, m: setattr(t, "should_stop", 1))
     progress = StepProgress(every_n_steps=1)
     fit(schedule, progress, until, accumulate=1, max_epochs=-1)
@@ -210,7 +192,7 @@ def test_a_schedule_without_an_end_says_none(capsys: Any) -> None:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], str]]:
+def terminal(monkeypatch: Any) -> Callable[[int], Callable[[], str]]:
     """Stands a terminal of some columns in for stdout, and returns what it shows at
     the end, without escape sequences."""
     monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_UPDATES", 0)
@@ -232,7 +214,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], st
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+def bars(monkeypatch: Any) -> list[tuple[int, list[str]]]:
     """The steps and the texts with which a bar was drawn."""
     found: list[tuple[int, list[str]]] = []
     keep = StepBar.draw
@@ -249,9 +231,8 @@ def test_on_a_terminal_it_draws_a_bar(terminal: Any, bars: Any) -> None:
     """In it an earlier validation has its step."""
     shown = terminal(120)
     fit(StepProgress(), module=Validated(), **TWICE)
-    assert re.fullmatch(
-        r"step .* 4/4 window/loss 6.5, val/loss 4 at step 4 0:00:.*", shown()
-    )
+    last = r"step .* 4/4 window/loss 6.5, val/loss 4 at step 4 0:00:.*"
+    assert re.fullmatch(last, shown())
     texts = [each for _, each in bars]
     assert ["window/loss 2.5", "val/loss 2 at step 2"] in texts
     assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in texts
@@ -259,7 +240,7 @@ def test_on_a_terminal_it_draws_a_bar(terminal: Any, bars: Any) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 79])
-def test_a_number_wider_than_its_place_goes_on_below(
+def test_a_number_too_wide_for_its_place_goes_on_below(
     terminal: Any, columns: int
 ) -> None:
     """Cut, the step 195 would read as 19."""
@@ -284,9 +265,7 @@ def test_the_table_stands_above_the_bar(terminal: Any) -> None:
     assert "step" in below
 
 
-def test_a_module_prints_and_what_is_disabled_says_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_module_prints_and_what_is_disabled_says_nothing(capsys: Any) -> None:
     """`LightningModule.print` asks the bar whether it is enabled."""
 
     class Printing(Net):
@@ -309,11 +288,7 @@ def test_a_module_prints_and_what_is_disabled_says_nothing(
 
 @pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
 def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
-    terminal: Any,
-    bars: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    last: int,
+    terminal: Any, bars: Any, monkeypatch: Any, error: BaseException, last: int
 ) -> None:
     """After an error nothing more is read from the device."""
     terminal(80)

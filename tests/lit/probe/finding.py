@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer as quick
-from tests.zoo.modules import Stream
+from tests.zoo.modules import Stream, hooked
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
 from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 
@@ -72,8 +72,7 @@ class Limited(Net):
 
 def limited(*, rows: int, where: str = "forward") -> Limited:
     """One of a class of its own."""
-    kind = type("Limited", (Limited,), {"limit": rows, "where": where, "seen": []})
-    return kind()
+    return hooked(Limited, limit=rows, where=where, seen=[])()
 
 
 def run_out() -> None:
@@ -91,9 +90,7 @@ class Data(pl.LightningDataModule):
 
     def __init__(self, batch_size: int = 4, *, number: int = ROWS) -> None:
         super().__init__()
-        self.batch_size = batch_size
-        self.number = number
-        self.num_setups = 0
+        self.batch_size, self.number, self.num_setups = batch_size, number, 0
 
     def setup(self, stage: str) -> None:
         self.num_setups += 1
@@ -111,12 +108,15 @@ class HparamsData(pl.LightningDataModule):
         self.generator = torch.Generator().manual_seed(5)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(
-            rows(),  # type: ignore[arg-type]
-            self.hparams["batch_size"],
-            shuffle=True,
-            generator=self.generator,
-        )
+        size, how = self.hparams["batch_size"], {"generator": self.generator}
+        return DataLoader(rows(), size, shuffle=True, **how)  # type: ignore[arg-type]
+
+
+WORKERS: dict[str, Any] = {
+    "num_workers": 1,
+    "persistent_workers": True,
+    "multiprocessing_context": "fork",
+}
 
 
 def shuffled_loader(batch_size: int) -> DataLoader[Any]:
@@ -124,31 +124,13 @@ def shuffled_loader(batch_size: int) -> DataLoader[Any]:
     return DataLoader(rows(), batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
 
 
-def stream_loader(batch_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(rows()), batch_size)
-
-
-def resumable_loader(batch_size: int) -> DataLoader[Any]:
-    return ResumableLoader(rows(), batch_size, shuffle=True, seed=2)
-
-
-def worker_loader(batch_size: int) -> DataLoader[Any]:
-    return DataLoader(
-        rows(),  # type: ignore[arg-type]
-        batch_size,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-    )
-
-
 MAKERS: dict[str, Callable[[int], Any]] = {
     "attribute": Data,
     "hparams": HparamsData,
     "loader": shuffled_loader,
-    "stream": stream_loader,
-    "resumable": resumable_loader,
-    "workers": worker_loader,
+    "stream": lambda size: DataLoader(Stream(rows()), size),
+    "resumable": lambda size: ResumableLoader(rows(), size, shuffle=True, seed=2),
+    "workers": lambda size: DataLoader(rows(), size, **WORKERS),  # type: ignore[arg-type]
 }
 
 

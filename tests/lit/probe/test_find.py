@@ -1,10 +1,14 @@
-"""`find_micro_batch` changes two numbers and leaves everything else as it was."""
+"""`find_micro_batch` changes two numbers, on all ranks, and leaves everything else."""
 
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,24 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
 
-from tests.helpers import weights
+from tests.cli.training import SMALL
+from tests.helpers import RankError, raise_rank_errors, run_cases, run_ranks, weights
 from tests.lit.probe.finding import (
     MAKERS,
     TARGET,
     Data,
+    Limited,
     Net,
     exact,
     found,
     limited,
     quick,
 )
+from tests.startup import forked
+from tests.zoo.modules import hooked, scaled
 from trainkit.lit.batch_size.effective import micro_batch_of
 from trainkit.lit.probe.find import find_micro_batch
 
@@ -39,9 +49,8 @@ def trained(fit: pl.Trainer, module: pl.LightningModule, data: Any) -> Any:
 
 
 def read_size(data: Any) -> Any:
-    if isinstance(data, pl.LightningDataModule):
-        return micro_batch_of(data.train_dataloader())
-    return micro_batch_of(data)
+    is_module = isinstance(data, pl.LightningDataModule)
+    return micro_batch_of(data.train_dataloader() if is_module else data)
 
 
 # ---- training after it ---------------------------------------------------------------
@@ -143,12 +152,9 @@ def test_everything_else_is_as_it_was(how: str, tmp_path: Path) -> None:
     module, data = Validated(), Both()
     first = next(module.parameters())
     first.grad = torch.ones_like(first)
-    fit = quick(
-        callbacks=[ModelCheckpoint(tmp_path), pl.Callback()],
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=True,
-        limit_val_batches=3,
-    )
+    options: Any = {"enable_checkpointing": True, "limit_val_batches": 3}
+    options |= {"callbacks": [ModelCheckpoint(tmp_path), pl.Callback()]}
+    fit = quick(logger=CSVLogger(tmp_path), **options)
     before = kept(fit, module)
     if how == "fails":
         with pytest.raises(KeyError, match="a mistake of the user's"):
@@ -220,7 +226,6 @@ def test_what_setup_makes_is_made_anew() -> None:
 
 def test_a_scaler_is_put_back_and_its_optimizer_has_stepped() -> None:
     """Its first steps are skipped, with which no state of the optimizer is made."""
-    from lightning.pytorch.plugins import MixedPrecision
 
     class Half(Net):
         states: list[int] = []
@@ -234,23 +239,21 @@ def test_a_scaler_is_put_back_and_its_optimizer_has_stepped() -> None:
             x, y = batch
             return self.net(x.float()).squeeze(1).sub(y.float()).square().mean() * 1e4
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    fit = quick(plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    before = scaler.state_dict()
-    found(Half(), Data(), fit, target=4)
+    plugin = scaled(2.0**30)["plugins"]
+    before = plugin.scaler.state_dict()
+    found(Half(), Data(), quick(plugins=plugin), target=4)
     assert Half.states[0] == 0
     assert Half.states[1] > 0, "the size fits beside the optimizer's state"
-    assert scaler.state_dict() == before
+    assert plugin.scaler.state_dict() == before
 
 
 def test_no_worker_is_left() -> None:
     before = set(multiprocessing.active_children())
-    loader = MAKERS["workers"](4)
-    found(Net(), loader)
+    found(Net(), MAKERS["workers"](4))
     assert set(multiprocessing.active_children()) == before
 
 
-def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_says(capsys: Any) -> None:
     data, fit = Data(), quick()
     result = find_micro_batch(fit, limited(rows=9), data, target=32)
     sizes = data.batch_size, fit.accumulate_grad_batches
@@ -259,3 +262,120 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainkit | micro-batch 16: does not fit" in out
     assert "trainkit | micro-batch 8: fits" in out
     assert "= 32 (exactly the target)" in out
+
+
+# ---- ranks try each size together, agree on it, and are left alike -------------------
+
+
+WORLD = 2
+
+
+class OneLimited(Limited):
+    """Only the last rank has little memory."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank != WORLD - 1:
+            return Net.training_step(self, batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def one_limited(rows: int, where: str) -> OneLimited:
+    return hooked(OneLimited, limit=rows, where=where, seen=[])()
+
+
+def fitted(
+    where: str, by_hand: tuple[int, int] | None = None
+) -> tuple[int, int, Tensor, int]:
+    """One rank's part: the sizes, the weights after a fit, the steps."""
+    torch.manual_seed(3)
+    fit = quick(strategy="ddp", devices=WORLD, callbacks=[exact()], max_epochs=1)
+    module, data = one_limited(5, where), Data(4)
+    if by_hand is not None:
+        data.batch_size, fit.accumulate_grad_batches = by_hand
+    else:
+        found(module, data, fit, target=32)
+    fit.fit(module, data)
+    sizes = data.batch_size, fit.accumulate_grad_batches
+    return *sizes, weights(module), fit.global_step
+
+
+def finds_then_by_hand(rank: int, world: int, where: str) -> Any:
+    first = fitted(where)
+    return first, fitted(where, by_hand=(4, 4))
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[Any, list[Any]]:
+    """What the ranks end with, where all of them fail or none."""
+    places: Any = {w: (finds_then_by_hand, w) for w in ("forward", "backward")}
+    return run_cases(WORLD, places | {words: (refused, words) for words in REFUSED})
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_rank_that_runs_out_decides_for_all(ends: Any, where: str) -> None:
+    """In the backward pass its gradients would meet the other's in one bucket."""
+    results = raise_rank_errors(ends[where])
+    for (size, accumulate, after, steps), by_hand in results:
+        assert (size, accumulate) == (4, 4), "4 x 4 x 2 ranks are the target"
+        assert torch.equal(after, by_hand[2])
+        assert steps == by_hand[3] == 3
+    assert torch.equal(results[0][0][2], results[1][0][2])
+
+
+def fails_on_one(rank: int, world: int) -> Any:
+    class Mistaken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if rank == 1:
+                raise KeyError("labels")
+            return super().training_step(batch, batch_idx)
+
+    found(Mistaken(), Data(4), quick(strategy="ddp", devices=WORLD))
+
+
+def test_another_error_on_one_rank_ends_all_of_them() -> None:
+    first, second = run_ranks(fails_on_one, WORLD)
+    assert isinstance(first, RankError)
+    assert "another rank failed" in str(first)
+    assert "KeyError: 'labels'" in str(second)
+
+
+def synchronised() -> Net:
+    module = Net()
+    module.net[1] = torch.nn.SyncBatchNorm(8).double()
+    return module
+
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "on 2 ranks DDP with static_graph=True communicates": (
+        *(Net, lambda: DDPStrategy(static_graph=True)),
+    ),
+    "SyncBatchNorm communicates within a pass": (synchronised, lambda: "ddp"),
+    "on 2 ranks ModelParallelStrategy communicates": (Net, ModelParallelStrategy),
+}
+
+
+def refused(rank: int, world: int, words: str) -> Any:
+    make, strategy = REFUSED[words]
+    found(make(), Data(4), quick(strategy=strategy(), devices=WORLD))
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_pass_that_communicates_is_refused(ends: Any, words: str) -> None:
+    for result in ends[words]:
+        assert words in str(result)
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_and_one_speaks(tmp_path: Path) -> None:
+    words = [
+        *(sys.executable, "-m", "trainkit", "plan", "--probe", "--json"),
+        *("--target", "16", "--max-micro-batch", "4", "trainer.precision=32-true"),
+        *("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", *SMALL),
+    ]
+    keep = {n: v for n, v in os.environ.items() if not n.startswith("WANDB")}
+    how: Any = {"cwd": tmp_path, "env": {**keep, "HOME": str(tmp_path), **forked()}}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, **how)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["world_size"], found["effective"]) == (2, 16)
+    assert found["micro_batch"] <= 4

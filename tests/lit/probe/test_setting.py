@@ -12,16 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from tests.lit.probe.finding import (
-    Data,
-    HparamsData,
-    Net,
-    found,
-    quick,
-    resumable_loader,
-    rows,
-    shuffled_loader,
-)
+from tests.lit.probe.finding import MAKERS, Data, HparamsData, Net, found, quick, rows
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -87,9 +78,9 @@ def test_under_another_name() -> None:
     assert (data.train_size, data.batch_size) == (plan.micro_batch, 4)
 
 
-@pytest.mark.parametrize("make", [shuffled_loader, resumable_loader])
-def test_a_loader_cuts_by_the_size_that_was_written(make: Any) -> None:
-    loader = make(4)
+@pytest.mark.parametrize("kind", ["loader", "resumable"])
+def test_a_loader_cuts_by_the_size_that_was_written(kind: str) -> None:
+    loader = MAKERS[kind](4)
     find_setting(Net(), loader, "batch_size").write(16)
     assert [len(x) for x, _ in loader] == [16] * 6
     assert len(loader) == 6
@@ -204,60 +195,55 @@ class Terms(Net):
         return {"loss": {"ce": loss, "kl": loss}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Manual, "Manual optimizes manually"),
-        (Splitting, "Splitting.micro_batching cuts loader batches by itself"),
-        (Fetching, r"Fetching.training_step\(dataloader_iter\) fetches its batches"),
-        (Lazy, "head.weight gets its shape in the first forward pass"),
-        (Terms, r"returned the terms \['ce', 'kl'\]"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
-@pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
-def test_a_module_that_leaves_no_size_to_find(kind: type[Net], message: str) -> None:
-    with pytest.raises(TrainkitError, match=message):
-        found(kind(), Data())
+CUTTING = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
+NO_BATCH = "the Trainer ran no batch"
+# The module, options of its Trainer and of the search, and what is said.
+REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
+    "manual": (Manual, {}, {}, "Manual optimizes manually"),
+    "splits": (
+        *(Splitting, {}, {}),
+        "Splitting.micro_batching cuts loader batches by itself",
+    ),
+    "fetches": (
+        *(Fetching, {}, {}),
+        r"Fetching.training_step\(dataloader_iter\) fetches its batches",
+    ),
+    "lazy": (Lazy, {}, {}, "head.weight gets its shape in the first forward pass"),
+    "terms": (Terms, {}, {}, r"returned the terms \['ce', 'kl'\]"),
+    "a callback that cuts": (
+        *(Net, {"callbacks": [CUTTING]}, {}),
+        "AccumulationCallback.micro_batching cuts loader batches by itself",
+    ),
+    "Lightning's schedule": (
+        *(Net, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}),
+        "GradientAccumulationScheduler changes accumulate_grad_batches",
+    ),
+    "a schedule": (
+        *(Net, {"callbacks": [AccumulationSchedule({0: 2})]}, {}),
+        "AccumulationSchedule changes accumulate_grad_batches",
+    ),
+    "processes that end with fit": (
+        *(Net, {"strategy": DDPStrategy(start_method="fork"), "devices": 2}, {}),
+        "DDPStrategy trains in processes that end",
+    ),
+    "target": (Net, {}, {"target": 0}, "target: must be a whole number"),
+    "max_micro_batch": (
+        *(Net, {}, {"max_micro_batch": 1.5}),
+        "max_micro_batch: must be a whole number",
+    ),
+    "margin": (
+        *(Net, {}, {"margin": 1.0}),
+        r"margin: must be a share from 0 to below 1, received 1\.0",
+    ),
+    "no batches": (Net, {"limit_train_batches": 0}, {}, NO_BATCH),
+    "no steps": (Net, {"max_steps": 0}, {}, NO_BATCH),
+}
 
 
-def test_a_callback_that_cuts_loader_batches() -> None:
-    cutting = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
-    message = "AccumulationCallback.micro_batching cuts loader batches by itself"
-    with pytest.raises(TrainkitError, match=message):
-        found(Net(), Data(), quick(callbacks=[cutting]))
-
-
-@pytest.mark.parametrize(
-    "callback", [GradientAccumulationScheduler({1: 2}), AccumulationSchedule({0: 2})]
-)
-def test_a_schedule_of_its_own(callback: pl.Callback) -> None:
-    message = f"{type(callback).__name__} changes accumulate_grad_batches"
-    with pytest.raises(TrainkitError, match=message):
-        found(Net(), Data(), quick(callbacks=[callback]))
-
-
-def test_processes_that_end_with_fit() -> None:
-    fit = quick(strategy=DDPStrategy(start_method="fork"), devices=2)
-    with pytest.raises(TrainkitError, match="DDPStrategy trains in processes that end"):
-        found(Net(), Data(), fit)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": 0}, "target: must be a whole number"),
-        ({"max_micro_batch": 1.5}, "max_micro_batch: must be a whole number"),
-        ({"margin": 1.0}, r"margin: must be a share from 0 to below 1, received 1\.0"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainkitError, match=message):
-        found(Net(), Data(), **options)
-
-
-@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_steps": 0}])
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*", "ignore:.*Lazy modules.*")
 @pytest.mark.filterwarnings("ignore:.*`max_steps=0`.*", "ignore:.*max_epochs=0.*")
-def test_a_trainer_that_runs_no_batch(options: dict[str, Any]) -> None:
-    with pytest.raises(TrainkitError, match="the Trainer ran no batch"):
-        found(Net(), Data(), quick(**options))
+def test_where_no_size_can_be_found_it_is_refused_by_name(name: str) -> None:
+    kind, of_trainer, options, message = REFUSED[name]
+    with pytest.raises(TrainkitError, match=message):
+        found(kind(), Data(), quick(**of_trainer), **options)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-import pytest
-import torch.nn.functional as F
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import quiet_lightning, trainer
-from tests.zoo import causes
+from tests.helpers import QUIET, quiet_lightning, trainer
+from tests.zoo import causes, wrongs
+from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -21,20 +23,16 @@ from trainkit import (
 
 SPLIT = MicroBatching(size=6)
 CLASSES = PerClassWeight(weight=[float(n) for n in range(1, causes.VOCABULARY + 1)])
+INSIDE = MicroBatching(inside="net", size=4)
 ALARM = "not the big batch"
+IMAGES = partial(causes.Images, causes.classified)
+BATCH_NORM = partial(causes.Images, causes.classified, nn.BatchNorm2d)
 
 
 def plain_trainer(callbacks: Any = (), **options: Any) -> Trainer:
     with quiet_lightning():
         return Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_epochs=1,
-            callbacks=list(callbacks),
-            **options,
+            callbacks=list(callbacks), **{**QUIET, "max_epochs": 1, **options}
         )
 
 
@@ -45,21 +43,6 @@ def tokens(size: int = 16, collate: Any = causes.padded, rows: Any = None) -> An
 
 def images(size: int = 16) -> Any:
     return DataLoader(causes.image_loader().dataset, batch_size=size)
-
-
-def images_by_class() -> Any:
-    rows = sorted(causes.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
-    return DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
-
-
-def padded_to_14(rows: list[Any]) -> Any:
-    """To one width, on the left."""
-    batch = causes.padded(rows, left=True)
-    more = 14 - batch["ids"].shape[1]
-    return {
-        name: F.pad(value, (more, 0), value=-100 if name == "labels" else 0)
-        for name, value in batch.items()
-    }
 
 
 def fit(
@@ -84,6 +67,16 @@ def fit(
     return own[0] if own else None
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def said(capsys: Any) -> str:
     found = re.findall(r"^trainkit \| proof: (.*)$", capsys.readouterr().out, re.M)
     return "; ".join(found)
+
+
+def stream(rows: Iterable[Any], size: int = 4) -> Any:
+    data = Stream(rows)
+    return DataLoader(data, batch_size=size, collate_fn=causes.padded)
+
+
+def packed() -> list[Any]:
+    """Rows of one length."""
+    return wrongs.all_labels()[:6] * 4

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import trainkit
 from tests.helpers import quiet_lightning
 from tests.lit.fronts import ragged
-from tests.lit.proof.starting import plain_trainer
+from tests.lit.proof.starting import CLASSES, plain_trainer
 from tests.zoo import causes, wrongs
 from tests.zoo.causes import (
     Attending,
@@ -32,22 +32,14 @@ from tests.zoo.causes import (
     token_loader,
 )
 from tests.zoo.modules import OldPlain
-from trainkit import (
-    MicroBatching,
-    PerClassWeight,
-    PerSample,
-    PerToken,
-    Report,
-    TrainkitError,
-    Uniform,
-)
+from trainkit import MicroBatching, PerSample, PerToken, Report, TrainkitError, Uniform
 
 ROUNDING = 1e-12
 TERMS = {"tokens": PerToken(), "rows": PerSample()}
 SPLIT = MicroBatching(size=2)
 MASKED = PerToken(mask="attention_mask")
 TOTAL = PerToken(loss_reduction="total")
-CLASSES = PerClassWeight(weight=[float(n) for n in range(1, causes.VOCABULARY + 1)])
+COLLATED = MicroBatching(size=3, collate=causes.padded)
 
 
 def check(module: Any, data: Any, *args: Any, **options: Any) -> Report:
@@ -75,12 +67,7 @@ EXACT: list[tuple[Any, Any, Any, Any]] = [
     (Tokens, token_loader, PerToken(), None),
     (Tokens, token_loader, PerToken(), SPLIT),
     (Tokens, token_loader, PerToken(), MicroBatching(tokens=30)),
-    (
-        Tokens,
-        lambda: token_loader(list),
-        PerToken(),
-        MicroBatching(size=3, collate=causes.padded),
-    ),
+    (Tokens, lambda: token_loader(list), PerToken(), COLLATED),
     (lambda: Tokens(causes.shifted), token_loader, PerToken(shift=True), None),
     (lambda: Tokens(causes.masked), token_loader, MASKED, None),
     (lambda: Tokens(causes.row_mean), token_loader, PerSample(), None),
@@ -155,6 +142,7 @@ def test_plain_accumulation_of_few_rows_is_not_called_exact(rows: int) -> None:
 
 NORMALISED = lambda: Images(causes.classified, nn.BatchNorm2d)  # noqa: E731
 INSIDE, STEP, MOVE = 'inside="auto"', "training_step", "on_before_optimizer_step"
+TWO_TERMS = '"one": PerSample(), "other": PerTok'
 CLASSES_OF = "= PerClassWeight(weight=self.class_weights, labels='labels')"
 
 DENOMINATORS: list[tuple[Any, Any, str]] = [
@@ -167,11 +155,7 @@ DENOMINATORS: list[tuple[Any, Any, str]] = [
     (lambda: Images(causes.sample_weighted), PerSample(), "= PerSample(mask=2)"),
     (lambda: Tokens(causes.class_weighted), PerToken(), CLASSES_OF),
     (lambda: Tokens(causes.token_sum), PerToken(), 'loss_reduction="total"'),
-    (
-        lambda: Tokens(causes.two_means),
-        PerToken(),
-        '"one": PerSample(), "other": PerTok',
-    ),
+    (lambda: Tokens(causes.two_means), PerToken(), TWO_TERMS),
 ]
 OTHERS: list[tuple[Any, Any, str, str, str]] = [
     (lambda: Tokens(causes.root), PerToken(), "loss", STEP, "return the mean itself"),
@@ -227,10 +211,8 @@ def test_a_count_of_the_whole_batch_is_named() -> None:
     """Each part gets the number of the whole, so its loss is a share, as of a sum."""
     data = token_loader(causes.counted)
     assert check(Tokens(causes.by_host_count), data, strategy=PerToken()).exact
-    report = check(
-        Tokens(causes.by_host_count), data, strategy=PerToken(), micro_batches=SPLIT
-    )
-    (cause,) = report.causes
+    how: Any = {"strategy": PerToken(), "micro_batches": SPLIT}
+    (cause,) = check(Tokens(causes.by_host_count), data, **how).causes
     assert (cause.kind, cause.place) == ("host", "num_targets")
 
 
@@ -243,9 +225,7 @@ def by_table(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_loader", [True, False])
-def test_a_field_that_is_as_long_as_the_batch_by_chance_is_named(
-    is_loader: bool,
-) -> None:
+def test_a_field_as_long_as_the_batch_by_chance_is_named(is_loader: bool) -> None:
     """The loader's rows are collated anew, in other numbers than the table's."""
     rows: Any = causes.sequences()
     data: Any = DataLoader(rows, batch_size=8, collate_fn=with_table)
@@ -284,9 +264,7 @@ def test_padding_that_is_seen_is_not_trimmed_in_split_windows() -> None:
         (lambda: Attending(has_mask=False), "padding"),
     ],
 )
-def test_a_trainer_that_accumulates_split_windows_is_followed(
-    module: Any, kind: str
-) -> None:
+def test_a_trainer_around_split_windows_is_followed(module: Any, kind: str) -> None:
     """The controls: steps of one loader batch, and a module to which both are alike."""
     how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}
     two = {"trainer": plain_trainer(accumulate_grad_batches=2)}
@@ -301,10 +279,8 @@ def test_what_rows_draw_together_is_named_and_nothing_else() -> None:
     """As many numbers as there are rows, which nobody can draw alike for parts."""
     report = check(wrongs.Choosing(dim=0), image_loader(), strategy=PerSample())
     assert [cause.kind for cause in report.causes] == ["randomness"] * 2
-    assert [cause.place.split()[0] for cause in report.causes] == [
-        "gumbel_softmax",
-        "multinomial",
-    ]
+    places = [cause.place.split()[0] for cause in report.causes]
+    assert places == ["gumbel_softmax", "multinomial"]
     with pytest.raises(AssertionError, match="cannot say"):
         report.assert_exact()
 
@@ -314,10 +290,7 @@ def test_several_causes_are_all_found() -> None:
     report = check(module, image_loader(), strategy=PerSample())
     assert [cause.kind for cause in report.causes] == ["randomness", "rows"]
     report = check(NormalisedTokens(), token_loader(), strategy=PerSample())
-    assert [cause.kind for cause in report.causes] == [
-        "rows",
-        "denominator",
-    ]
+    assert [cause.kind for cause in report.causes] == ["rows", "denominator"]
 
 
 @pytest.mark.parametrize("hooks", [[wrongs.ClipsAtTheEnd()], []])
@@ -350,34 +323,25 @@ class Lazy(Tokens):
         self.lazy = nn.LazyLinear(2)
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: trainkit.check(3, token_loader()),
-            "check module: must be a Lightning",
-        ),
-        (lambda: trainkit.check(nn.Linear(2, 2), token_loader()), "received Linear"),
-        (lambda: trainkit.check(Tokens, token_loader()), "received the class Tokens"),
-        (lambda: trainkit.check(Tokens(), trainer=3), "check trainer: must be a Train"),
-        (
-            lambda: trainkit.check(Tokens(), token_loader(), micro_batches=2),
-            "micro_batches: must be a MicroBatching, received 2.",
-        ),
-        (
-            lambda: check(Tokens(), token_loader(), rows=1),
-            "check: not measured: there is 1 row, which cannot be cut",
-        ),
-        (
-            lambda: check(Lazy(), token_loader()),
-            "check: not measured: lazy.weight gets its shape in the first pass",
-        ),
-        (
-            lambda: trainkit.find_micro_batch(3, Tokens()),
-            "find_micro_batch trainer: mus",
-        ),
-    ],
-)
-def test_what_it_cannot_take_is_refused_by_name(call: Any, text: str) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        call()
+REFUSED: dict[str, Any] = {
+    "check module: must be a Lightning": lambda: check(3, token_loader()),
+    "received Linear": lambda: check(nn.Linear(2, 2), token_loader()),
+    "received the class Tokens": lambda: check(Tokens, token_loader()),
+    "check trainer: must be a Train": lambda: check(Tokens(), None, trainer=3),
+    "micro_batches: must be a MicroBatching, received 2.": (
+        lambda: check(Tokens(), token_loader(), micro_batches=2)
+    ),
+    "check: not measured: there is 1 row, which cannot be cut": (
+        lambda: check(Tokens(), token_loader(), rows=1)
+    ),
+    "check: not measured: lazy.weight gets its shape in the first pass": (
+        lambda: check(Lazy(), token_loader())
+    ),
+    "find_micro_batch trainer: mus": lambda: trainkit.find_micro_batch(3, Tokens()),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_cannot_take_is_refused_by_name(words: str) -> None:
+    with pytest.raises(TrainkitError, match=words):
+        REFUSED[words]()

@@ -1,4 +1,4 @@
-"""A copy of a module shares nothing that training writes."""
+"""The copy that a proof runs: it shares nothing that training writes, and is exact."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer
 from tests.lit.proof.starting import fit, plain_trainer, said, tokens
+from tests.lit.proof.test_check import check_quickly
 from tests.zoo import causes
-from tests.zoo.causes import Tokens
-from trainkit import AccumulationCallback, PerToken
-from trainkit.lit.proof import copying
+from tests.zoo.causes import NormalisedTokens, Tokens, token_loader
+from trainkit import AccumulationCallback, PerSample, PerToken, Report
+from trainkit.lit.proof import copying, rehearse
 from trainkit.lit.proof.copying import Copies, move_weights, read_apart
 
 
@@ -39,8 +41,8 @@ class Rich(Tokens):
         self.head.weight.register_hook(lambda g: g * len(self.calls))
 
 
-def copied(module: Any, **options: Any) -> Copies:
-    return Copies(plain_trainer(), module, **options)
+def copied(module: Any, *, shares: bool = True) -> Copies:
+    return Copies(plain_trainer(), module, shares=shares)
 
 
 def test_a_copy_is_its_own() -> None:
@@ -78,9 +80,7 @@ class Measured(Tokens):
         self.log("val/mean", self.mean)
 
 
-def test_metrics_that_were_logged_before_are_found_in_the_copy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_metrics_that_were_logged_before_are_found_in_the_copy(capsys: Any) -> None:
     """By the validation before training, say."""
     own = AccumulationCallback(PerToken())
     pl = trainer(2, max_epochs=1, num_sanity_val_steps=1, callbacks=[own])
@@ -97,7 +97,7 @@ def test_hooks_close_over_the_copy() -> None:
     assert torch.equal(copy.head.weight.grad, torch.full_like(copy.head.weight, 2.0))
 
 
-def test_large_frozen_parameters_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_frozen_parameters_are_shared(monkeypatch: Any) -> None:
     monkeypatch.setattr(copying, "LARGE", 10)
     module = Rich()
     copies = copied(module)
@@ -136,7 +136,7 @@ class Following(Tokens):
     ],
 )
 def test_a_shared_parameter_is_never_written(
-    write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    write: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(copying, "LARGE", 10)
     trained = []
@@ -153,17 +153,14 @@ def test_moved_weights_are_alike_in_each_copy() -> None:
     module = Rich()
     nn.init.zeros_(module.head.bias)
     module.head.weight.data.mul_(100)
-    ones, others = (copied(module) for _ in range(2))
-    for each in (ones, others):
+    first, second = copied(module), copied(module)
+    for each in (first, second):
         move_weights(each.module, each.shared)
-    for one, other in zip(
-        ones.module.parameters(), others.module.parameters(), strict=True
-    ):
-        assert torch.equal(one, other)
-    moved = ones.module.head.bias
-    assert 0.005 < float(moved.detach().std()) < 0.1
+    one, other = first.module, second.module
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert 0.005 < float(one.head.bias.detach().std()) < 0.1
     own = module.head.weight.detach()
-    off = ones.module.head.weight.detach() - own
+    off = one.head.weight.detach() - own
     assert 0.01 < float(off.std() / own.std()) < 0.2
 
 
@@ -176,3 +173,95 @@ def test_a_data_set_is_read_apart_down_to_four_objects() -> None:
         is_shared.append(copy is own)
         own, copy = own.inner, copy.inner
     assert is_shared == 4 * [False] + 2 * [True]
+
+
+# ---- half precision: the verdict is on exact arithmetic, what is lost is shown -------
+
+
+def report_of(module: Any, by: Any = None, **options: Any) -> Report:
+    """What a check says of a Trainer with these options."""
+    own = plain_trainer(**options)
+    return check_quickly(module, token_loader(), strategy=by or PerToken(), trainer=own)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+def test_rounding_alone_is_exact_and_hides_no_cause(precision: str) -> None:
+    report = report_of(Tokens(), precision=precision)
+    report.assert_exact()
+    assert report.deviation < 1e-12
+    assert f"left out: precision {precision}" in str(report)
+    (cause,) = report_of(Tokens(), PerSample(), precision=precision).causes
+    assert cause.remedy == ("accumulation = PerToken()",)
+    (cause,) = report_of(NormalisedTokens(), precision=precision).causes
+    assert cause.place == "norm"
+
+
+def test_a_gradient_scaler_is_as_before() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    assert report_of(Tokens(), plugins=[plugin]).exact
+    assert scaler.state_dict() == before
+
+
+class OnlyIn(Tokens):
+    """Has an operation that knows one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.only = dtype
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        hidden = super().features(batch)
+        if hidden.dtype is not self.only:
+            raise RuntimeError(f"this kernel knows {self.only} only")
+        return hidden
+
+
+def test_what_runs_in_half_precision_only_is_never_called_exact() -> None:
+    report = report_of(OnlyIn(torch.bfloat16), precision="bf16-true")
+    assert not report.exact
+    (cause,) = report.causes
+    assert cause.kind == "precision"
+    assert "cannot say on 10 rows" in str(report)
+
+
+def test_what_knows_no_float64_is_measured_in_float32() -> None:
+    report = report_of(OnlyIn(torch.float32), precision="bf16-mixed")
+    assert report.exact
+    assert report.precision == "float32"
+    assert 1e-9 < report.deviation < 1e-5
+    assert not report_of(OnlyIn(torch.float32), PerSample()).exact
+
+
+class Casts(Tokens):
+    """Names the type of its features."""
+
+    def __init__(self, cast: Any) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        return self.cast(super().features(batch))
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        Tensor.float,
+        lambda x: x.type(torch.float32),
+        lambda x: x.to("cpu", torch.float32),
+        lambda x: x.to(device="cpu", dtype=torch.float32),
+    ],
+)
+def test_a_step_that_names_float32_is_measured_in_float64(cast: Any) -> None:
+    report = report_of(Casts(cast))
+    assert (report.exact, report.precision) == (True, "float64")
+
+
+def test_a_copy_in_float64_takes_at_most_a_gibibyte(monkeypatch: Any) -> None:
+    assert 8 * rehearse.MOST_WIDE == 2**30
+    monkeypatch.setattr(rehearse, "MOST_WIDE", 100)
+    report = report_of(Tokens())
+    assert (report.exact, report.precision) == (True, "float32")

@@ -196,19 +196,16 @@ def test_documents_that_do_not_are_exact(name: str) -> None:
     fit(module(), loader(collate), PerToken(shift=True), proof="require")
 
 
-def test_one_batch_a_step_is_looked_at_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_batch_a_step_is_looked_at_too(capsys: Any) -> None:
     """There is no window to prove, and the leak is there all the same."""
     with pytest.warns(UserWarning, match="documents"):
         fit(AttendingToAll(), loader(), PerToken(shift=True), accumulate=1)
     fit(Attending(), loader(), PerToken(shift=True), accumulate=1, proof="require")
-    assert (
-        "documents: by cu_seq_lens_q, 8 in the first batch" in capsys.readouterr().out
-    )
+    text = "documents: by cu_seq_lens_q, 8 in the first batch"
+    assert text in capsys.readouterr().out
 
 
-def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(monkeypatch: Any) -> None:
     def fails(self: Any) -> Any:
         raise RuntimeError("no hooks here")
 
@@ -250,7 +247,7 @@ def untold(rows: list[Any]) -> Any:
 
 @pytest.mark.parametrize("cut", [None, MicroBatching(tokens=20)])
 def test_samples_in_one_row_that_nothing_tells_apart(
-    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
+    cut: MicroBatching | None, capsys: Any
 ) -> None:
     """An inner cut would not help, and one row is no measure of itself."""
     with warnings.catch_warnings():
@@ -287,9 +284,7 @@ READY: dict[str, tuple[Any, Any, MicroBatching | None]] = {
 
 @pytest.mark.parametrize("name", READY)
 @pytest.mark.parametrize("kind", [Attending, AttendingToAll])
-def test_packs_that_are_ready_are_measured(
-    name: str, kind: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packs_that_are_ready_are_measured(name: str, kind: Any, capsys: Any) -> None:
     rows, collate, cut = READY[name]
     data = DataLoader(rows, batch_size=1, collate_fn=collate)
     with warnings.catch_warnings():
@@ -309,16 +304,13 @@ class Named(Net):
 def joined(rows: list[Any]) -> dict[str, Tensor]:
     """Two texts a row, with an end after each, and nothing that tells them apart."""
     ends = [torch.cat([row["input_ids"][:3], torch.tensor([2])]) for row in rows]
-    ids = torch.stack(
-        [torch.cat(pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
-    )
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    ids = torch.stack([torch.cat(pair) for pair in pairs])
     return {"input_ids": ids, "labels": ids}
 
 
 @pytest.mark.parametrize("how", ["auto", "off"])
-def test_texts_that_nothing_tells_apart_are_not_called_exact(
-    how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_that_nothing_tells_apart_are_not_exact(how: str, capsys: Any) -> None:
     strategy = PerToken(shift=True, documents=how)
     fit(Named(), loader(joined), strategy)
     found = said(capsys)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
-from tests.lit.proof.starting import fit, said, tokens
+from tests.lit.proof.starting import fit, plain_trainer, said, tokens
 from tests.lit.proof.test_check import SPLIT, check
 from tests.zoo import causes
 from tests.zoo.causes import (
@@ -38,8 +38,6 @@ from trainkit import (
     Uniform,
 )
 from trainkit.lit.proof import weights as proof_weights
-from trainkit.lit.proof.parts import chosen_parts
-from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.weights import unknown
 
 
@@ -93,31 +91,18 @@ def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
     def trained(*, checked: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         random.seed(0)
-        made = module()
-        counts = Counts()
+        made, counts, rows = module(), Counts(), causes.sequences()
+        how: Any = {"max_steps": 3, "default_root_dir": tmp_path}
+        own = plain_trainer(
+            [AccumulationCallback(PerToken()), counts], accumulate_grad_batches=2, **how
+        )
+        data = DataLoader(rows, 4, shuffle=True, collate_fn=causes.padded)  # type: ignore[arg-type]
+        if checked:
+            check(made, data, trainer=own)
+            assert counts.calls == 0
+            assert not any(p.grad is not None for p in made.parameters())
         with quiet_lightning():
-            trainer = Trainer(
-                accelerator="cpu",
-                max_steps=3,
-                accumulate_grad_batches=2,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-                callbacks=[AccumulationCallback(PerToken()), counts],
-            )
-            data = DataLoader(
-                causes.sequences(),  # type: ignore[arg-type]
-                batch_size=4,
-                shuffle=True,
-                collate_fn=causes.padded,
-            )
-            if checked:
-                trainkit.check(made, data, trainer=trainer)
-                assert counts.calls == 0
-                assert not any(p.grad is not None for p in made.parameters())
-            trainer.fit(made, data)
+            own.fit(made, data)
         return made.state_dict()
 
     plain, after = trained(checked=False), trained(checked=True)
@@ -184,14 +169,8 @@ def test_the_strategy_is_that_of_module_or_trainer() -> None:
         accumulation = PerToken()
 
     assert check(Mixed(), token_loader()).exact
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        callbacks=[AccumulationCallback(PerToken(), micro_batching=SPLIT)],
-    )
-    report = check(Tokens(), token_loader(), trainer=trainer)
+    own = plain_trainer([AccumulationCallback(PerToken(), micro_batching=SPLIT)])
+    report = check(Tokens(), token_loader(), trainer=own)
     assert report.exact
     assert report.cuts[-1].name == "plain accumulation"
 
@@ -243,28 +222,23 @@ def nan_of_few_rows(module: Any, logits: Any, batch: Any) -> Any:
     return logits.mean() * (math.nan if len(logits) < 5 else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "text"),
-    [
-        (Silent, {}, "the gradient of these rows is zero"),
-        (
-            lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan),
-            {},
-            "the gradient of these rows is not finite",
-        ),
-        (
-            lambda: Tokens(nan_of_few_rows),
-            {},
-            "not measured: cut into parts, these rows have no finite gradient",
-        ),
-        (Tokens, {"rows": 0}, "check rows: must be"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(
-    module: Any, options: dict[str, Any], text: str
-) -> None:
+REFUSED: dict[str, Any] = {
+    "the gradient of these rows is zero": Silent,
+    "the gradient of these rows is not finite": (
+        lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan)
+    ),
+    "not measured: cut into parts, these rows have no finite gradient": (
+        lambda: Tokens(nan_of_few_rows)
+    ),
+    "check rows: must be": Tokens,
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_checked_is_refused(text: str) -> None:
+    rows = {"rows": 0} if text.startswith("check rows") else {}
     with pytest.raises(TrainkitError, match=text):
-        check(module(), token_loader(), strategy=PerToken(), **options)
+        check(REFUSED[text](), token_loader(), strategy=PerToken(), **rows)
 
 
 class FailsOnFewRows(Tokens):
@@ -277,13 +251,9 @@ def test_a_rehearsal_that_fails_leaves_the_random_states_of_the_run() -> None:
     trained = []
     for proof in ("warn", "off"):
         torch.manual_seed(3)
-        callback, module = (
-            AccumulationCallback(PerToken(), proof=proof),
-            FailsOnFewRows(),
-        )  # type: ignore[arg-type]
-        data = DataLoader(causes.sequences(64), batch_size=16, collate_fn=causes.padded)  # type: ignore[arg-type]
+        module, data = FailsOnFewRows(), tokens(rows=causes.sequences(64))
         with quiet_lightning():
-            trainer(2, max_epochs=1, callbacks=[callback]).fit(module, data)
+            fit(module, data, PerToken(), proof=proof)
         trained.append(module.head.weight.detach())
     assert torch.equal(*trained)
 
@@ -302,84 +272,14 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
     assert report.causes
 
 
-def test_parts_hold_unlike_numbers_of_classes() -> None:
-    """The control: where labels are no classes, each part has one, and all look alike
-    to a loss that divides by the number of classes."""
-    y = torch.arange(3).repeat_interleave(2)
-    for labels, is_alike in ((y, False), (y.double().exp(), True)):
-        rows = FewRows({"x": torch.ones(6, 2), "y": labels}, None, None)
-        parts = chosen_parts(rows, (2, 2, 2), PerSample())
-        numbers = {len(set(y[part].tolist())) for part in parts}
-        assert (len(numbers) == 1) == is_alike
-
-
-def test_parts_have_widths_of_their_own_where_rows_allow_it() -> None:
-    """Padding that is seen shows where widths differ."""
-    lengths = [3] * 10 + [5, 7]
-    ids = [torch.arange(1, 1 + length) for length in lengths]
-    batch = causes.padded([{"ids": each, "labels": each} for each in ids])
-    rows = FewRows(batch, None, PerSample())
-    parts = chosen_parts(rows, (1, 2, 3), PerSample())
-    assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_parts_tell_labels_from_a_mask_where_two_rows_ignore_one(
-    is_split: bool,
-) -> None:
-    """The control: where each label counts, no parts do."""
-    mask, most = PerToken(mask="attention_mask"), dict[bool, float]()
-    options = MicroBatching(size=3) if is_split else None
-    for ignores in (True, False):
-        apart = []
-        for seed in range(24):
-            draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-            rows: list[Any] = []
-            for _ in range(13):
-                size = (draw.randint(3, 9),)
-                ids = torch.randint(1, 12, size, generator=generator)
-                rows.append({"ids": ids, "labels": ids.clone()})
-            for row in draw.sample(rows, 2 * ignores):
-                row["labels"][0] = -100
-            few = FewRows(causes.padded(rows), options, mask, samples=rows,
-                          collate=causes.padded)  # fmt: skip
-            parts = chosen_parts(few, (3, 2, 2), mask, is_split=is_split)
-            batches = [few.make(part) for part in parts]
-            weights = torch.tensor(
-                [[float(by.weight(each)) for by in (mask, PerToken())]
-                 for each in batches]
-            )  # fmt: skip
-            shares = weights / weights.sum(0)
-            apart.append(float((shares[:, 0] - shares[:, 1]).abs().max()))
-        most[ignores] = min(apart)
-    assert most[True] > 1e-3 > most[False]
-
-
-def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
-    marks = torch.tensor([[1.0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
-    batch, by = {"ids": marks.long(), "w": marks}, PerToken(mask="w")
-    few = FewRows(batch, MicroBatching(size=1), by)
-    assert few.labels_alone is not None
-    ended = few.with_labels_cut(few.labels_alone)
-    assert ended is not None
-    assert ended.lengths() == [2, 2]
-    batch["attention_mask"] = marks > 0
-    for each in (by, PerToken(mask="attention_mask")):
-        assert FewRows(batch, MicroBatching(size=1), each).labels_alone is None
-
-
-def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof_weights, "_of_classes", lambda *_: None)
     subject: Any = SimpleNamespace(module=SimpleNamespace(accumulate=None))
     alone: Any = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
     assert "they are as 2, 1, 0" in unknown(subject, alone).text
 
 
-def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_the_run_will_refuse_to_cut_is_not_called_exact(capsys: Any) -> None:
     cut = MicroBatching(tokens=40, collate=causes.padded)
     with pytest.raises(TrainkitError, match="a budget of tokens needs the rows' len"):
         fit(Tokens(), tokens(collate=list), PerToken(), cut)
@@ -395,7 +295,7 @@ def test_what_the_run_will_refuse_to_cut_is_not_called_exact(
     ],
 )
 def test_a_checkpoint_with_hooks_of_its_own_does_not_run_in_a_rehearsal(
-    hook: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hook: str, verdict: str, tmp_path: Path, capsys: Any
 ) -> None:
     def own(self: Any, trainer: Any, *more: Any) -> None:
         getattr(ModelCheckpoint, hook)(self, trainer, *more)

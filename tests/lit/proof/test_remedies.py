@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lit.proof.starting import plain_trainer
+from tests.lit.proof.test_check import check
 from tests.zoo.causes import (
     Images,
     Tokens,
@@ -25,13 +26,9 @@ from trainkit import (
     PerClassWeight,
     PerSample,
     PerToken,
-    check,
+    TrainkitError,
+    Weighed,
 )
-
-
-def checked(module: Any, guard: BatchNormGuard) -> Any:
-    callbacks = [AccumulationCallback(PerSample()), guard]
-    return check(module, image_loader(), trainer=plain_trainer(callbacks))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +44,8 @@ def test_a_guard_that_makes_rows_independent_is_exact(guard: BatchNormGuard) -> 
     """The control: a guard that leaves the layers as they are."""
     module = Images(classified, nn.BatchNorm2d)
     layer, held = module.net[1], set(vars(module.net[1]))
-    report = checked(module, guard)
+    trainer = plain_trainer([AccumulationCallback(PerSample()), guard])
+    report = check(module, image_loader(), trainer=trainer)
     assert report.exact == (guard.policy != "ignore")
     assert module.net[1] is layer
     assert layer.training
@@ -140,3 +138,86 @@ def test_class_weights_that_nobody_shows_are_solved() -> None:
     line = "PerClassWeight(weight=[1.0, 2.0, 3.0, 4.0, 5.0], labels=1)"
     assert cause.remedy == (f"accumulation = {line}",)
     assert check(module, image_loader(), strategy=eval(line)).exact
+
+
+# ---- losses that divide by what training_step alone knows ----------------------------
+
+
+class Foreign(Tokens):
+    """Masks tokens at random, and leaves behind how many it has kept."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        logits = self.head(self.features(batch)).transpose(1, 2)
+        losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+        kept = (torch.rand(batch["ids"].shape) < 0.5) & (batch["labels"] != -100)
+        self.num_kept = kept.sum()
+        return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+class Masking(AccumulationMixin, Foreign):
+    """Says it."""
+
+    accumulation = Weighed()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.weigh(self.num_kept)
+        return loss
+
+
+class Wrong(Masking):
+    """Says its rows."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.weigh(len(batch["ids"]))
+        return super(Masking, self).training_step(batch, batch_idx)
+
+
+class MaskingByHand(Masking):
+    def __init__(self, *, explicit: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.explicit = explicit
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        loss = super(Masking, self).training_step(batch, batch_idx)
+        if self.explicit:
+            self.accumulate(loss, batch, weight=self.num_kept)
+        else:
+            self.weigh(self.num_kept)
+            self.accumulate(loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [
+        (Masking(), None),
+        (Foreign(), Weighed(by=lambda module, batch: module.num_kept)),
+        (MaskingByHand(explicit=False), None),
+        (MaskingByHand(explicit=True), None),
+    ],
+    ids=["said", "by a function", "by hand", "by hand, itself"],
+)
+def test_what_was_said_is_exact(module: Any, strategy: Any) -> None:
+    report = check(module, token_loader(), strategy=strategy)
+    assert report.exact, str(report)
+    assert report.deviation < 1e-12
+    offs = [cut.deviation for cut in report.cuts if cut.name == "plain accumulation"]
+    assert all(off and off > 1e-2 for off in offs)  # the control
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"), [(Foreign(), PerToken()), (Wrong(), None)]
+)
+def test_another_count_is_not_and_the_remedy_named(module: Any, strategy: Any) -> None:
+    report = check(module, token_loader(), strategy=strategy)
+    assert not report.exact
+    (cause,) = report.causes
+    assert "with weights that nothing in the batch counts" in cause.text
+    assert cause.remedy[0].startswith("accumulation = Weighed(), and in training_step")
+    assert "Weighed(by=...)" in cause.remedy[1]
+
+
+def test_a_plain_module_needs_a_function() -> None:
+    with pytest.raises(TrainkitError, match="Foreign has no Accum"):
+        check(Foreign(), token_loader(), strategy=Weighed())

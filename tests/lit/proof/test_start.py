@@ -1,223 +1,97 @@
-"""The proof at the start of a run: right verdicts, no trace, never in the way."""
+"""The proof at the start of a run: no trace, not in the way, one verdict of ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import io
 import logging
 import re
-import threading
 import warnings
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.helpers import pad, ragged_sequences, trainer
+import trainkit
+from tests.helpers import raise_rank_errors, run_ranks, trainer
 from tests.lit.proof.starting import (
     ALARM,
-    CLASSES,
+    BATCH_NORM,
+    IMAGES,
+    INSIDE,
     SPLIT,
     fit,
     images,
-    images_by_class,
-    padded_to_14,
+    packed,
     said,
+    stream,
     tokens,
 )
 from tests.zoo import causes, wrongs
-from tests.zoo.causes import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
-from tests.zoo.modules import Manual, Stream, hooked
+from tests.zoo.causes import Images, Noisy, NormalisedTokens, Tokens
+from tests.zoo.wrongs import ClipsEarly
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     BatchNormGuard,
     MicroBatching,
     PerSample,
     PerToken,
+    Report,
     StepProgress,
     TrainkitError,
-    Uniform,
 )
-from trainkit.lit.callback.base import is_rehearsal
-from trainkit.lit.proof import parts as proof_parts
+from trainkit.lit.proof.measure import of_all_ranks
 from trainkit.lit.quiet import LIGHTNINGS
 
-IMAGES, BATCH_NORM = (lambda: Images(causes.classified), lambda: Images(
-    causes.classified, nn.BatchNorm2d
-))  # fmt: skip
-INSIDE = MicroBatching(inside="net", size=4)
-TERMS = {"tokens": PerToken(), "rows": PerSample()}
-
-COLLATED = MicroBatching(size=2, collate=causes.padded)
-
-
-def compiled() -> Any:
-    """Its function closes over what is of a thread."""
-    module = IMAGES()
-    module.net.compile(backend="eager", dynamic=True)
-    return module
-
-
-EXACT: dict[str, tuple[Any, ...]] = {
-    "tokens": (Tokens, tokens, PerToken()),
-    "in few rows": (Tokens, lambda: tokens(2), PerToken()),
-    "split": (Tokens, tokens, PerToken(), SPLIT),
-    "split by tokens": (Tokens, tokens, PerToken(), MicroBatching(tokens=40)),
-    "shifted": (lambda: Tokens(causes.shifted), tokens, PerToken(shift=True)),
-    "rows": (lambda: Tokens(causes.row_mean), tokens, PerSample()),
-    "a total": (lambda: Tokens(causes.token_sum), tokens,
-     PerToken(loss_reduction="total")),
-    "a sum": (lambda: Tokens(causes.token_sum), tokens, PerToken(loss_reduction="sum")),
-    "classes": (lambda: Tokens(causes.class_weighted), tokens, CLASSES),
-    "dropout and noise": (Noisy, tokens, PerToken()),
-    "dropout and noise, split": (Noisy, tokens, PerToken(), SPLIT),
-    "attention": (lambda: Attending(has_mask=True), tokens, PerToken()),
-    "not trimmed": (lambda: Attending(has_mask=False), tokens, PerToken(), SPLIT),
-    "positions": (Positioned, tokens, PerToken()),
-    "one width": (Positioned, lambda: tokens(collate=padded_to_14), PerToken()),
-    "images": (IMAGES, images, PerSample()),
-    "alike": (IMAGES, lambda: images(15), Uniform()),
-    "compiled": (compiled, images, PerSample()),
-    "one class": (IMAGES, images_by_class, PerSample()),
-    "one length": (Tokens, lambda: tokens(8, rows=wrongs.all_labels()), PerToken()),
-    "one length in all": (wrongs.Bidirectional, lambda: tokens(4,
-     rows=wrongs.all_labels()[:6] * 4), PerToken()),
-    "one row": (Tokens, lambda: tokens(1), PerToken()),
-    "one image": (IMAGES, lambda: images(1), PerSample()),
-    "collated parts": (Tokens, lambda: tokens(collate=list), PerToken(), COLLATED),
-    "random collate": (Tokens, lambda: tokens(collate=wrongs.masked_at_random),
-     PerToken()),
-    "terms": (TwoTerms, tokens, TERMS, SPLIT),
-    "terms, collated": (TwoTerms, lambda: tokens(collate=list), TERMS, COLLATED),
-    "linear hooks": (wrongs.Scales, tokens, PerToken()),
-    "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
-    "noise by row": (lambda: wrongs.Scaling(None), images, PerSample()),
-    "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
-    "by hand": (wrongs.ByHand, images),
-    "said": (wrongs.Saying, tokens),
-    "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
-    "found inner cut": (lambda: Images(causes.nt_xent), images, None,
-     MicroBatching(inside="auto", size=4)),
+THREES = PerToken(), MicroBatching(size=3)
+# The module, one to which both are alike, the data, how they are cut, and the cause.
+AROUND: dict[str, tuple[Any, ...]] = {
+    "an inner cut": (lambda: Images(causes.nt_xent), IMAGES, images,
+     (PerSample(), INSIDE), "looks across"),
+    "own division": (wrongs.OwnDivision, Tokens, lambda: tokens(8), THREES,
+     "accumulate_grad"),
+    "by index": (wrongs.ByIndex, Tokens, lambda: stream(causes.sequences(40), 8),
+     THREES, "batch_idx"),
+    "padding": (wrongs.Bidirectional, Tokens, lambda: tokens(8), THREES, "padded to"),
+    "padding of a stream": (wrongs.Bidirectional, Tokens,
+     lambda: stream(causes.sequences(40), 8), THREES, "padded to"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_what_is_exact_is_said_to_be_and_required(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The control: the wrong ones below."""
-    module, data, *how = EXACT[name]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "MicroBatching: the model sees its padding")
-        fit(module(), data(), *how, proof="require")
-    found = re.match(r"exact on \d of your rows: off by (\S+) in f", said(capsys))
-    assert found is not None
-    assert float(found[1]) < 1e-6
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
+def test_accumulation_around_what_is_cut_is_measured_too(name: str) -> None:
+    """The controls: one loader batch a step, and a module to which both are alike."""
+    module, alike, data, (strategy, cut), cause = AROUND[name]
+
+    def begin(module: Any, accumulate: int) -> None:
+        own = AccumulationCallback(strategy, micro_batching=cut, proof="require")
+        trainer(accumulate, callbacks=[own], max_epochs=1).fit(module, data())
+
+    begin(module(), 1)
+    begin(alike(), 2)
+    with pytest.raises(TrainkitError, match=cause):
+        begin(module(), 2)
 
 
-OFF: dict[str, tuple[Any, ...]] = {
-    "another count": (Tokens, tokens, PerSample(), None, "PerToken() counts"),
-    "another count, split": (Tokens, tokens, PerSample(), SPLIT, "PerToken() counts"),
-    "another count, collated": (Tokens, lambda: tokens(collate=list), PerSample(),
-     COLLATED, "PerToken() counts"),
-    "padding, collated": (wrongs.Bidirectional, lambda: tokens(collate=list),
-     PerToken(), COLLATED, "(lstm)"),
-    "no shift": (lambda: Tokens(causes.shifted), tokens, PerToken(), None,
-     "PerToken(shift=True) counts"),
-    "no mask": (lambda: Tokens(causes.masked), tokens, PerToken(), None,
-     "attention_mask"),
-    "a sum": (lambda: Tokens(causes.token_sum), tokens, PerToken(), None,
-     "sum over rows"),
-    "no classes": (wrongs.ClassWeighted, images, PerSample(), None, "self.rates"),
-    "one class": (wrongs.ClassWeighted, images_by_class, PerSample(), None,
-     "self.rates"),
-    "weights of rows": (lambda: Images(causes.sample_weighted), images, PerSample(),
-     None, "mask=2"),
-    "unlike sizes": (IMAGES, images, Uniform(), None, "PerSample() counts"),
-    "BatchNorm": (BATCH_NORM, images, PerSample(), None, "BatchNorm2d normalises"),
-    "BatchNorm, split": (BATCH_NORM, images, PerSample(), SPLIT, "BatchNorm2d"),
-    "Dice": (lambda: Images(causes.dice), images, PerSample(), None, "looks across"),
-    "NT-Xent": (lambda: Images(causes.nt_xent), images, PerSample(), None, "across"),
-    "two terms": (lambda: Tokens(causes.two_means), tokens, PerToken(), None, "across"),
-    "a root": (lambda: Tokens(causes.root), tokens, PerToken(), None, "square root"),
-    "own division": (wrongs.OwnDivision, tokens, PerToken(), None, "accumulate_grad"),
-    "over batches": (wrongs.OverBatches, tokens, PerToken(), None, "num_training"),
-    "by index": (wrongs.ByIndex, tokens, PerToken(), None, "batch_idx"),
-    "a second pass": (wrongs.SecondPass, tokens, PerToken(), None, "backward of"),
-    "backward in step": (wrongs.BackwardInStep, tokens, PerToken(), None,
-     ".backward"),
-    "early clipping": (wrongs.ClipsEarly, tokens, PerToken(), None, "on_after_back"),
-    "hooks": (wrongs.Clamps, tokens, PerToken(), None, "hook of embed.weight"),
-    "own step": (wrongs.DividesInStep, tokens, PerToken(), None, "optimizer_step"),
-    "set before": (wrongs.SetsBefore, tokens, PerToken(), None, "across"),
-    "transfer": (wrongs.Centring, images, PerSample(), None,
-     "on_after_batch_transfer"),
-    "forward hook": (wrongs.CentringHook, tokens, PerToken(), None, "body"),
-    "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
-    "padding, no mask": (wrongs.Bidirectional, lambda: tokens(collate=lambda rows:
-     {name: causes.padded(rows)[name] for name in ("ids", "labels")}), PerToken(),
-     None, "padded to"),
-    "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
-     PerSample(), None, "padded to"),
-    "left padding": (Positioned, lambda: tokens(collate=causes.padded_left), PerToken(),
-     None, "padded to"),
-    "one length, another count": (Tokens, lambda: tokens(4, rows=wrongs.all_labels()),
-     PerSample(), None, "PerToken() counts"),
-    "one length, padding seen": (wrongs.Bidirectional, lambda: tokens(4,
-     rows=wrongs.one_length(causes.sequences())), PerToken(), None, "padded to"),
-    "one length, left padding": (Positioned, lambda: tokens(4,
-     rows=wrongs.one_length(causes.sequences()), collate=causes.padded_left),
-     PerToken(), None, "padded to"),
-    "a target": (wrongs.Bootstrap, images, PerSample(), None, "on_train_batch_end"),
-    "a copy": (causes.WithMomentumCopy, tokens, PerToken(mask="attention_mask"), None,
-     "(target.weight)"),
-    "a centre": (causes.WithCentre, tokens, PerToken(), None, "(centre)"),
-    "by hand": (lambda: wrongs.ByHandUniform(causes.sample_weighted), images, None,
-     None, "mask=2"),
-    "said": (wrongs.SayingRows, tokens, None, None, "what self.weigh gets"),
-}  # fmt: skip
+def test_exact_batch_norm_is_measured(capsys: Any) -> None:
+    guard = (BatchNormGuard("exact"),)
+    fit(BATCH_NORM(), images(), PerSample(), SPLIT, callbacks=guard, proof="require")
+    assert said(capsys).startswith("exact on 7 of your rows")
 
 
-@pytest.mark.parametrize("name", OFF)
-def test_what_is_not_exact_is_refused_before_anything_moves(name: str) -> None:
-    module, data, strategy, cut, cause = OFF[name]
-    made = module()
-    if isinstance(made, AccumulationMixin):
-        made.accumulation_proof = "require"
-    before = [each.detach().clone() for each in made.parameters()]
-    with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}') as caught:
-        fit(made, data(), strategy, cut, proof="require")
-    assert cause in str(caught.value)
-    assert str(caught.value).count("trainkit.check(") == 1
-    pairs = zip(before, made.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-
-
-def test_what_is_not_exact_is_said_and_warned_of_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    module, data, strategy, cut, cause = OFF["another count"]
+def test_what_is_not_exact_is_said_and_warned_of_once(capsys: Any) -> None:
     with pytest.warns(UserWarning, match=ALARM) as caught:
-        fit(module(), data(), strategy, cut)
+        fit(Tokens(), tokens(), PerSample())
     (text,) = (str(w.message) for w in caught if ALARM in str(w.message))
-    assert cause in text
+    assert "PerToken() counts" in text
     assert f"proof: {said(capsys)}" == text
-
-
-def test_batch_norm_over_four_rows_is_named() -> None:
-    """A part of one row would have no statistics, and so no cause."""
-    module: Any = IMAGES()
-    module.head = nn.Sequential(nn.BatchNorm1d(8), module.head)
-    data = DataLoader(Stream(images().dataset), batch_size=4)
-    with pytest.warns(UserWarning, match="BatchNorm1d normalises each micro-batch"):
-        fit(module, data, PerSample())
 
 
 def test_what_a_callback_does_to_gradients_is_measured() -> None:
@@ -269,268 +143,7 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
     assert reads[0] == reads[1]
 
 
-def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Other parts of the same rows may count alike, where these do not."""
-    ids, choose, parts = torch.arange(1, 7), proof_parts.chosen_parts, []
-    counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
-    rows = [
-        {"ids": ids[:n], "labels": torch.where(ids <= count, ids, -100)[:n]}
-        for n, count in counts
-    ]
-
-    def noted(rows: Any, *how: Any, **options: Any) -> Any:
-        found = choose(rows, *how, **options)
-        parts.extend(sorted(counts[row][1] for row in part) for part in found)
-        return found
-
-    class Noting(Tokens):
-        seen: ClassVar[list[list[int]]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if is_rehearsal(self.trainer):
-                self.seen.append(sorted((batch["labels"] != -100).sum(1).tolist()))
-            return super().training_step(batch, batch_idx)
-
-    monkeypatch.setattr(proof_parts, "chosen_parts", noted)
-    fit(Noting(), tokens(8, rows=rows), PerToken(), MicroBatching(size=1))
-    assert sorted(map(len, parts)) == [1, 3, 3]
-    assert sorted(Noting.seen[-3:]) == sorted(parts)
-
-
-def test_accumulation_around_an_inner_cut_is_measured_too() -> None:
-    how = {"micro_batching": INSIDE, "proof": "require"}
-    callback = AccumulationCallback(PerSample(), **how)  # type: ignore[arg-type]
-    trainer(2, callbacks=[callback], max_epochs=1).fit(IMAGES(), images())
-    callback = AccumulationCallback(PerSample(), **how)  # type: ignore[arg-type]
-    with pytest.raises(TrainkitError, match="looks across"):
-        trainer(2, callbacks=[callback]).fit(Images(causes.nt_xent), images())
-
-
-AROUND_SPLIT: dict[str, tuple[Any, ...]] = {
-    "own division": (wrongs.OwnDivision, lambda: tokens(8), "accumulate_grad"),
-    "by index": (wrongs.ByIndex, lambda: stream(causes.sequences(40), 8), "batch_idx"),
-    "padding": (wrongs.Bidirectional, lambda: tokens(8), "padded to"),
-    "padding of a stream": (wrongs.Bidirectional,
-     lambda: stream(causes.sequences(40), 8), "padded to"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", AROUND_SPLIT)
-@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
-def test_accumulation_around_split_windows_is_measured_too(name: str) -> None:
-    """The control: one loader batch a step, and a module to which both are alike."""
-    module, data, cause = AROUND_SPLIT[name]
-
-    def begin(module: Any, accumulate: int) -> None:
-        how: Any = {"micro_batching": MicroBatching(size=3), "proof": "require"}
-        callback = AccumulationCallback(PerToken(), **how)
-        pl = trainer(accumulate, callbacks=[callback], max_epochs=1)
-        pl.fit(module, data())
-
-    begin(module(), 1)
-    begin(Tokens(), 2)
-    with pytest.raises(TrainkitError, match=cause):
-        begin(module(), 2)
-
-
-def test_exact_batch_norm_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    guard = (BatchNormGuard("exact"),)
-    fit(BATCH_NORM(), images(), PerSample(), SPLIT, callbacks=guard, proof="require")
-    assert said(capsys).startswith("exact on 7 of your rows")
-
-
-def stream(rows: Iterable[Any], size: int = 4) -> Any:
-    data = Stream(rows)
-    return DataLoader(data, batch_size=size, collate_fn=causes.padded)
-
-
-def packed() -> list[Any]:
-    """Rows of one length."""
-    return wrongs.all_labels()[:6] * 4
-
-
-def starting_with_one_label() -> list[Any]:
-    rows = wrongs.all_labels()
-    short = [{name: value[:1] for name, value in row.items()} for row in rows[:4]]
-    return short + rows
-
-
-def in_one_width(rows: list[Any]) -> Any:
-    """Padded on the right to 14 columns."""
-    ids = torch.ones(14, dtype=torch.long)
-    batch = causes.padded([*rows, {"ids": ids, "labels": ids}])
-    return {name: value[:-1] for name, value in batch.items()}
-
-
-def masked_by_label(module: Any, logits: Any, batch: dict[str, Any]) -> Any:
-    losses = cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
-    return losses[batch["label_mask"].bool()].mean()
-
-
-def with_label_mask(rows: list[Any]) -> Any:
-    batch = causes.padded(rows)
-    ones = torch.ones_like(batch["ids"])
-    return {**batch, "label_mask": ones, "segments": ones - 1}
-
-
-DOUBTFUL: dict[str, tuple[Any, ...]] = {
-    "a mask of labels": (lambda: Tokens(masked_by_label),
-     lambda: tokens(4, rows=packed(), collate=with_label_mask), PerSample(),
-     "PerSample and PerToken look the same"),
-    "one length in one width": (lambda: Tokens(causes.shifted),
-     lambda: tokens(4, rows=packed(), collate=in_one_width), PerToken(),
-     "PerSample and PerToken look the same"),
-    "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
-     PerSample(), "PerSample and PerToken look the same"),
-    "one label, another count": (Tokens, lambda: stream(starting_with_one_label()),
-     PerSample(), "PerSample and PerToken look the same"),
-    "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),
-     PerToken(), "count alike, so PerSample and PerToken look the same on them; "
-     "where one ends earlier, the gradient is off"),
-    # As many numbers as a part may have rows.
-    **{f"{n} draws for all": (functools.partial(wrongs.Scaling, n), images, PerSample(),
-        "(rand at zoo/wrongs.py:", *how)
-        for n, how in ((1, []), (2, [SPLIT]), (3, [SPLIT]))},
-    "a distribution": (wrongs.Mixing, images, PerSample(), "(_sample_dirichlet at "),
-    "mixup": (lambda: Images(causes.mixup), images, PerSample(),
-     "randperm at zoo/causes"),
-    "one row": (Tokens, lambda: stream(causes.sequences(), 1), PerToken(),
-     "there is 1 row"),
-    "a lock": (lambda: wrongs.Held(threading.Lock()), tokens, PerToken(),
-     "Held.head.kept.held (lock) cannot be copied"),
-    "a generator": (lambda: wrongs.Held(n for n in range(3)), tokens, PerToken(),
-     "Held.head.kept.held (generator) cannot be copied"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DOUBTFUL)
-def test_what_cannot_be_told_is_not_called_exact(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, data, strategy, why, *cut = DOUBTFUL[name]
-    fit(module(), data(), strategy, *cut)
-    text = said(capsys)
-    assert text.startswith("not measured: ")
-    assert why in text
-    with pytest.raises(TrainkitError, match='proof="require": not measured: '):
-        fit(module(), data(), strategy, *cut, proof="require")
-
-
-class Decays(Images):
-    """Its loss looks at no row, so each way to weigh rows gives the same gradient."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return sum(each.square().sum() for each in self.parameters())
-
-
-def test_unequal_parts_that_weigh_alike_are_not_called_exact(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The control: parts of equal sizes."""
-    fit(Decays(causes.classified), images(), Uniform())
-    assert "may be of unequal sizes, so it is right by chance" in said(capsys)
-    fit(Decays(causes.classified), images(15), Uniform(), proof="require")
-
-
-class Counted(Stream):
-    """Its workers share it, so its length does not tell that of batches."""
-
-    def __len__(self) -> int:
-        return 16
-
-
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Two rows are all that is known of it, and they are two equal parts."""
-    rows = list(images(15).dataset)  # type: ignore[arg-type]
-    loader: Any = DataLoader(Stream(rows), batch_size=2)
-    for each in (loader, DataLoader(Counted(rows), batch_size=2)):
-        fit(IMAGES(), each, Uniform())
-        assert "may be of unequal sizes, so it is right by chance" in said(capsys)
-    fit(IMAGES(), loader, PerSample(), proof="require")
-    equal: Any = DataLoader(Stream(rows), batch_size=2, drop_last=True)
-    fit(IMAGES(), equal, Uniform(), proof="require")
-
-
-@pytest.mark.parametrize("every", [None, 2, 5])
-def test_windows_by_hand_are_proved_whatever_their_size(
-    every: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All batches of a rehearsal are one window. The control: a wrong strategy."""
-    rows: Any = ragged_sequences(24)
-    data, kind = DataLoader(rows, 4, collate_fn=pad), hooked(Manual, every=every)
-    fit(kind(), data)
-    assert said(capsys).startswith("exact on ")
-    with pytest.warns(UserWarning, match=r"not by PerSample\(\)"):
-        fit(kind(strategy=PerSample()), data)
-
-
-def test_a_mask_in_whose_name_labels_stand_is_a_mask() -> None:
-    data = tokens(4, rows=packed(), collate=with_label_mask)
-    own = PerToken(mask="label_mask")
-    fit(Tokens(masked_by_label), data, own, proof="require")
-
-
-def test_stream_of_one_length_is_exact_where_padding_is_not_seen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fit(Tokens(), stream(packed()), PerToken(), proof="require")
-    assert said(capsys).endswith("left out: the collate function, later batches")
-
-
-def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
-    """A bidirectional net sees padding, which one width for all makes harmless."""
-    text = "not measured: the model sees its padding: if the batches of this stream"
-    with pytest.warns(UserWarning, match=text):
-        fit(wrongs.Bidirectional(), stream(causes.sequences(40)), PerToken())
-    with pytest.raises(TrainkitError, match=text):
-        fit(
-            wrongs.Bidirectional(),
-            stream(causes.sequences(40)),
-            PerToken(),
-            proof="require",
-        )
-
-
-def masked_language(*names: str) -> Any:
-    """Ready batches of full rows, of whose labels a fifth counts."""
-    batches: Any = []
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        ids = torch.randint(1, 12, (8, 12), generator=generator)
-        counts = torch.rand(8, 12, generator=generator) < 0.2
-        batch = {"ids": ids, "labels": torch.where(counts, ids, -100)}
-        batches.append({**batch, **dict.fromkeys(names, torch.ones_like(ids))})
-    return DataLoader(batches, batch_size=None)
-
-
-@pytest.mark.parametrize("cut", [None, MicroBatching(size=3, pool=2)])
-def test_full_rows_that_end_with_labels_that_do_not_count_are_not_called_off(
-    cut: MicroBatching | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What stands behind a row's last label may be padding. The control: a mask, which
-    says that it is not, and one that says that it is."""
-    module, plain = wrongs.Bidirectional, masked_language()
-    with pytest.warns(UserWarning, match="what stands behind a row's last label"):
-        fit(module(), plain, PerToken(), cut)
-    assert said(capsys).startswith("not measured: ")
-    told = masked_language("attention_mask")
-    fit(module(), told, PerToken(), cut, proof="require")
-    rows = causes.sequences()
-    padded: Any = [causes.padded(rows[n : n + 8]) for n in range(0, 32, 8)]
-    padded = DataLoader(padded, batch_size=None)
-    seen = "sees its padding" if cut else "is not the big batch"  # a pool has one width
-    with pytest.warns(UserWarning, match=seen):
-        fit(module(), padded, PerToken(), cut)
-
-
-def test_a_step_without_padding_costs_no_rehearsal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_without_padding_costs_no_rehearsal(monkeypatch: Any) -> None:
     """Whether columns may be cut off is open until a row is padded, so each batch is
     looked at; logging, whose levels take long to set, is not touched any more."""
     levels: list[int] = []
@@ -548,7 +161,7 @@ def test_a_step_without_padding_costs_no_rehearsal(
 
 @pytest.mark.parametrize(("size", "is_said"), [(8, False), (3, True)])
 def test_windows_that_are_split_in_name_only_need_no_proof(
-    size: int, is_said: bool, capsys: pytest.CaptureFixture[str]
+    size: int, is_said: bool, capsys: Any
 ) -> None:
     """The wrong strategy divides nothing wrong where nothing is cut."""
     options = MicroBatching(size=size)
@@ -558,7 +171,7 @@ def test_windows_that_are_split_in_name_only_need_no_proof(
     assert not said(capsys)
 
 
-def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_copy_leaves_out_is_named(capsys: Any) -> None:
     fit(Noisy(), tokens(), PerToken(), precision="bf16-mixed", gradient_clip_val=1.0)
     left_out = "left out: dropout, precision bf16-mixed, clipping"
     assert said(capsys).endswith(left_out)
@@ -569,25 +182,20 @@ def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "bar", [StepProgress, RichProgressBar, TQDMProgressBar, None], ids=str
 )
-def test_it_is_printed_above_every_bar(
-    capsys: pytest.CaptureFixture[str], bar: Any
-) -> None:
+def test_it_is_printed_above_every_bar(capsys: Any, bar: Any) -> None:
     bars = () if bar is None else (bar(),)
     shown = bar is not None
     fit(Tokens(), tokens(), PerToken(), callbacks=bars, enable_progress_bar=shown)
     assert re.search(r"trainkit \| proof: exact on 6", capsys.readouterr().out)
 
 
-def test_a_window_of_one_batch_needs_no_proof(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_window_of_one_batch_needs_no_proof(capsys: Any) -> None:
     fit(Tokens(), tokens(), PerSample(), accumulate=1, proof="require")
     fit(Tokens(), tokens(), PerSample(), proof="off")
     assert said(capsys) == ""
 
 
 def test_a_stream_that_is_read_once_keeps_all_its_batches() -> None:
-
     class Counting(Tokens):
         num_rows = 0
 
@@ -626,3 +234,144 @@ def test_a_guard_does_not_count_rehearsed_rows() -> None:
     guard = (BatchNormGuard("error", min_samples=12),)
     with pytest.warns(UserWarning, match=ALARM):
         fit(BATCH_NORM(), images(), PerSample(), callbacks=guard)
+
+
+# ---- two ranks rehearse alone, and say one verdict by both doors ---------------------
+
+
+class FussyOnOne(Tokens):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if self.global_rank == 1 and len(batch["ids"]) < 8:
+            raise ValueError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+class UnlikeOnOne(Tokens):
+    """One rank trains another loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss = causes.row_mean if self.global_rank == 1 else causes.token_mean
+        return super().training_step(batch, batch_idx)
+
+
+class Exchanges(UnlikeOnOne):
+    """It sums over ranks by itself, and one of them rehearses more often."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ranks = torch.ones(())
+        torch.distributed.all_reduce(ranks)
+        return super().training_step(batch, batch_idx) * ranks
+
+
+class Gathers(Tokens):
+    def features(self, batch: Any) -> Any:
+        everywhere: Any = self.all_gather(super().features(batch))
+        return everywhere
+
+
+class Coupled(Tokens):
+    """So little that float32 cannot tell it from rounding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        across = self.features(batch)[:, 0].mean(0).square().sum()
+        return super().training_step(batch, batch_idx) + 3e-5 * across
+
+
+# The module, its strategy and cut; the kind of the cause, if it is not exact.
+CASES: dict[str, tuple[Any, ...]] = {
+    "exact": (Tokens, PerToken(), None, None),
+    "exact, split": (Tokens, PerToken(), SPLIT, None),
+    "inner cut": (IMAGES, None, INSIDE, None),
+    "another strategy": (Tokens, PerSample(), None, "denominator"),
+    "BatchNorm, split": (NormalisedTokens, PerToken(), SPLIT, "rows"),
+    "a hook": (ClipsEarly, PerToken(), None, "order"),
+    "coupled a little": (Coupled, PerToken(), None, "loss"),
+    "unlike on one rank": (UnlikeOnOne, PerToken(), None, "denominator"),
+    "exchanges": (Exchanges, PerToken(), None, "denominator"),
+}
+RANKS: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+
+
+def checked(make: Any, strategy: Any, cut: Any) -> Any:
+    data, ddp = images(15) if cut is INSIDE else tokens(), trainer(**RANKS)
+    how = {"strategy": strategy, "micro_batches": cut}
+    report = trainkit.check(make(), data, trainer=ddp, **how)
+    return report.exact, [c.kind for c in report.causes], str(report)
+
+
+def started(make: Any, strategy: Any, cut: Any, **how: Any) -> tuple[str, list[str]]:
+    """What is printed, and what is warned of."""
+    data, out = images(15) if cut is INSIDE else tokens(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        how = {**RANKS, "limit_train_batches": 2, "accumulate": 1, **how}
+        fit(make(), data, strategy, cut, **how)
+    alarms = [str(w.message) for w in caught if ALARM in str(w.message)]
+    lines = [line for line in out.getvalue().split("\n") if "proof:" in line]
+    return "; ".join(lines), alarms
+
+
+def refused(door: Any, *args: Any, **how: Any) -> str:
+    try:
+        return str(door(*args, **how))
+    except (TrainkitError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for name, (make, strategy, cut, _) in CASES.items():
+        how = make, strategy, cut
+        found[name] = checked(*how), started(*how)
+    fussy, unlike = (FussyOnOne, PerToken(), None), (UnlikeOnOne, PerToken(), None)
+    guards = (BatchNormGuard("exact"),)
+    found["an error on one rank"] = refused(checked, *fussy), refused(started, *fussy)
+    found["required"] = refused(started, *unlike, proof="require")
+    found["gathers"] = checked(Gathers, PerToken(), None)
+    how = BATCH_NORM, PerSample(), INSIDE
+    found["exact BatchNorm"] = started(*how, callbacks=guards)[0]
+    return found
+
+
+def test_both_ranks_say_what_one_has_found() -> None:
+    """With windows of one loader batch, each rank's share is a micro-batch."""
+    one, other = raise_rank_errors(run_ranks(on_a_rank, 2))
+    for name, (*_, kind) in CASES.items():
+        report, (line, alarms) = one[name]
+        assert report[:2] == (kind is None, [kind] * (kind is not None)), name
+        assert other[name] == (report, ("", [])), name
+        assert ("exact on " in line, len(alarms)) == (kind is None, int(bool(kind)))
+    (report, (_, alarms)) = one["unlike on one rank"]
+    assert "these are rank 1's" in report[2]
+    assert "proof: on rank 1, a window of this training is not the" in alarms[0]
+    ours, theirs = one["an error on one rank"], other["an error on one rank"]
+    assert theirs[0].startswith("ValueError: only here")
+    assert ours[0].startswith("TrainkitError: check: rank 1 failed: ")
+    assert "only here" in ours[0]
+    assert "on rank 1, not measured: ValueError: only here" in ours[1]
+    # Each rank rehearses alone, so nothing waits.
+    assert one["gathers"][:2] == other["gathers"][:2] == (True, [])
+    assert "BatchNorm sees all ranks" in one["exact BatchNorm"]
+    assert other["exact BatchNorm"] == ""
+    assert ALARM in one["required"]
+    assert ALARM in other["required"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_off_is_shown_before_one_that_cannot_tell(
+    rank: int, monkeypatch: Any
+) -> None:
+    off = Report(False, 0.1, 0.0, 8, "float32", ())
+    both = [replace(off, deviation=0.9, doubt="nothing says where rows end")]
+    both.insert(rank, off)
+
+    def gather(each: list[Any], own: Any) -> None:
+        each[:] = both
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert of_all_ranks(SimpleNamespace(world_size=2), lambda: both[0]) == (off, rank)

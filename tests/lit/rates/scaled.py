@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -18,6 +19,13 @@ from torch.utils.data import DataLoader
 from tests.helpers import trainer
 from trainkit import LRScaling
 
+TORCH_SAYS = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in `scheduler.step:UserWarning",
+    "ignore:To get the last learning rate computed:UserWarning",
+    "ignore:Detected call of `lr_scheduler.step:UserWarning",
+)
+"""Of schedulers that are stepped or read by hand."""
+
 # ---- torch's schedulers, one of each way in which a scheduler keeps its curve --------
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -27,9 +35,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7, 1e-3),
     "CyclicLR-triangular2": lambda o: cyclic(o, "triangular2"),
     "OneCycleLR-cos": lambda o: one_cycle(o),
-    "OneCycleLR-linear": lambda o: one_cycle(
-        o, anneal_strategy="linear", three_phase=True
-    ),
+    "OneCycleLR-linear": lambda o: one_cycle(o, **THREE_PHASES),
     "SWALR": lambda o: SWALR(o, 0.01, 5),
     "ReduceLROnPlateau": lambda o: plateau(o),
     "SequentialLR": lambda o: lrs.SequentialLR(
@@ -41,6 +47,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "ChainedScheduler": lambda o: lrs.ChainedScheduler([two(o), lrs.StepLR(o, 6, 0.5)]),
 }
 restarts = lrs.CosineAnnealingWarmRestarts
+THREE_PHASES = {"anneal_strategy": "linear", "three_phase": True}
 ABSOLUTE = [
     "LambdaLR",  # draws its curve from base_lrs
     *("CosineAnnealingLR", "CyclicLR-triangular2", "OneCycleLR-cos"),
@@ -61,11 +68,8 @@ def one_cycle(optimizer: Any, **how: Any) -> Any:
 
 def two(optimizer: Any) -> Any:
     """Two schedulers, one after the other."""
-    first, second = (
-        lrs.LinearLR(optimizer, 0.2, 1, 3),
-        lrs.ConstantLR(optimizer, 0.2, 9),
-    )
-    return lrs.SequentialLR(optimizer, [first, second], [4])
+    first = lrs.LinearLR(optimizer, 0.2, 1, 3)
+    return lrs.SequentialLR(optimizer, [first, lrs.ConstantLR(optimizer, 0.2, 9)], [4])
 
 
 def plateau(optimizer: Any) -> Any:
@@ -227,6 +231,10 @@ def plain(
 def times(curve: Any, factors: Sequence[float]) -> list[list[float]]:
     pairs = zip(curve, factors, strict=True)
     return [[factor * rate for rate in row] for row, factor in pairs]
+
+
+def cube_root(k: float) -> float:
+    return k ** (1 / 3)
 
 
 def linear(**how: Any) -> LRScaling:

@@ -50,37 +50,33 @@ POSITIVE = "must be a positive"
 GAIN: dict[str, Any] = {"rule": "gain", "noise_scale": 4}
 
 
+IMPOSSIBLE: dict[str, list[dict[str, Any]]] = {
+    "rule: must be one of": [{"rule": rule} for rule in ("cubic", None)],
+    f"reference_batch: {POSITIVE}": [
+        {"reference_batch": each} for each in (0, -2.0, "256", True, math.nan)
+    ],
+    "unit: must be one of": [{"unit": "words"}],
+    f"micro_batch: {POSITIVE} number": [{"micro_batch": 0}],
+    "warmup_steps: must be a whole": [{"warmup_steps": n} for n in (-1, 2.5)],
+    "weight_decay: must be one of": [{"weight_decay": n} for n in ("cubic", None)],
+    f"noise_scale: {POSITIVE} number of s": [
+        {**GAIN, "noise_scale": each}
+        for each in (0, -1, math.inf, math.nan, True, [40], 1j)
+    ],
+    f"noise_scale: {POSITIVE} number .* received None": [{"rule": "gain"}],
+    "'no/where', and there is no such fold": [{**GAIN, "noise_scale": "no/where"}],
+    f"{POSITIVE} number or the folder of a run": [{**GAIN, "noise_scale": "40"}],
+    "unit: must be 'samples' for rule='gain": [{**GAIN, "unit": "tokens"}],
+    "noise_scale: belongs to rule='gain'": [
+        {**GAIN, "rule": rule}
+        for rule in ("auto", "linear", "adam-sde", "none", math.sqrt)
+    ],
+}
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
-    [
-        *(({"rule": each}, "rule: must be one of") for each in ("cubic", None)),
-        *(
-            ({"reference_batch": each}, f"reference_batch: {POSITIVE}")
-            for each in (0, -2.0, "256", True, math.nan)
-        ),
-        ({"unit": "words"}, "unit: must be one of"),
-        ({"micro_batch": 0}, f"micro_batch: {POSITIVE} number"),
-        *(({"warmup_steps": n}, "warmup_steps: must be a whole") for n in (-1, 2.5)),
-        *(
-            ({"weight_decay": n}, "weight_decay: must be one of")
-            for n in ("cubic", None)
-        ),
-        *(
-            (
-                {**GAIN, "noise_scale": each},
-                f"noise_scale: {POSITIVE} number of s",
-            )
-            for each in (0, -1, math.inf, math.nan, True, [40], 1j)
-        ),
-        ({"rule": "gain"}, f"noise_scale: {POSITIVE} number .* received None"),
-        ({**GAIN, "noise_scale": "no/where"}, "'no/where', and there is no such fold"),
-        ({**GAIN, "noise_scale": "40"}, f"{POSITIVE} number or the folder of a run"),
-        ({**GAIN, "unit": "tokens"}, "unit: must be 'samples' for rule='gain"),
-        *(
-            ({**GAIN, "rule": rule}, "noise_scale: belongs to rule='gain'")
-            for rule in ("auto", "linear", "adam-sde", "none", math.sqrt)
-        ),
-    ],
+    [(options, match) for match, each in IMPOSSIBLE.items() for options in each],
 )
 def test_impossible_option_is_refused(options: Any, match: str) -> None:
     with pytest.raises(TrainkitError, match=match):
@@ -132,7 +128,7 @@ def a_run(folder: Path, **facts: Any) -> Path:
 
 
 def test_a_folder_is_read_once_and_named(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """Also one in the home of the user."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -332,9 +328,7 @@ def test_rate_that_the_callback_finds_is_scaled_once(tmp_path: Path) -> None:
 
 @QUIET
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_finder_is_spoken_of_unless_it_searches_at_the_reference(
-    tmp_path: Path, unit: Any
-) -> None:
+def test_finder_is_spoken_of_unless_at_the_reference(tmp_path: Path, unit: Any) -> None:
     """Filters turn any other warning into an error."""
     made = finder(tmp_path, linear(reference_batch=6, unit=unit))
     how: dict[str, Any] = {"num_training": 5, "early_stop_threshold": None}

@@ -1,15 +1,16 @@
-"""In a Trainer: every curve is factor x the plain one, whatever the batch does."""
+"""In a Trainer every curve is factor x the plain one, in a resumed run too."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
 )
 from torch.optim import SGD
@@ -22,9 +23,11 @@ from tests.lit.rates.scaled import (
     FIRST,
     REFERENCE,
     STEPS,
+    TORCH_SAYS,
     WINDOW,
     Scheduled,
     adamw,
+    cube_root,
     data,
     deviation,
     fit,
@@ -32,21 +35,22 @@ from tests.lit.rates.scaled import (
     plain,
     times,
 )
-from tests.zoo.callbacks import Table
+from tests.zoo.callbacks import Saving, Table
 from trainkit import AccumulationCallback, AccumulationSchedule, LRScaling, Uniform
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:A `OneCycleLR` scheduler is using:RuntimeWarning",
-    "ignore:The epoch parameter in `scheduler.step:UserWarning",
-    "ignore:To get the last learning rate computed:UserWarning",
-    "ignore:Detected call of `lr_scheduler.step:UserWarning",
-    "ignore:accumulate_grad_batches=\\d+. the epoch has only:UserWarning",
-)
+pytestmark = [
+    TORCH_SAYS,
+    pytest.mark.filterwarnings(
+        "ignore:A `OneCycleLR` scheduler is using:RuntimeWarning",
+        "ignore:accumulate_grad_batches=\\d+. the epoch has only:UserWarning",
+        "ignore:You're resuming from a checkpoint that ended before:UserWarning",
+        "ignore:checkpoint. taken inside a window:UserWarning",
+        "ignore:checkpoint. it was taken inside a window:UserWarning",
+        "ignore:the loader starts again:UserWarning",
+        "ignore:Be aware that when using `ckpt_path`:UserWarning",
+    ),
+]
 NOISE = 5.0
-
-
-def cube_root(k: float) -> float:
-    return k ** (1 / 3)
 
 
 def gain(size: int) -> float:
@@ -54,9 +58,9 @@ def gain(size: int) -> float:
     return (1 + NOISE / REFERENCE) / (1 + NOISE / (size * BATCH))
 
 
-def by_gain(**how: Any) -> LRScaling:
-    options = {"reference_batch": REFERENCE, "noise_scale": NOISE, **how}
-    return LRScaling("gain", **options)
+def by_gain(noise_scale: float = NOISE, **how: Any) -> LRScaling:
+    options = {"reference_batch": REFERENCE, **how}
+    return LRScaling("gain", noise_scale=noise_scale, **options)
 
 
 # ---- each rule, with schedulers of each kind -----------------------------------------
@@ -98,9 +102,7 @@ def test_curve_under_every_rule_equals_its_factor_times_the_plain_one(
 
 @pytest.mark.parametrize("rule", ["linear", "gain"])
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "SequentialLR"])
-def test_curve_over_a_schedule_equals_each_factor_times_the_plain_one(
-    name: str, rule: str
-) -> None:
+def test_curve_over_a_schedule_is_factor_times_plain(name: str, rule: str) -> None:
     """Windows of 2, from the third step on of 3, in mid-epoch."""
     schedule = AccumulationSchedule({0: 2, 2: 3, 5: 1}, unit="step")
     scaling = linear() if rule == "linear" else by_gain()
@@ -116,10 +118,9 @@ def test_curve_over_a_schedule_equals_each_factor_times_the_plain_one(
 def test_curve_over_lightnings_own_schedule_equals_each_factor() -> None:
     """It changes the number at the start of an epoch, after our callbacks."""
     own = GradientAccumulationScheduler({0: 1, 1: 5})
-    module = fit(Scheduled("CosineAnnealingLR"), own, linear(), window=1)
-    factors = [2.0] * 10 + [10.0] * 2
-    expected = times(plain("CosineAnnealingLR", 12), factors)
-    assert deviation(module.curve, expected) <= EXACT
+    curve = fit(Scheduled("CosineAnnealingLR"), own, linear(), window=1).curve
+    expected = times(plain("CosineAnnealingLR", 12), [2.0] * 10 + [10.0] * 2)
+    assert deviation(curve, expected) <= EXACT
 
 
 @pytest.mark.parametrize("unit", ["epoch", "step"])
@@ -129,14 +130,11 @@ def test_monitor_logs_the_scaled_curve_at_its_steps(unit: Any) -> None:
     def curve_of(interval: Any) -> tuple[list[float], dict[float, float]]:
         table = Table()
         starts = {0: 2, 1: 5} if unit == "epoch" else {0: 2, 5: 5}
-        callbacks = [
-            LearningRateMonitor(logging_interval=interval),
-            linear(),
-            AccumulationSchedule(starts, unit=unit),
-            AccumulationCallback(Uniform()),
-        ]
-        how: dict[str, Any] = {"logger": table, "log_every_n_steps": 1}
-        module = fit(Scheduled("ExponentialLR", (0.1,)), *callbacks, window=1, **how)
+        monitor = LearningRateMonitor(logging_interval=interval)
+        ours = AccumulationSchedule(starts, unit=unit), AccumulationCallback(Uniform())
+        how: dict[str, Any] = {"logger": table, "log_every_n_steps": 1, "window": 1}
+        module = Scheduled("ExponentialLR", (0.1,))
+        fit(module, monitor, linear(), *ours, **how)
         rows = [row for row in table.rows if "lr-SGD" in row]
         by_step = {row["step"]: row["lr-SGD"] for row in rows}
         return [row[0] for row in module.curve], by_step
@@ -200,51 +198,156 @@ def test_k_is_batch_times_accumulation_over_the_reference(
     assert scaling.effective_batch.size == size
 
 
-# ---- the same again ------------------------------------------------------------------
+# ---- a checkpoint is that of a run without scaling, and a resumed run draws one curve
 
 
-class Keeps(Scheduled):
-    """Returns the same optimizer for each `fit`, under a new scheduler."""
-
-    kept: Any = None
-
-    def configure_optimizers(self) -> Any:
-        self.kept = self.kept or super().configure_optimizers()["optimizer"]
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(self.kept, 1.0)
-        return [self.kept], [scheduler]
+SCHEDULERS = [
+    "CosineAnnealingLR",  # with a closed form
+    "OneCycleLR-cos",  # with rates of its own
+    "SequentialLR-nested",
+    "ExponentialLR",  # goes on from the rate of the group
+]
 
 
-@pytest.mark.parametrize("ends", ["well", "by an exception"])
-@pytest.mark.parametrize("again", ["same callback", "another callback"])
-def test_second_fit_is_scaled_once(ends: str, again: str) -> None:
-    """The rates of the first are still there for those who look at its end."""
+def by_sde(**how: Any) -> LRScaling:
+    options = {"reference_batch": REFERENCE, "weight_decay": "linear", **how}
+    return LRScaling("adam-sde", **options)
 
-    class Ends(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if ends != "well":
-                raise KeyError("a user's mistake")
 
-    module, scaling = Keeps("ExponentialLR"), linear()
-    if ends == "well":
-        fit(module, scaling, Ends())
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("CosineAnnealingLR", "on_train_start"),
+        ("OneCycleLR-cos", "on_train_epoch_start"),
+        ("SequentialLR-nested", "on_train_batch_start"),
+        ("ExponentialLR", "on_before_optimizer_step"),
+        ("OneCycleLR-cos", "on_train_batch_end"),
+        ("CosineAnnealingLR", "on_train_epoch_end"),
+        ("ExponentialLR", "on_train_end"),
+        ("SequentialLR-nested", "after"),
+    ],
+)
+def test_checkpoint_equals_that_of_a_run_without_scaling(
+    tmp_path: Path, name: str, hook: str
+) -> None:
+    """Whatever moment it is saved at: so a run can resume with other scaling, or none,
+    and is never scaled twice."""
+
+    def saved(*callbacks: Any) -> dict[str, Any]:
+        path = tmp_path / f"{len(callbacks)}.ckpt"
+        hooks = {} if hook == "after" else {hook: lambda t, *_: t.save_checkpoint(path)}
+        saves: Any = LambdaCallback(**hooks)
+        module = Scheduled(name, optimizer=adamw)
+        made = trainer(WINDOW, callbacks=[*callbacks, saves], max_epochs=1)
+        made.fit(module, data())
+        if hook == "after":
+            made.save_checkpoint(path)
+        return torch.load(path, weights_only=True)
+
+    scaled, unscaled = saved(by_sde(warmup_steps=3)), saved()
+    assert scaled["lr_schedulers"] == unscaled["lr_schedulers"]
+    found, expected = (
+        [each["param_groups"] for each in state["optimizer_states"]]
+        for state in (scaled, unscaled)
+    )
+    assert found == expected
+    assert not torch.equal(  # the control: it trained otherwise
+        scaled["state_dict"]["weight.0"], unscaled["state_dict"]["weight.0"]
+    ) or hook in ("on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+SCALINGS: dict[str, Any] = {
+    "none": lambda: (),
+    "linear": lambda: (linear(),),
+    "another reference": lambda: (linear(reference_batch=12),),
+    "sde": lambda: (by_sde(),),
+    "sde, warmed up": lambda: (by_sde(warmup_steps=3),),
+    "half-life": lambda: (LRScaling("half-life", reference_batch=1),),
+    "gain": lambda: (by_gain(weight_decay="time-scale"),),
+    "another noise": lambda: (by_gain(70.0, weight_decay="time-scale"),),
+}
+
+
+def run(name: str, scaling: str, *callbacks: Any, **how: Any) -> Any:
+    """Windows of 1, 4 and 2, from the steps 0, 3 and 6 on; with a warm-up always of 2,
+    which Lightning divides."""
+    ours, window = [*SCALINGS[scaling](), *callbacks], WINDOW
+    if "warm" not in scaling:
+        schedule = AccumulationSchedule({0: 1, 3: 4, 6: 2}, unit="step")
+        ours, window = [AccumulationCallback(Uniform()), schedule, *ours], 1
+    return fit(Scheduled(name, optimizer=adamw), *ours, window=window, **how)
+
+
+STOPS = (0, 1, 2, 7, 8, 9, 12, 13, 17)
+"""Batches after which runs are resumed."""
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: Any) -> Any:
+    """Trains without a stop, once, and saves after each batch."""
+
+    @cache
+    def trained(name: str, scaling: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+
+        def save(trainer: Any, *args: Any) -> None:
+            at = trainer.fit_loop.epoch_loop.total_batch_idx
+            if at in STOPS:
+                trainer.save_checkpoint(folder / f"{at}.ckpt")
+
+        return run(name, scaling, LambdaCallback(on_train_batch_end=save)), folder
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "then", "after"),
+    [
+        ("OneCycleLR-cos", *each)
+        for each in (
+            ("linear", "linear", 2),
+            ("gain", "gain", 8),
+            ("sde", "sde", 13),
+            ("gain", "gain", 18),
+            ("none", "linear", 9),
+            ("linear", "none", 9),
+            ("linear", "another reference", 8),
+            ("sde", "half-life", 8),
+            ("half-life", "gain", 13),
+            ("gain", "another noise", 2),
+            ("another noise", "sde", 18),
+        )
+    ]
+    # At the edge of a window and inside one, within a warm-up and after it.
+    + [
+        (name, *["sde, warmed up"] * 2, after)
+        for number, name in enumerate(SCHEDULERS)
+        for after in ((1, 2, 9, 10) if number < 2 else (3, 14))
+    ],
+)
+def test_resumed_with_any_scaling_equals_a_whole_run_with_it(
+    whole_run: Any, name: str, before: str, then: str, after: int
+) -> None:
+    """What the first rule has done leaves no trace."""
+    stop = after - 1
+    rest = run(name, then, ckpt_path=whole_run(name, before)[1] / f"{stop}.ckpt")
+    whole = whole_run(name, then)[0]
+    count = len(rest.curve)
+    assert 0 < count
+    assert rest.curve == whole.curve[-count:]
+    assert rest.groups == whole.groups[-count:]
+    if "warm" not in then:
+        assert count < len(whole.curve)
     else:
-        with pytest.raises(KeyError):
-            fit(module, scaling, Ends())
-    assert module.kept.param_groups[0]["lr"] == pytest.approx(0.2)
-    fit(module, scaling if again == "same callback" else linear())
-    assert {round(row[0], 12) for row in module.curve} == {0.2}
+        assert count == len(whole.curve) - after // WINDOW
+        factors = [min(1 + step / 3, 2) for step in range(10)]
+        assert deviation(whole.curve, times(plain(name, 10), factors)) <= EXACT
 
 
-def test_development_run_is_scaled_and_validation_alone_is_not() -> None:
-    class Validates(Scheduled):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            pass
-
-    module = fit(Scheduled(None), linear(), fast_dev_run=True)
-    assert deviation(module.curve, times(plain(None, 1), [2.0])) <= EXACT
-    scaling = linear()
-    trainer(callbacks=[scaling]).validate(Validates(None), data())
-    assert scaling.effective_batch is None
-    assert scaling.state_dict() == {}
-    scaling.load_state_dict({"k": 2.0})
-    assert scaling.state_dict() == {"k": 2.0}  # a finder saves it before training
+def test_run_resumed_twice_with_another_window_has_its_factor(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
+    name = "OneCycleLR-cos"
+    fit(Scheduled(name), linear(), Saving(paths[0], 5))
+    fit(Scheduled(name), linear(), Saving(paths[1], 9), ckpt_path=paths[0])
+    rest = fit(Scheduled(name), linear(), window=5, ckpt_path=paths[1]).curve
+    assert deviation(rest, times(plain(name, 7)[5:], [10.0] * 2)) <= EXACT

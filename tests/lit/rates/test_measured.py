@@ -88,18 +88,15 @@ def test_measured_curve_equals_the_running_mean_of_eight_windows(capsys: Any) ->
     ks = means(SIZES, 10, REFERENCE)
     assert deviation(module.curve, times(plain(None, 10), ks)) <= EXACT
     assert scaling.k == pytest.approx(ks[-1])
-    lines = [
-        line for line in capsys.readouterr().out.splitlines() if "learning" in line
-    ]
+    said = capsys.readouterr().out.splitlines()
+    lines = [line for line in said if "learning" in line]
     assert "follows the first windows, measured; reference 1.5" in lines[0]
     assert "lr 0.05 -> " in lines[1]
     assert len(lines) == 2
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
-def test_measured_run_that_is_resumed_equals_the_uninterrupted_one(
-    tmp_path: Path,
-) -> None:
+def test_measured_run_that_is_resumed_equals_an_unbroken_one(tmp_path: Path) -> None:
     """What was measured is in the checkpoint: so far, or as it came to stay. Then a
     loader that begins again changes nothing more."""
     paths = {after: tmp_path / f"{after}.ckpt" for after in (1, 5, 14, 18)}
@@ -228,9 +225,7 @@ class Graphs(Scheduled):
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_samples_that_cannot_be_counted_are_refused_unless_they_are_given(
-    is_given: bool,
-) -> None:
+def test_samples_that_nobody_counts_are_refused_unless_given(is_given: bool) -> None:
     """Tensors with no leading dimension in common; at the first window."""
     batch = {"nodes": torch.ones(5, 1, dtype=torch.float64), "edges": torch.ones(7)}
     loader: Any = DataLoader([batch] * 10, batch_size=None)  # type: ignore[arg-type]

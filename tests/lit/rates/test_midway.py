@@ -1,7 +1,8 @@
-"""What changes while it trains: loader, windows, scheduler, groups of parameters."""
+"""What changes while it trains, loader, windows, scheduler or groups; a second fit."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LambdaCallback,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -30,6 +35,7 @@ from tests.lit.rates.scaled import (
     times,
 )
 from tests.zoo.callbacks import Saving
+from tests.zoo.modules import hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -187,9 +193,7 @@ class Averaged(Scheduled):
 
 
 def averaged(*callbacks: Any, window: int = 2, **how: Any) -> Any:
-    swa = StochasticWeightAveraging(
-        swa_lrs=[0.03, 0.05], swa_epoch_start=2, annealing_epochs=2
-    )
+    swa = StochasticWeightAveraging([0.03, 0.05], 2, annealing_epochs=2)
     ours = [AccumulationCallback(Uniform(), proof="off"), *callbacks, swa]
     return fit(Averaged(**how), *ours, window=window, max_epochs=5)
 
@@ -271,9 +275,7 @@ def finetuned(*callbacks: Any, **how: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
-def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window(
-    tmp_path: Path,
-) -> None:
+def test_group_added_later_keeps_its_rate_and_follows_windows(tmp_path: Path) -> None:
     """And is there again, unchanged, in a run that is resumed."""
     path = tmp_path / "one.ckpt"
     with pytest.warns(UserWarning, match="1 group.s. .* added during .* by 2") as said:
@@ -291,3 +293,46 @@ def test_group_added_in_mid_training_keeps_its_rate_and_follows_the_window(
         for group, other in zip(found, wanted, strict=True):
             for key in ("lr", "betas", "eps", "weight_decay"):
                 assert group[key] == other[key]
+
+
+# ---- the same again ------------------------------------------------------------------
+
+
+class Keeps(Scheduled):
+    """Returns the same optimizer for each `fit`, under a new scheduler."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.kept = self.kept or super().configure_optimizers()["optimizer"]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(self.kept, 1.0)
+        return [self.kept], [scheduler]
+
+
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+@pytest.mark.parametrize("again", ["same callback", "another callback"])
+def test_second_fit_is_scaled_once(ends: str, again: str) -> None:
+    """The rates of the first are still there for those who look at its end."""
+
+    def end(trainer: Any, pl_module: Any) -> None:
+        if ends != "well":
+            raise KeyError("a user's mistake")
+
+    module, scaling = Keeps("ExponentialLR"), linear()
+    with nullcontext() if ends == "well" else pytest.raises(KeyError):
+        fit(module, scaling, LambdaCallback(on_train_epoch_end=end))
+    assert module.kept.param_groups[0]["lr"] == pytest.approx(0.2)
+    fit(module, scaling if again == "same callback" else linear())
+    assert {round(row[0], 12) for row in module.curve} == {0.2}
+
+
+def test_development_run_is_scaled_and_validation_alone_is_not() -> None:
+    validates = hooked(Scheduled, validation_step=lambda self, batch, batch_idx: None)
+    module = fit(Scheduled(None), linear(), fast_dev_run=True)
+    assert deviation(module.curve, times(plain(None, 1), [2.0])) <= EXACT
+    scaling = linear()
+    trainer(callbacks=[scaling]).validate(validates(None), data())
+    assert scaling.effective_batch is None
+    assert scaling.state_dict() == {}
+    scaling.load_state_dict({"k": 2.0})
+    assert scaling.state_dict() == {"k": 2.0}  # a finder saves it before training

@@ -10,6 +10,6 @@ from tests.helpers import quiet_lightning
 
 
 @pytest.fixture
-def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
+def quiet(capsys: Any) -> Any:
     with quiet_lightning():
         yield

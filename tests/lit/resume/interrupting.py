@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from tests.helpers import TokenNet, pad, ragged_sequences
-from trainkit import (
-    AccumulationCallback,
-    AccumulationMixin,
-    PerToken,
-    WindowMonitor,
-)
+from tests.helpers import QUIET, TokenNet, pad, ragged_sequences
+from trainkit import AccumulationCallback, AccumulationMixin, PerToken, WindowMonitor
 from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, Row
@@ -30,7 +25,6 @@ from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 TRAIN = ragged_sequences(26)
 """Seven batches an epoch: windows of 3, 3 and 1."""
 VALIDATION = ragged_sequences(8, seed=1)
-NUM_EPOCHS = 2
 FIVE = ("RandomState", "EpochSums", "MetricRows", "RunCheckpoint", "GracefulStop")
 
 
@@ -70,9 +64,8 @@ class Dropping(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         if self.scheduler.startswith("plateau"):
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, factor=0.5, patience=0, threshold=10.0
-            )
+            options: Any = {"factor": 0.5, "patience": 0, "threshold": 10.0}
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
             how = {"scheduler": plateau, "monitor": "val/loss"}
             if self.scheduler == "plateau by step":
                 how = {**how, "monitor": "train/loss", "interval": "step"}
@@ -175,30 +168,16 @@ def train(
             kill.late_place = 9  # type: ignore[attr-defined]
         used = [kill, *used]
     how: dict[str, Any] = {
-        "max_epochs": NUM_EPOCHS,
-        "val_check_interval": 4,
-        "accumulate_grad_batches": 3,
-        "log_every_n_steps": 1,
-        "devices": 1,
+        **{**QUIET, "enable_checkpointing": True, "default_root_dir": folder},
+        **{"accumulate_grad_batches": 3, "val_check_interval": 4},
+        **{"log_every_n_steps": 1, "logger": logger or MetricsCSVLogger(folder)},
     }
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=used,
-        logger=logger or MetricsCSVLogger(folder),
-        **{**how, **options},
-    )
+    trainer = pl.Trainer(callbacks=used, **{**how, **options})
     module: Any = kind(scheduler=scheduler, logs_late=logs_late)
     module.accumulation_proof = proof
-    trainer.fit(
-        module,
-        shuffled(num_workers=num_workers) if loader is None else loader,
-        ResumableLoader(VALIDATION, 4, collate_fn=pad),
-        ckpt_path=start,
-        weights_only=True,
-    )
+    rows = shuffled(num_workers=num_workers) if loader is None else loader
+    validation = ResumableLoader(VALIDATION, 4, collate_fn=pad)
+    trainer.fit(module, rows, validation, ckpt_path=start, weights_only=True)
     return module, trainer
 
 

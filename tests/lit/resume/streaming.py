@@ -87,13 +87,9 @@ def litdata(folder: Path, **options: Any) -> Any:
             writer[number] = {"number": number}
         writer.done()
         writer.merge()
-    return streaming.StreamingDataLoader(
-        streaming.StreamingDataset(str(folder), shuffle=True),
-        batch_size=4,
-        collate_fn=collate,
-        generator=torch.Generator(),
-        **options,
-    )
+    rows = streaming.StreamingDataset(str(folder), shuffle=True)
+    options |= {"collate_fn": collate, "generator": torch.Generator()}
+    return streaming.StreamingDataLoader(rows, batch_size=4, **options)
 
 
 def grain(folder: Path, **options: Any) -> Any:
@@ -122,10 +118,8 @@ def stateful(kind: str, **options: Any) -> Any:
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         torch.manual_seed(5)  # of the order of the rows
-        options["shuffle"] = kind == "map"
-        return torchdata.StatefulDataLoader(
-            KINDS[kind](), 4, collate_fn=collate, **options
-        )
+        options |= {"shuffle": kind == "map", "collate_fn": collate}
+        return torchdata.StatefulDataLoader(KINDS[kind](), 4, **options)
 
 
 def rows_in(batch: Any) -> Any:

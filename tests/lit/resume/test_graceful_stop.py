@@ -123,7 +123,7 @@ def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
 
 
 def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Its own handler saves `hpc_ckpt` and asks SLURM, now between two steps."""
     scontrol = tmp_path / "scontrol"
@@ -291,19 +291,15 @@ def one_rank_is_asked(rank: int, world: int, folder: str, asked: int) -> Any:
 def evaluate_unevenly(rank: int, world: int, how: str, asked: bool) -> Any:
     """The first rank has two batches and the second six."""
     asks = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
-    share = SEQUENCES[:4] if rank == 0 else SEQUENCES[:12]
+    share = loader(SEQUENCES[:4] if rank == 0 else SEQUENCES[:12], 2)
     try:
-        getattr(on_ranks(world, asks, GracefulStop()), how)(
-            Validated(), loader(share, 2)
-        )
+        getattr(on_ranks(world, asks, GracefulStop()), how)(Validated(), share)
     except Stopped as ended:
         return asks.calls, ended.code
     return asks.calls, None
 
 
-def test_ranks_stop_training_together_and_evaluations_by_their_own_signals(
-    tmp_path: Path,
-) -> None:
+def test_ranks_stop_training_together_and_evaluations_alone(tmp_path: Path) -> None:
     """In an evaluation ranks may have different numbers of batches."""
     cases: Any = {how: (evaluate_unevenly, how, False) for how in EVALUATIONS}
     cases["asked"] = (evaluate_unevenly, "predict", True)
@@ -372,14 +368,9 @@ print(signals.heard)
 def run_by_itself(folder: Path, program: str) -> Any:
     path = folder / "program.py"
     path.write_text(program)
-    return subprocess.run(
-        [sys.executable, str(path)],
-        env={**os.environ, **forked()},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    how: Any = {"env": {**os.environ, **forked()}, "capture_output": True}
+    how |= {"text": True, "check": True, "timeout": 120}
+    return subprocess.run([sys.executable, str(path)], **how)
 
 
 @pytest.mark.parametrize(("remembers", "heard"), [(True, 2), (False, 0)])
@@ -391,9 +382,7 @@ def test_a_ctrl_c_that_a_finalizer_swallowed_is_heard(
     assert "Exception ignored" in done.stderr
 
 
-def test_a_worker_outlives_ctrl_c_only_and_its_parent_notes_the_first(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_outlives_ctrl_c_and_its_parent_notes_it(tmp_path: Path) -> None:
     done = run_by_itself(tmp_path, PROGRAM)
     assert done.stdout.split() == ["True", "True", "0", "True", "True", "interrupted"]
     said = "\ntrainkit | SIGINT: the rest follows; Ctrl+C again quits\n"

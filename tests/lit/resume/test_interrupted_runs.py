@@ -75,7 +75,7 @@ def moments() -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_folder(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
@@ -141,7 +141,7 @@ def test_interrupted_again_and_again(whole: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", [1, 3])
 def test_killed_while_a_checkpoint_is_written(
-    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+    whole: Any, tmp_path: Path, monkeypatch: Any, nth: int
 ) -> None:
     """Half of it is in the file when it dies: the one before stands."""
     calls, move = iter(range(1, 99)), os.replace
@@ -196,9 +196,7 @@ def test_without_one_of_its_parts_a_run_goes_on_otherwise(
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_without_metric_rows_some_are_there_twice_or_lost(
-    whole: Any, tmp_path: Path
-) -> None:
+def test_without_metric_rows_some_are_twice_or_lost(whole: Any, tmp_path: Path) -> None:
     """A resumed run logs values for the second time, which differ if something else has
     changed. And what Lightning logs after a checkpoint is lost. Lightning's CSVLogger
     forgets all rows before."""

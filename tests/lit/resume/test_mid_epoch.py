@@ -73,12 +73,9 @@ def test_scheduler_by_metric_moves_without_a_run_checkpoint(
     """A run that is stopped saves where Lightning's own checkpoints are; one that is
     killed has these alone. Lightning leaves the scheduler out of a resumed epoch."""
     is_killed = how == "killed"
-    options: dict[str, Any] = {
-        "scheduler": "plateau",
-        "without": ["RunCheckpoint", *["GracefulStop"] * is_killed],
-        "enable_checkpointing": True,
-        "val_check_interval": 1.0,
-    }
+    options: dict[str, Any] = {"scheduler": "plateau", "val_check_interval": 1.0}
+    options |= {"without": ["RunCheckpoint", *["GracefulStop"] * is_killed]}
+    options |= {"enable_checkpointing": True}
 
     def keeps(folder: Path) -> ModelCheckpoint:
         every = {"every_n_train_steps": 1, "save_last": True} if is_killed else {}
@@ -106,9 +103,7 @@ def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
 @pytest.mark.parametrize("name", ["Annealing", "StochasticWeightAveraging"])
-def test_what_an_epochs_beginning_would_have_set_is_said(
-    name: str, tmp_path: Path
-) -> None:
+def test_what_an_epochs_beginning_had_set_is_said(name: str, tmp_path: Path) -> None:
     annealing = type(name, (Dropping,), {"on_train_epoch_start": lambda self: None})
     how: dict[str, Any] = {"kind": annealing}
     if name != "Annealing":
@@ -198,38 +193,31 @@ def test_loggers_count_on_after_the_last_batch_of_an_epoch(
 # ---- runs that end by themselves -----------------------------------------------------
 
 
+BY_STEPS = {"max_steps": 8, "max_epochs": -1}
+
+
 @pytest.mark.parametrize(
-    ("hook", "batch", "how"),
+    ("hook", "how"),
     [
-        ("on_train_epoch_start", 6, {}),
-        ("on_train_epoch_start", 6, {"max_steps": 8, "max_epochs": -1}),
-        ("on_train_epoch_end", 6, {"max_steps": 8, "max_epochs": -1}),
+        ("on_train_epoch_start", {}),
+        ("on_train_epoch_start", BY_STEPS),
+        ("on_train_epoch_end", BY_STEPS),
     ],
     ids=["before-the-next", "before-the-next-by-steps", "at-its-end-by-steps"],
 )
 @pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
 def test_an_epoch_is_not_lost_or_counted_twice_between_two(
-    hook: str, batch: int, how: dict[str, Any], tmp_path: Path
+    hook: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
     """Lightning alone ends the next one at once, or the last one again."""
-    whole = train(tmp_path / "whole", without=["RunCheckpoint"], **how)
-    saving = Saving(tmp_path / "checkpoints" / "last.ckpt", batch, hook)
     own: dict[str, Any] = {"without": ["RunCheckpoint"], **how}
+    whole = train(tmp_path / "whole", **own)
+    saving = Saving(tmp_path / "checkpoints" / "last.ckpt", 6, hook)
     with suppress(Killed):
         train(tmp_path, others=[saving], kill=KillAt("on_after_backward", 9), **own)
     found = train(tmp_path, resume=True, **own)
     assert unlike(whole, found) == []
     assert close(rows(tmp_path / "whole"), rows(tmp_path)) == []
-
-
-@pytest.mark.parametrize("batch", [4, 5])
-@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
-def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> None:
-    """From its end the rest of the epoch would be left out."""
-    whole, folder = train(tmp_path / "whole"), tmp_path / "run"
-    train(folder, others=[Ending(batch)], every=50)
-    found = train(folder, resume=True, every=50)
-    assert unlike(whole, found) == []
 
 
 class Narrow(Dropping):
@@ -240,14 +228,22 @@ class Narrow(Dropping):
         self.float()
 
 
+@pytest.mark.parametrize(
+    ("batch", "how"),
+    [
+        *((batch, {"every": 50}) for batch in (4, 5)),
+        # Lightning loads weights into the module as it was made: it would round these.
+        (4, {"kind": Narrow, "precision": "64-true"}),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
-def test_weights_of_double_precision_are_not_rounded(tmp_path: Path) -> None:
-    """Lightning loads them into the module as it was made."""
-    how: Any = {"kind": Narrow, "precision": "64-true"}
+def test_what_ends_in_mid_epoch_goes_on_there_with_the_same_weights(
+    batch: int, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """From its end the rest of the epoch would be left out."""
     whole, folder = train(tmp_path / "whole", **how), tmp_path / "run"
-    train(folder, others=[Ending(4)], **how)
-    found = train(folder, resume=True, **how)
-    assert unlike(whole, found) == []
+    train(folder, others=[Ending(batch)], **how)
+    assert unlike(whole, train(folder, resume=True, **how)) == []
 
 
 @pytest.mark.parametrize(
@@ -311,14 +307,11 @@ def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) 
     assert all(part.training for part in kept)
 
 
-def test_a_resumed_run_that_is_stopped_at_once_names_its_checkpoint(
-    tmp_path: Path,
-) -> None:
-    path, data = tmp_path / "earlier.ckpt", ragged_sequences(24)
-    stop, how = GracefulStop(tmp_path / "other"), {"collate": pad}
-    trainer(callbacks=[Saving(path, 2)]).fit(TokenModule(), loader(data, 4, **how))
+def test_a_resumed_run_stopped_at_once_names_its_checkpoint(tmp_path: Path) -> None:
+    path, data = tmp_path / "earlier.ckpt", loader(ragged_sequences(24), 4)
+    trainer(callbacks=[Saving(path, 2)]).fit(TokenModule(), data)
+    stop = GracefulStop(tmp_path / "other")
     dies = LambdaCallback(on_train_start=lambda *of: signal.raise_signal(15))
-    again = trainer(callbacks=[dies, stop])
     with pytest.raises(SystemExit):
-        again.fit(TokenModule(), loader(data, 4, **how), ckpt_path=path)
+        trainer(callbacks=[dies, stop]).fit(TokenModule(), data, ckpt_path=path)
     assert stop.checkpoint_path == str(path)

@@ -1,13 +1,17 @@
-"""A checkpoint taken inside a window, or inside a micro-batch, and resumed."""
+"""A checkpoint taken inside a window, or a micro-batch, and resumed; on ranks too."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -15,7 +19,15 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
-from tests.helpers import NAIVE, deviation, trainer
+from tests.helpers import (
+    NAIVE,
+    TOLERANCE,
+    deviation,
+    pad,
+    ragged_sequences,
+    run_cases,
+    trainer,
+)
 from tests.lit.fronts import WINDOW, micro_batches, windows_of
 from tests.lit.resume.resuming import (
     ENDS,
@@ -29,9 +41,12 @@ from tests.lit.resume.resuming import (
     train,
 )
 from tests.lit.split.common import failing
-from tests.zoo.modules import Plain, hooked, plain_token_loss
+from tests.lit.windows.rank_cases import Apart, deviations, fit
+from tests.zoo.modules import Manual, Plain, Sharded, hooked, plain_token_loss, whole
 from trainkit import AccumulationCallback, MicroBatching, PerToken
 from trainkit.lit.resume.per_rank import EpochSums
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CUT = MicroBatching(size=2)
 OTHER, FEW = MicroBatching(tokens=24), MicroBatching(tokens=48, shapes=3)
@@ -74,9 +89,7 @@ def test_resumed_in_mid_epoch_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("at", [3, 5, 9])
-def test_without_its_state_a_window_deviates_and_is_said(
-    tmp_path: Path, at: int
-) -> None:
+def test_without_its_state_a_window_is_off_and_said(tmp_path: Path, at: int) -> None:
     """Negative control: the checkpoint as plain Lightning would have written it. Of one
     between windows nothing is missing."""
     path, lost = tmp_path / "one.ckpt", (at + 1) % WINDOW
@@ -115,11 +128,7 @@ class Clock:
     ],
 )
 def test_resumed_from_model_checkpoint_equals_uninterrupted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    when: Any,
-    inside: bool,
-    how: dict[str, Any],
+    tmp_path: Path, monkeypatch: Any, when: Any, inside: bool, how: dict[str, Any]
 ) -> None:
     """pytorch-lightning#17903: by steps it saves after windows, by time anywhere."""
     monkeypatch.setattr(model_checkpoint, "time", Clock())
@@ -146,9 +155,7 @@ def test_resumed_from_validation_inside_a_window_equals_uninterrupted(
     assert off(path=path, **how) <= 1e-10
 
 
-def test_saved_twice_in_one_window_across_a_resume_equals_uninterrupted(
-    tmp_path: Path,
-) -> None:
+def test_saved_twice_in_one_window_equals_uninterrupted(tmp_path: Path) -> None:
     """The second checkpoint holds what the first one had carried over."""
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     train(Saving(first, 4))
@@ -262,3 +269,109 @@ def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -
     found = {k: float(v) for k, v in again.callback_metrics.items()}
     assert found == pytest.approx(expected)
     assert set(found) == {"loss", "exact"}
+
+
+# ---- on several ranks, resumed on as many or on one ----------------------------------
+
+
+EXACT = TOLERANCE[torch.float64]
+DATA = ragged_sequences(32)
+NUM_BATCHES = 8
+INSIDE = 6  # one window is over, and two micro-batches of the next have run
+
+
+class FromBatch:
+    """A rank's share of an epoch of eight batches, without those already seen."""
+
+    def __init__(self, rank: int, world: int, skip: int) -> None:
+        # On one rank the windows are those of two: their shares interleave.
+        share, size = DATA[rank::world], len(DATA) // max(world, 1) // NUM_BATCHES
+        self.batches = [share[i : i + size] for i in range(0, len(share), size)]
+        self.skip = skip
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(pad, self.batches[self.skip :])
+
+
+class Save(pl.Callback):
+    """Every rank saves before or after a batch."""
+
+    def __init__(self, path: str, *, before: int = -1, after: int = -1) -> None:
+        self.path, self.before, self.after = path, before, after
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.before:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if args[-1] + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+# How gradients are divided, the module, and its ranks of FSDP.
+KINDS: dict[str, tuple[str, Any, int | None]] = {
+    "automatic": ("callback", Plain, None),
+    "manual": ("plain", Manual, None),
+    "manual, apart": ("plain", Apart, None),
+    "sharded": ("callback", Sharded, 1),
+}
+Case = tuple[str, dict[str, int] | None, int]
+"""The training from which it resumes, when it saves, and the batches already seen."""
+SAVED: dict[str, Case] = {f"{k}: saved": ("", {"after": INSIDE}, 0) for k in KINDS}
+RESUMED: dict[str, Case] = {
+    f"{kind}: resumed": (f"{kind}: saved", None, INSIDE) for kind in KINDS
+}
+AGAIN: dict[str, Case] = {
+    # A second checkpoint inside the same window, of a run that resumed from the first.
+    "saved at once": ("automatic: saved", {"before": INSIDE}, INSIDE),
+    "resumed at once": ("saved at once", None, INSIDE),
+    "saved later": ("automatic: saved", {"after": INSIDE + 1}, INSIDE),
+    "resumed later": ("saved later", None, INSIDE + 1),
+    "stripped": ("automatic: saved", None, INSIDE),
+}
+
+
+def train_on_ranks(
+    rank: int, world: int, folder: Path, name: str, case: Case
+) -> Tensor:
+    """The weights that a training of one epoch ended with."""
+    resume, save, skip = case
+    path = folder / f"{resume}.ckpt"
+    if name == "stripped":
+        path = folder / "stripped.ckpt"
+        if rank == 0:
+            strip(Path(copy(folder / f"{resume}.ckpt", path)))
+        torch.distributed.barrier()
+    front, kind, split = KINDS.get(name.partition(": ")[0], KINDS["automatic"])
+    saves = [Save(str(folder / f"{name}.ckpt"), **save)] if save else []
+    how: dict[str, Any] = {"window": WINDOW, "max_epochs": 1, "split": split}
+    how |= {"data": FromBatch(rank, world, skip), "made": {"optimizer": "adamw"}}
+    how |= {"ckpt_path": str(path) if resume else None}
+    return whole(fit(rank, world, front, kind, *saves, **how).lightning_module)
+
+
+def off_on(world: int, folder: Path, cases: dict[str, Case]) -> dict[str, float]:
+    """How far the worst rank is from the big batch."""
+    all_cases = {
+        name: (train_on_ranks, folder, name, case) for name, case in cases.items()
+    }
+    of: dict[str, Any] = {"of": (2, WINDOW), "epochs": 1, "replicas": 2}
+    return {
+        name: max(deviations(ends, DATA, "adamw", **of))
+        for name, ends in run_cases(world, all_cases).items()
+    }
+
+
+def test_resume_in_a_window_of_two_ranks_equals_the_big_batch(tmp_path: Path) -> None:
+    """transformers#22143: the pending gradients were gone. On two ranks or on one,
+    saved once or twice in the window, by manual optimization and sharded too."""
+    on_two = off_on(2, tmp_path, SAVED | RESUMED | AGAIN)
+    on_one = off_on(1, tmp_path, RESUMED)
+    assert on_two.pop("stripped") > NAIVE
+    for found in (on_two, on_one):
+        assert {name: far for name, far in found.items() if far > EXACT} == {}

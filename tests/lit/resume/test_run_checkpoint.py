@@ -1,22 +1,45 @@
-"""`last.ckpt`, and when it is written."""
+"""`last.ckpt`, when it is written, and what is saved in it of each rank."""
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
-from tests.lit.resume.interrupting import KillAt, Killed, train, unlike
+from tests.helpers import (
+    TokenModule,
+    loader,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    run_ranks,
+    trainer,
+)
+from tests.lit.resume.interrupting import (
+    KillAt,
+    Killed,
+    ask,
+    close,
+    differing,
+    interrupted,
+    rows,
+    train,
+    unlike,
+)
+from trainkit.core.generators import read_states, write_states
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricRows
 from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.per_rank import EpochSums, RandomState
 from trainkit.lit.resume.run_checkpoint import (
     RunCheckpoint,
     _put_in_place,
@@ -24,6 +47,7 @@ from trainkit.lit.resume.run_checkpoint import (
 )
 
 pytestmark = pytest.mark.usefixtures("quiet")
+
 SEQUENCES = ragged_sequences(40)
 """Ten batches of four."""
 
@@ -80,9 +104,7 @@ def test_it_is_written_at_clean_moments(
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_lightning_says_nothing_at_each_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightning_is_silent_at_checkpoints(tmp_path: Path, monkeypatch: Any) -> None:
     """It would say which kind of checkpoint it has chosen, where nobody says one."""
     kinds, save = [], Trainer.save_checkpoint
 
@@ -144,12 +166,11 @@ def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
 
 
 def test_savers_come_last() -> None:
-    rows, best, saver, stop, other = (
-        *(MetricRows(), ModelCheckpoint(), RunCheckpoint(), GracefulStop(), Callback()),
-    )
-    each = SimpleNamespace(callbacks=[stop, saver, best, rows, other])
+    order: list[Any] = [Callback(), MetricRows()]
+    order += [ModelCheckpoint(), RunCheckpoint(), GracefulStop()]
+    each = SimpleNamespace(callbacks=[order[at] for at in (4, 3, 2, 1, 0)])
     put_in_order(each)
-    assert each.callbacks == [other, rows, best, saver, stop]
+    assert each.callbacks == order
 
 
 def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
@@ -167,12 +188,8 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
     assert torch.load(saver.path, weights_only=True)["global_step"] == 4
 
 
-def test_checkpoint_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "lightning.pytorch.Trainer.save_checkpoint", lambda *args, **how: None
-    )
+def test_missing_checkpoint_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Trainer, "save_checkpoint", lambda *args, **how: None)
     with pytest.raises(TrainkitError, match="must be written when it has been saved"):
         fit(RunCheckpoint(tmp_path, every_n_train_steps=1))
 
@@ -206,3 +223,87 @@ def test_a_limit_that_is_raised_again_ends_as_one_long_run(
     whole = run(tmp_path / "whole", stops[-1])
     *_, last = [run(tmp_path / "resumed", stop, resume=True) for stop in stops]
     assert unlike(whole, last) == []
+
+
+# ---- random numbers and sums of an epoch, saved for each rank ------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), numpy.random.rand(), torch.rand(2)]
+
+
+def test_states_go_through_a_file_that_nobody_must_trust(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # leaves a second one behind
+    numpy.random.randn()
+    torch.save(read_states(CPU), tmp_path / "states")
+    expected = draw()
+    write_states(torch.load(tmp_path / "states", weights_only=True), CPU)
+    assert differing(expected, draw()) == []
+    assert differing(expected, draw()) != []
+
+
+def test_a_rank_that_was_not_there_is_spoken_of() -> None:
+    """A checkpoint without states changes nothing."""
+    each, module, before = RandomState(), SimpleNamespace(device=CPU), read_states(CPU)
+    none = SimpleNamespace(flattened=[])
+    loop = SimpleNamespace(restarting=False, _combined_loader=none)
+    state = SimpleNamespace(fn="fit")
+    trainer: Any = SimpleNamespace(global_rank=1, state=state, fit_loop=loop)
+    said = pytest.warns(UserWarning, match="of 1 ranks, but not of rank 1")
+    for held, told in (({}, nullcontext()), ({RandomState.KEY: [before]}, said)):
+        each.on_load_checkpoint(trainer, None, held)
+        with told:
+            each.on_train_start(trainer, module)
+        assert differing(before, read_states(CPU)) == []
+
+
+def test_sums_that_cannot_go_on_are_spoken_of(monkeypatch: Any) -> None:
+    each, trainer = EpochSums(), SimpleNamespace()
+    ours = "trainkit.lit.resume"
+    monkeypatch.setattr(f"{ours}.per_rank.add_callback_metrics", lambda *args: None)
+    monkeypatch.setattr(f"{ours}._compat.epoch_sums", lambda trainer: {})
+    one = {"value": torch.tensor(1.0)}
+    each._before = {"training_step.accuracy": [None], "training_step.x": [one]}
+    with pytest.warns(UserWarning, match="metric objects of training_step.accuracy"):
+        each.on_train_start(trainer, None)
+    with pytest.warns(UserWarning, match="training_step.x was logged before the run"):
+        each.on_train_epoch_end(trainer, None)
+
+
+def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
+    """As if another rank had logged what this one had."""
+    ends: list[tuple[float, float, float]] = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        with pytest.raises(SystemExit):
+            train(folder, kill=ask("on_train_batch_end", 5))
+        path = folder / "checkpoints" / "last.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        (sums,) = checkpoint[EpochSums.KEY][0]["sums"]["training_step.train/mean"]
+        checkpoint[EpochSums.KEY] *= number
+        torch.save(checkpoint, path)
+        train(folder, resume=True)
+        means = [row["train/mean"] for row in rows(folder) if row.get("train/mean")]
+        ends.append((float(means[0]), float(sums["value"]), float(sums["weight"])))
+    (one, value, weight), (two, *_) = ends
+    assert two == pytest.approx((one * 26 + value) / (26 + weight), rel=1e-6)
+    assert two != pytest.approx(one, rel=1e-4)
+
+
+def on_rank(rank: int, world_size: int, folder: str) -> Any:
+    how: dict[str, Any] = {"strategy": "ddp", "devices": world_size}
+    how |= {"limit_val_batches": 0, "seed": 7 + rank}  # each draws others
+    path = Path(folder)
+    whole = train(path / "whole", **how)
+    found = interrupted(path / "killed", KillAt("on_train_batch_start", 4), **how)
+    folders = path / "whole", path / "killed"
+    return unlike(whole, found), [] if rank else close(*map(rows, folders))
+
+
+@pytest.mark.slow
+def test_ranks_go_on_exactly(tmp_path: Path) -> None:
+    found = raise_rank_errors(run_ranks(on_rank, 2, str(tmp_path)))
+    assert found == [([], []), ([], [])]

@@ -22,6 +22,7 @@ from tests.helpers import (
     run_ranks,
     start_gloo,
     trainer,
+    weights,
 )
 from tests.lit.resume.interrupting import (
     TRAIN,
@@ -70,11 +71,9 @@ pytestmark = [
 
 
 def chains() -> list[list[Any]]:
-    """Where runs stop one after another: batches counted over both epochs of seven.
-
-    A validation follows every fourth batch. Inside windows, at their ends, beside a
-    validation, in an epoch's last batch and its end, and in the next one.
-    """
+    """Where runs stop one after another, by batches counted over both epochs of seven:
+    inside windows, at their ends, beside a validation, as after every fourth batch, in
+    an epoch's last batch and its end, and in the next one."""
     begin, end = "on_train_batch_start", "on_train_batch_end"
     return [
         [ask("on_after_backward", 0), KillAt(end, 4), ask(begin, 9)],
@@ -87,13 +86,11 @@ def chains() -> list[list[Any]]:
 
 
 SETUPS = [
-    ("map", 0, 1, 0),
-    ("map", 2, 2, 3),
-    ("stream", 2, 1, 2),
-    ("stream", 2, 1, 4),
-    ("hugging face", 0, 2, 3),
-    ("hugging face", 2, 2, 5),
-] + [("stream", 0, 3, which) for which in range(6)]
+    *(("map", 0, 1, 0), ("map", 2, 2, 3)),
+    *(("stream", 2, 1, 2), ("stream", 2, 1, 4)),
+    *(("hugging face", 0, 2, 3), ("hugging face", 2, 2, 5)),
+    *(("stream", 0, 3, which) for which in range(6)),
+]
 
 
 def reading(window: int = 1) -> dict[str, Any]:
@@ -106,7 +103,7 @@ def wrapped(kind: str, workers: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def unbroken(tmp_path_factory: Any) -> Any:
     """Trains each unbroken run once."""
 
     @cache
@@ -194,22 +191,15 @@ def _on_two_ranks(rank: int, size: int, folder: str) -> list[Any]:
             stream.dataset.first = rank
             return ResumableStream(stream)
 
-        how: dict[str, Any] = {
-            "without": ["AccumulationCallback"],
-            "others": [AccumulationCallback(PerToken(), micro_batching=cut)],
-            "strategy": "ddp",
-            "devices": size,
-            **reading(window),
-        }
+        ours = AccumulationCallback(PerToken(), micro_batching=cut)
+        how: dict[str, Any] = {"without": ["AccumulationCallback"], "others": [ours]}
+        how |= {"strategy": "ddp", "devices": size, **reading(window)}
         path, kill = Path(folder, str(window)), KillAt("on_train_batch_start", 5)
         whole = train(path / "whole", loader=make(), **how)
         again = interrupted(path / "run", kill, make=make, **how)
-        away = [
-            (a - b).abs().max().item()
-            for a, b in zip(whole[0].parameters(), again[0].parameters(), strict=True)
-        ]
+        away = float((weights(whole[0]) - weights(again[0])).abs().max())
         reads_on = "other rows" not in unlike(whole, again)
-        found.append((reads_on, max(away), whole[0].read))
+        found.append((reads_on, away, whole[0].read))
     return found
 
 
@@ -232,8 +222,8 @@ class Mixed(AccumulationMixin, Read):
 FRONTS: dict[str, Any] = {
     "ExactResume": (Read, lambda: [ExactResume()]),
     "AccumulationCallback": (Read, lambda: [AccumulationCallback(PerToken())]),
-    "AccumulationMixin": (Mixed, lambda: []),
-    "none": (Read, lambda: []),
+    "AccumulationMixin": (Mixed, list),
+    "none": (Read, list),
 }
 
 
@@ -262,18 +252,18 @@ def test_one_callback_is_enough_and_none_is_said(
 
 
 def test_exact_resume_says_nothing_of_a_wrapped_stream(tmp_path: Path) -> None:
-    with told("ExactResume:") as said:
-        stream = ResumableStream(stateful("stream"))
-        train(loader=stream, **reading(), **alone(tmp_path / "a"))
-    assert said == []
-    with told("ExactResume:") as said:
-        train(loader=stateful("stream"), **reading(), **alone(tmp_path / "b"))
-    assert any("wrap it: ResumableStream(loader)" in text for text in said)
+    """The controls: one that is not wrapped, and a loader of litData's module."""
     alike = type("Alike", (ResumableLoader,), {"__module__": "litdata.streaming"})
-    with told("ExactResume:") as said:
-        loader = alike(TRAIN, 4, collate_fn=pad)
-        train(loader=loader, **reading(), **alone(tmp_path / "c"))
-    assert any("repeats the rest of this epoch in later ones" in text for text in said)
+    repeats = "repeats the rest of this epoch in later ones"
+    for loader, text in (
+        (ResumableStream(stateful("stream")), None),
+        (stateful("stream"), "wrap it: ResumableStream(loader)"),
+        (alike(TRAIN, 4, collate_fn=pad), repeats),
+    ):
+        with told("ExactResume:") as said:
+            folder = tmp_path / type(loader).__name__
+            train(loader=loader, **reading(), **alone(folder))
+        assert any(str(text) in each for each in said) if text else said == []
 
 
 def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> None:
@@ -284,9 +274,9 @@ def test_loaders_that_are_made_anew_for_each_epoch_are_told(tmp_path: Path) -> N
         def val_dataloader(self) -> Any:
             return shuffled()
 
-    path, how = tmp_path / "second.ckpt", dict[str, Any]()
-    how |= {"default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": 1}
-    ours = lambda: AccumulationCallback(PerToken())  # noqa: E731
+    path, ours = tmp_path / "second.ckpt", partial(AccumulationCallback, PerToken())
+    how: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    how |= {"default_root_dir": tmp_path}
     with told("ResumableStream:") as said:
         whole = rows_of([Data()], ours(), Saving(path, at=9), **how)
         assert rows_of([Data()], ours(), path=path, **how) == whole[10:]
@@ -304,18 +294,11 @@ def test_validation_on_the_same_stream_is_refused() -> None:
 
 
 def test_batch_norm_guard_does_not_read_it_beside_training() -> None:
-    each = trainer(callbacks=[BatchNormGuard("recalibrate")])
-    stream = ResumableStream(Plain("stream"))
-    with pytest.raises(
-        TrainkitError, match="a ResumableStream, which can be read only"
-    ):
-        each.fit(WithBatchNorm(), stream)
-
-
-class WithBatchNorm(TokenModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(3)
+    module, each = TokenModule(), trainer(callbacks=[BatchNormGuard("recalibrate")])
+    module.norm = torch.nn.BatchNorm1d(3)
+    words = "a ResumableStream, which can be read only"
+    with pytest.raises(TrainkitError, match=words):
+        each.fit(module, ResumableStream(Plain("stream")))
 
 
 # ---- several loaders at once: each goes on where it was, or stays ended --------------
@@ -387,14 +370,11 @@ def test_several_loaders_go_on_together(
 ) -> None:
     """To the bit, and in its rows, since losses may be alike by chance; where it is
     stopped, in mid-window. With workers as without any."""
-    how: dict[str, Any] = {
-        "kind": Several,
-        "without": ["AccumulationCallback"],
-        # Rows of several loaders at once are more than the proof can cut.
-        "others": [AccumulationCallback(TokensOfAll(), proof="off")],
-        "val_check_interval": 1.0,
-        "accumulate_grad_batches": window,
-    }
+    # Rows of several loaders at once are more than the proof can cut.
+    ours = AccumulationCallback(TokensOfAll(), proof="off")
+    how: dict[str, Any] = {"without": ["AccumulationCallback"], "others": [ours]}
+    how |= {"accumulate_grad_batches": window, "val_check_interval": 1.0}
+    how |= {"kind": Several}
     make = partial(streams if workers is None else loaders, mode)
     whole = train(tmp_path / "whole", loader=make(), **how)
     assert len(whole[0].read) == 2 * length

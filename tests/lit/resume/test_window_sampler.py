@@ -19,7 +19,7 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     run_ranks,
-    token_loss,
+    train_on_windows,
     trainer,
     weights,
 )
@@ -64,9 +64,8 @@ def flat(rows: Sequence[Any]) -> dict[str, Tensor]:
 def loader(num_ranks: int, flattened: bool, **how: Any) -> ResumableLoader:
     options: Any = {"window": WINDOW, "tokens": 40, "num_replicas": num_ranks, **how}
     plan = WindowSampler(LENGTHS, flattened=flattened, **options)
-    return ResumableLoader(
-        DATA, batch_sampler=plan, collate_fn=flat if flattened else padded
-    )
+    collate = flat if flattened else padded
+    return ResumableLoader(DATA, batch_sampler=plan, collate_fn=collate)
 
 
 def fit(
@@ -89,30 +88,23 @@ def fit(
     if after:  # so many batches of the second epoch
         at = len(train) + after - 1
         callbacks += [Saving(path, at), KillAt("on_train_batch_end", at)]
-    fitting = trainer(
-        plan.micro_batches,
-        callbacks=callbacks,
-        strategy="ddp" if num_ranks > 1 else "auto",
-        devices=num_ranks,
-        enable_checkpointing=True,
-    )
+    ranks: Any = {"devices": num_ranks, "strategy": "ddp" if num_ranks > 1 else "auto"}
+    how = {"callbacks": callbacks, "enable_checkpointing": True, **ranks}
+    fitting = trainer(plan.micro_batches, **how)
     with pytest.raises(Killed) if after else nullcontext():
         fitting.fit(module, train, ckpt_path=path if resume else None)
     return weights(module)
 
 
 def big_batches() -> Tensor:
-    module = TokenModule(dtype=torch.float64)
-    optimizer = module.configure_optimizers()
     order = WindowSampler(LENGTHS, window=WINDOW, tokens=40, num_replicas=1, rank=0)
+    windows: list[Any] = []
     for epoch in range(EPOCHS):
         order.set_epoch(epoch)
         rows = [DATA[n] for n in order.permuted(len(DATA))]
-        for first in range(0, len(rows), WINDOW):
-            optimizer.zero_grad()
-            token_loss(module.net, pad(rows[first : first + WINDOW])).backward()
-            optimizer.step()
-    return weights(module)
+        windows += [rows[at : at + WINDOW] for at in range(0, len(rows), WINDOW)]
+    module = TokenModule(dtype=torch.float64)
+    return weights(train_on_windows(module, windows, epochs=1))
 
 
 def micro_batches(num_ranks: int, **how: Any) -> int:
@@ -136,7 +128,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensor]]:
+def ends(tmp_path_factory: Any) -> dict[str, list[Tensor]]:
     """The weights at the ends of trainings, by what was done."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     fit(1, f"{folder}/one", after=micro_batches(1) * 2)

@@ -19,14 +19,7 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from tests.lit.fronts import (
-    RAGGED,
-    Mixed,
-    Plain,
-    cut,
-    micro_batches,
-    plain_token_loss,
-)
+from tests.lit.fronts import RAGGED, Mixed, Plain, cut, micro_batches, plain_token_loss
 from tests.zoo.modules import Manual
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 
@@ -96,9 +89,7 @@ def number_of(windows: Windows) -> int:
 
 def ends_of(windows: Windows, batches: int = 10) -> list[int]:
     """The last batch of each window, counted over all epochs."""
-    return [
-        batches * epoch + w.stop - 1 for epoch, ws in enumerate(windows) for w in ws
-    ]
+    return [batches * n + w.stop - 1 for n, ws in enumerate(windows) for w in ws]
 
 
 def off(
@@ -149,9 +140,8 @@ def fitted(
     """Trained with callbacks, over the ragged micro-batches."""
     made, ours = make(front)
     module = module or made
-    fit = trainer(
-        accumulate, callbacks=[*ours, *callbacks], **{"max_epochs": EPOCHS, **options}
-    )
+    options = {"max_epochs": EPOCHS, "callbacks": [*ours, *callbacks], **options}
+    fit = trainer(accumulate, **options)
     data = micro_batches(SEQUENCES) if loader is None else loader
     fit.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
     return module, fit

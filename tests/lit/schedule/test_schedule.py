@@ -17,7 +17,7 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
-    run_ranks,
+    run_cases,
     weights,
 )
 from tests.lit.fronts import RAGGED, Mixed, micro_batches
@@ -128,9 +128,8 @@ def test_naive_switching_does_not_equal_the_big_batch(plan: str) -> None:
     assert off(module, windows) > NAIVE
     module, _ = fitted("mixin", Naive(plan, first_batch=True))
     assert off(module, windows) <= EXACT
-    plain, _ = fitted(
-        "mixin", Naive(plan, first_batch=True), module=make("callback")[0]
-    )
+    plain, _ = make("callback")
+    fitted("mixin", Naive(plan, first_batch=True), module=plain)
     assert off(plain, windows) > NAIVE
 
 
@@ -213,10 +212,7 @@ def test_total_steps_equals_global_step(length: dict[str, Any], steps: int) -> N
         ({"epochs": 3}, "it needs the length of training"),
         ({"batches_per_epoch": 10}, "it needs the length of training"),
         ({"max_steps": 5}, "it needs the length of training"),
-        (
-            {"batches_per_epoch": 10, "epochs": -1},
-            "has 10 .* and -1 epochs",
-        ),
+        ({"batches_per_epoch": 10, "epochs": -1}, "has 10 .* and -1 epochs"),
         ({"batches_per_epoch": 10, "epochs": -1, "max_steps": -1}, "set max_s"),
         ({"batches_per_epoch": 10, "epochs": 1}, "tokens_per_micro_batch="),
     ],
@@ -243,32 +239,16 @@ ON_RANKS: dict[str, Any] = {
     "step": {0: 1, 2: 3, 5: 2},
     "tokens": {0: 1, 150: 3, 600: 2},
 }
-CASES = [
-    ("epoch", "mixin"),
-    ("step", "callback"),
-    ("tokens", "manual"),
-]
-OF_RANK = [
-    [DATA[rank::2][i : i + BATCH] for i in range(0, 18, BATCH)] for rank in range(2)
-]
+CASES = [("epoch", "mixin"), ("step", "callback"), ("tokens", "manual")]
+OF_RANK = [[DATA[n::2][i : i + BATCH] for i in range(0, 18, BATCH)] for n in range(2)]
 OF_BOTH = [one + other for one, other in zip(*OF_RANK, strict=True)]
-
-
-def train_all(rank: int, world: int) -> Any:
-    return {(unit, front): train(rank, world, unit, front) for unit, front in CASES}
 
 
 def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, int, int]:
     watch, ours = Watch(), AccumulationSchedule(ON_RANKS[unit], unit=unit)
-    module, fit = fitted(
-        front,
-        ours,
-        watch,
-        loader=rank_loader(DATA, BATCH, rank, world),
-        strategy="ddp",
-        devices=world,
-        use_distributed_sampler=False,
-    )
+    ddp: Any = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
+    data = rank_loader(DATA, BATCH, rank, world)
+    module, fit = fitted(front, ours, watch, loader=data, **ddp)
     planned = ours.total_steps(fit, tokens_per_micro_batch=30.0)
     return weights(module), watch.stepped, fit.global_step, planned
 
@@ -282,7 +262,7 @@ def planned_steps(unit: Any, tokens: float) -> int:
 
 @pytest.fixture(scope="module")
 def trained() -> Any:
-    return raise_rank_errors(run_ranks(train_all, 2))
+    return run_cases(2, {case: (train, *case) for case in CASES})
 
 
 @pytest.mark.parametrize(("unit", "front"), CASES)
@@ -292,8 +272,7 @@ def test_schedule_on_two_ranks_equals_one_process(
     """Their tokens differ, and they count those of both: all switch at one window. The
     control: the windows of ranks that count their own."""
     windows = windows_of_plan(ON_RANKS[unit], unit, OF_BOTH)
-    for each in trained:
-        end, stepped, number, planned = each[unit, front]
+    for end, stepped, number, planned in raise_rank_errors(trained[unit, front]):
         assert number == number_of(windows)
         if front != "manual" or stepped:
             assert stepped == ends_of(windows, 5)

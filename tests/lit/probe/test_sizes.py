@@ -1,33 +1,171 @@
-"""Sizes that do not fit are found out, with room to spare, and leave nothing."""
+"""Which sizes are tried, on which rows, and how those are found out that do not fit."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.helpers import TokenModule, pad, ragged_sequences, weights
-from tests.lit.probe.finding import (
-    Data,
-    Net,
-    found,
-    limited,
-    quick,
-    rows,
-    run_out,
-)
+from tests.lit.probe.finding import Data, Net, found, limited, quick, rows, run_out
+from tests.zoo.modules import Stream
+from trainkit import BatchPlan
 from trainkit.errors import TrainkitError
+from trainkit.lit.probe.rows import LEAST, Rows, num_elements
+from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
+
+# ---- which sizes are tried -----------------------------------------------------------
+
+
+def machine(fits_up_to: float = math.inf) -> tuple[Any, list[int]]:
+    """Something that tries sizes, and the list of those tried."""
+    tried: list[int] = []
+
+    def attempt(size: int) -> Trial:
+        tried.append(size)
+        return Trial(size=size, fits=size <= fits_up_to)
+
+    return attempt, tried
+
+
+def largest(trials: list[Trial]) -> int:
+    return max(trial.size for trial in trials if trial.fits)
+
+
+@given(st.integers(1, 2000), st.integers(1, 8), st.integers(1, 300))
+def test_every_size_is_that_of_the_plan_it_makes(
+    target: int, world_size: int, largest: int
+) -> None:
+    sizes = sizes_for(target=target, world_size=world_size, largest=largest)
+    assert sizes
+    how: Any = {"target": target, "world_size": world_size}
+    for size in sizes:
+        assert BatchPlan.make(**how, max_micro_batch=size).micro_batch == size
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
+def test_largest_that_fits_is_found(target: int, start: int, fits_up_to: int) -> None:
+    sizes = sizes_for(target=target, world_size=1, largest=target)
+    attempt, tried = machine(fits_up_to=fits_up_to)
+    found = search(sizes, start, attempt)
+    assert largest(found) == max(size for size in sizes if size <= fits_up_to)
+    assert sorted(tried) == [trial.size for trial in found], "what is said was tried"
+    assert len(tried) == len(set(tried)), "no size is tried twice"
+
+
+def test_the_search_begins_where_the_user_is() -> None:
+    attempt, tried = machine()
+    search(sizes_for(target=512, world_size=1, largest=512), 48, attempt)
+    assert tried[0] == 32
+
+
+def test_a_start_that_does_not_fit_is_halved_down_to_one() -> None:
+    attempt, tried = machine(fits_up_to=1)
+    found = search([1, 2, 4, 8, 16], 16, attempt)
+    assert tried == [16, 8, 4, 2, 1]
+    assert largest(found) == 1
+
+
+def test_nothing_fits() -> None:
+    attempt, _ = machine(fits_up_to=0)
+    with pytest.raises(DoesNotFit):
+        search([1, 2, 4], 4, attempt)
+
+
+def test_between_what_fits_and_what_does_not_every_size_counts() -> None:
+    """720 has thirty divisors: doubling alone would stop at 48, and 90 fits."""
+    attempt, tried = machine(fits_up_to=100)
+    sizes = sizes_for(target=720, world_size=1, largest=720)
+    assert largest(search(sizes, 3, attempt)) == 90
+    assert len(tried) < 12
+
+
+# ---- rows are those of the loader, put together by its own function ------------------
+
+
+def test_batches_are_made_by_the_loaders_own_function() -> None:
+    loader = DataLoader(ragged_sequences(20), 5, collate_fn=pad)  # type: ignore[arg-type]
+    longest = sorted(ragged_sequences(20), key=num_elements, reverse=True)[:5]
+    for name, tensor in Rows(loader).longest(5).items():
+        assert torch.equal(tensor, pad(longest)[name])
+
+
+def test_the_longest_come_first_and_round_again() -> None:
+    rows = Rows(DataLoader([[1], [1, 2, 3], [1, 2]], 2, collate_fn=list))  # type: ignore[arg-type]
+    assert rows.longest(4) == [[1, 2, 3], [1, 2], [1], [1, 2, 3]]
+
+
+def test_no_more_rows_are_read_than_are_needed() -> None:
+    read: list[int] = []
+
+    class Data:
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return [index]
+
+    rows = Rows(DataLoader(Data(), 4, collate_fn=list))  # type: ignore[arg-type]
+    assert len(rows) == 10**6
+    rows.longest(8)
+    assert len(read) == LEAST
+    rows.longest(2 * LEAST)
+    assert read == list(range(4 * LEAST))
+
+
+def test_a_data_set_that_is_asked_for_several_rows_at_once() -> None:
+    class Data:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return [index * 10 for index in indices]
+
+    assert Rows(DataLoader(Data(), 3, collate_fn=list)).longest(3) == [0, 10, 20]  # type: ignore[arg-type]
+
+
+def test_a_stream_has_no_known_end_and_goes_round() -> None:
+    rows = Rows(DataLoader(Stream(range(3)), 2, collate_fn=list))
+    assert len(rows) > 10**9
+    assert rows.longest(4) == [0, 1, 2, 0]
+
+
+def test_a_plain_batch_sampler_is_read_through() -> None:
+    sampler = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
+    rows = Rows(DataLoader(range(7), batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
+    assert len(rows) == 7
+    assert rows.longest(3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "number"),
+    [
+        (torch.zeros(2, 3), 6),
+        (np.zeros((4, 2)), 8),
+        ({"text": "four", "ids": [1, 2]}, 6),
+        ((torch.zeros(()), 1.5, None), 3),
+        (np.float32(1), 1),
+    ],
+)
+def test_what_a_row_holds(row: Any, number: int) -> None:
+    assert num_elements(row) == number
+
+
+# ---- sizes that do not fit are found out, with room to spare, and leave nothing ------
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("start", [1, 4, 32])
-def test_the_largest_that_fits_is_found_from_above_and_from_below(
-    where: str, start: int
-) -> None:
+def test_the_largest_is_found_from_above_and_below(where: str, start: int) -> None:
     """pytorch-lightning#8954: a first size that does not fit is where it began."""
     module, data = limited(rows=9, where=where), Data(start)
     result = found(module, data)

@@ -1,0 +1,338 @@
+"""The few rows of a proof: how they are chosen, and what they would not show."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from tests.lit.proof.starting import fit, images, said, tokens
+from tests.zoo import causes
+from tests.zoo.causes import Images, Tokens
+from tests.zoo.modules import Stream
+from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
+from trainkit.lit.callback.base import is_rehearsal
+from trainkit.lit.proof import parts as proof_parts
+from trainkit.lit.proof.bounds import CHECKED, refuse_below_zero
+from trainkit.lit.proof.parts import chosen_parts
+from trainkit.lit.proof.rows import FewRows
+
+
+def unlabelled() -> Any:
+    """A third of the images have no label."""
+    loader = images(4)
+    for row in range(0, len(loader.dataset), 3):
+        loader.dataset[row][1].fill_(-100)
+    return loader
+
+
+def losses(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    logits = module.head(maps.mean((2, 3)))
+    return F.cross_entropy(logits, batch[1], reduction="none")
+
+
+def over_labels(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return losses(module, maps, batch).sum() / (batch[1] != -100).sum().clamp(min=1)
+
+
+def over_rows(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return losses(module, maps, batch).mean()
+
+
+@pytest.mark.parametrize("cut", [None, MicroBatching(size=2)])
+def test_a_loss_may_count_rows_that_weigh_nothing(cut: MicroBatching | None) -> None:
+    """Of rows that all weigh something, both losses divide by the same number."""
+    fit(Images(over_labels), unlabelled(), PerToken(1), cut, proof="require")
+    with pytest.raises(TrainkitError, match=r"by what PerSample\(\) counts"):
+        fit(Images(over_rows), unlabelled(), PerToken(1), cut, proof="require")
+
+
+def over_groups(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return losses(module, maps, batch).sum() / len(batch[2].unique())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_beside_each_other_may_belong_together(size: int) -> None:
+    """The control: groups of one row."""
+    rows: Any = [
+        (image, label, torch.tensor(row // size))
+        for row, (image, label, *_) in enumerate(images().dataset)
+    ]
+    refused = pytest.raises(TrainkitError, match="not the big batch")
+    with refused if size > 1 else contextlib.nullcontext():
+        loader = DataLoader(rows, batch_size=5)
+        fit(Images(over_groups), loader, PerSample(), proof="require")
+
+
+# ---- which parts are made of them ----------------------------------------------------
+
+
+def test_parts_hold_unlike_numbers_of_classes() -> None:
+    """The control: where labels are no classes, each part has one, and all look alike
+    to a loss that divides by the number of classes."""
+    y = torch.arange(3).repeat_interleave(2)
+    for labels, is_alike in ((y, False), (y.double().exp(), True)):
+        rows = FewRows({"x": torch.ones(6, 2), "y": labels}, None, None)
+        parts = chosen_parts(rows, (2, 2, 2), PerSample())
+        numbers = {len(set(y[part].tolist())) for part in parts}
+        assert (len(numbers) == 1) == is_alike
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+def test_parts_have_widths_of_their_own_where_rows_allow_it(has_text: bool) -> None:
+    """Padding that is seen shows where widths differ. A text beside the tokens has a
+    length of its own, and only what is collated makes a row wide."""
+    lengths = [3] * 10 + [5, 7]
+    ids = [torch.arange(1, 1 + length) for length in lengths]
+    samples: Any = [
+        {"ids": each, "labels": each, "text": " " * (50 + 7 * row % 12)}
+        for row, each in enumerate(ids)
+    ]
+    read = {"samples": samples, "collate": causes.padded, "pads": True}
+    batch = causes.padded(samples)
+    rows = FewRows(batch, None, PerSample(), **(read if has_text else {}))
+    parts = chosen_parts(rows, (1, 2, 3), PerSample())
+    assert {max(lengths[row] for row in part) for part in parts} == {3, 5, 7}
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parts_tell_labels_from_a_mask_if_two_rows_ignore_one(is_split: bool) -> None:
+    """The control: where each label counts, no parts do."""
+    mask, most = PerToken(mask="attention_mask"), dict[bool, float]()
+    options = MicroBatching(size=3) if is_split else None
+    for ignores in (True, False):
+        apart = []
+        for seed in range(24):
+            draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+            rows: list[Any] = []
+            for _ in range(13):
+                size = (draw.randint(3, 9),)
+                ids = torch.randint(1, 12, size, generator=generator)
+                rows.append({"ids": ids, "labels": ids.clone()})
+            for row in draw.sample(rows, 2 * ignores):
+                row["labels"][0] = -100
+            few = FewRows(causes.padded(rows), options, mask, samples=rows,
+                          collate=causes.padded)  # fmt: skip
+            parts = chosen_parts(few, (3, 2, 2), mask, is_split=is_split)
+            batches = [few.make(part) for part in parts]
+            weights = torch.tensor(
+                [[float(by.weight(each)) for by in (mask, PerToken())]
+                 for each in batches]
+            )  # fmt: skip
+            shares = weights / weights.sum(0)
+            apart.append(float((shares[:, 0] - shares[:, 1]).abs().max()))
+        most[ignores] = min(apart)
+    assert most[True] > 1e-3 > most[False]
+
+
+def test_weights_alone_are_made_to_end_halfway_as_labels_are() -> None:
+    marks = torch.tensor([[1.0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+    batch, by = {"ids": marks.long(), "w": marks}, PerToken(mask="w")
+    few = FewRows(batch, MicroBatching(size=1), by)
+    assert few.labels_alone is not None
+    ended = few.with_labels_cut(few.labels_alone)
+    assert ended is not None
+    assert ended.lengths() == [2, 2]
+    batch["attention_mask"] = marks > 0
+    for each in (by, PerToken(mask="attention_mask")):
+        assert FewRows(batch, MicroBatching(size=1), each).labels_alone is None
+
+
+def test_rows_are_chosen_by_what_the_cutter_makes_of_them(monkeypatch: Any) -> None:
+    """Other parts of the same rows may count alike, where these do not."""
+    ids, choose, parts = torch.arange(1, 7), proof_parts.chosen_parts, []
+    counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
+    rows = [
+        {"ids": ids[:n], "labels": torch.where(ids <= count, ids, -100)[:n]}
+        for n, count in counts
+    ]
+
+    def noted(rows: Any, *how: Any, **options: Any) -> Any:
+        found = choose(rows, *how, **options)
+        parts.extend(sorted(counts[row][1] for row in part) for part in found)
+        return found
+
+    class Noting(Tokens):
+        seen: ClassVar[list[list[int]]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if is_rehearsal(self.trainer):
+                self.seen.append(sorted((batch["labels"] != -100).sum(1).tolist()))
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(proof_parts, "chosen_parts", noted)
+    fit(Noting(), tokens(8, rows=rows), PerToken(), MicroBatching(size=1))
+    assert sorted(map(len, parts)) == [1, 3, 3]
+    assert sorted(Noting.seen[-3:]) == sorted(parts)
+
+
+# ---- what they do not show -----------------------------------------------------------
+
+
+class Probed(Images):
+    """A probe with BatchNorm, whose gradient is a millionth of all."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__(causes.classified)
+        self.probe = nn.Sequential(norm(8), nn.Linear(8, 5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pooled = self.net(batch[0]).detach().mean((2, 3))
+        probe = F.cross_entropy(self.probe(pooled), batch[1])
+        return 1e6 * super().training_step(batch, batch_idx) + probe
+
+
+def test_a_small_share_of_the_gradient_may_be_wrong() -> None:
+    """Adam moves it as far as any other."""
+    fit(Probed(nn.LayerNorm), images(4), PerSample(), proof="require")
+    with pytest.raises(TrainkitError, match="BatchNorm"):
+        fit(Probed(), images(4), PerSample(), proof="require")
+
+
+def test_functions_of_a_lambda_callback_are_rehearsed() -> None:
+    def clip(trainer: Any, module: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+    clips = LambdaCallback(on_after_backward=clip)
+    how: Any = {"callbacks": (clips,), "proof": "require"}
+    with pytest.raises(TrainkitError, match="on_after_backward of LambdaCallback"):
+        fit(Images(causes.classified), images(4), PerSample(), **how)
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: float(torch.rand(()))]
+)
+def test_draws_that_make_no_difference_here_are_named(draw: Any, capsys: Any) -> None:
+    class Seldom(Images):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if draw() < 1e-6:
+                batch = [batch[0].roll(1, 0), *batch[1:]]
+            return super().training_step(batch, batch_idx)
+
+    fit(Seldom(causes.classified), images(4), PerSample())
+    assert said(capsys).endswith("in float32; left out: random draws")
+
+
+class Clipping(Precision):
+    """A plugin of the user's, which a copy runs without."""
+
+
+def test_later_batches_and_plugins_are_named(capsys: Any) -> None:
+    rows: Any = DataLoader(Stream(list(images().dataset)), 4)
+    fit(Images(causes.classified), rows, PerSample(), plugins=[Clipping()])
+    assert said(capsys).endswith("left out: later batches, Clipping")
+
+
+# ---- a label that is ignored by a number below zero is no index of a kernel ----------
+
+
+FOUR, ONE = torch.full((2,), 4), torch.ones(2, dtype=torch.long)
+TABLE, ROWS = torch.ones(3, 4), torch.ones(2, 3)
+CALLS: dict[str, Any] = {
+    "embedding": lambda i: F.embedding(i, TABLE),
+    "by name": lambda i: F.embedding(weight=TABLE, input=i),
+    "a layer": lambda i: nn.Embedding.from_pretrained(TABLE)(i),
+    "a bag": lambda i: F.embedding_bag(i[:, None], TABLE),
+    "one hot": lambda i: F.one_hot(i, 3),
+    "cross entropy": lambda i: F.cross_entropy(ROWS, i),
+    "nanoGPT": lambda i: F.cross_entropy(ROWS, i - 99, ignore_index=-1),
+    "nll": lambda i: F.nll_loss(ROWS, i, ignore_index=-1),
+    "margin": lambda i: F.multi_margin_loss(ROWS, i),
+    "ctc": lambda i: F.ctc_loss(torch.ones(4, 2, 3), i[:, None], FOUR, ONE),
+    "gather": lambda i: ROWS.gather(1, i[:, None]),
+    "select": lambda i: torch.index_select(TABLE, 0, i),
+    "scatter": lambda i: torch.zeros(2, 3).scatter_(1, i[:, None], 1),
+    "index": lambda i: TABLE[i],
+    "a column": lambda i: ROWS[torch.arange(2), i],
+}
+
+
+class Refusing(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_refused = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in CHECKED:
+            try:
+                refuse_below_zero(func, args, kwargs or {})
+            except IndexError:
+                self.has_refused = True
+                raise
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_is_refused_before_the_kernel_gets_it(call: Any) -> None:
+    ignored = torch.tensor([1, -100])
+    if call is CALLS["cross entropy"]:
+        ignored = torch.tensor([1, -1])  # -100 is what it ignores itself
+    with Refusing() as mode, pytest.raises(IndexError, match="got an index below"):
+        call(ignored)
+    assert mode.has_refused
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: F.cross_entropy(ROWS, torch.tensor([1, -100])),
+        lambda: F.cross_entropy(ROWS, torch.tensor([1, -1]), None, None, -1),
+        lambda: F.cross_entropy(ROWS, ROWS.softmax(1) - 2),
+        lambda: F.nll_loss(ROWS, torch.tensor([1, -1]), ignore_index=-1),
+        lambda: TABLE[torch.tensor([0, -3])],
+        lambda: torch.ones(2, 3, 100)[..., torch.tensor([-50])],
+        lambda: torch.ones(2, 100)[:, None, torch.tensor([-50])],
+        lambda: TABLE[..., None, torch.tensor([True, False, True, False])],
+        lambda: TABLE[torch.tensor([], dtype=torch.long)],
+        lambda: F.embedding(torch.tensor([[0, 2]]), TABLE),
+        lambda: torch.func.vmap(lambda i: TABLE[i])(torch.tensor([0, 2])),
+    ],
+)
+def test_what_is_allowed_runs(call: Any) -> None:
+    with Refusing():
+        call()
+
+
+class Speech(LightningModule):
+    """A net with a CTC loss, which writes anywhere for a label below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 5)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        scores = self.head(batch["x"]).log_softmax(-1).transpose(0, 1)
+        frames = torch.full((len(batch["y"]),), 8)
+        return F.ctc_loss(scores, batch["y"], frames, batch["lengths"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_labels_of_a_ctc_loss_are_never_below_zero(capsys: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    data: Any = [
+        {
+            "x": torch.randn(8, 3, generator=draw),
+            "y": torch.randint(1, 5, (3,), generator=draw),
+            "lengths": torch.tensor(1 + row % 3),
+        }
+        for row in range(24)
+    ]
+    fit(Speech(), DataLoader(data, batch_size=4), PerSample())
+    text = said(capsys)
+    assert text.startswith("not measured: these rows all count alike")
+    assert "refuses a label of -100, which would tell them apart" in text
