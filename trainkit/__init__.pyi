@@ -28,8 +28,8 @@ from .data.streams import ResumableStream as ResumableStream
 from .data.window_sampler import WindowSampler as WindowSampler
 from .errors import TrainkitError as TrainkitError
 from .lit.batch_norm.guard import BatchNormGuard as BatchNormGuard
-from .lit.batch_size.effective import read_effective_batch as read_effective_batch
-from .lit.front.accumulation_callback import (
+from .lit.batch_size import read_effective_batch as read_effective_batch
+from .lit.front.callbacks import (
     AccumulationCallback as AccumulationCallback,
 )
 from .lit.front.check import check as check
@@ -42,7 +42,7 @@ from .lit.logs.rows import LearningRates as LearningRates
 from .lit.logs.rows import OneStep as OneStep
 from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.logs.summary import PlainComparison as PlainComparison
-from .lit.noise.callback import NoiseScale as NoiseScale
+from .lit.noise import NoiseScale as NoiseScale
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
 from .lit.proof.report import Report as Report
@@ -51,6 +51,6 @@ from .lit.resume.graceful_stop import GracefulStop as GracefulStop
 from .lit.resume.per_rank import EpochSums as EpochSums
 from .lit.resume.per_rank import RandomState as RandomState
 from .lit.resume.run_checkpoint import RunCheckpoint as RunCheckpoint
-from .lit.schedule.callback import AccumulationSchedule as AccumulationSchedule
+from .lit.schedule import AccumulationSchedule as AccumulationSchedule
 
 __version__: str

@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError
 from tests.cli.fresh import Answer, fresh
 from tests.startup import ended
 from trainkit import __version__
+from trainkit.cli.console import say_loading
 from trainkit.cli.errors import (
     Interrupted,
     TrainingFailed,
@@ -26,7 +27,6 @@ from trainkit.cli.errors import (
     remember_ctrl_c,
 )
 from trainkit.cli.main import COMMANDS, main
-from trainkit.cli.printing import say_loading
 from trainkit.errors import TRACEBACK, TrainkitError
 
 PLAN = ["plan", "--target", "512", "--world-size", "4", "--max-micro-batch", "24"]

@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainkit.cli.printing import aligned
+from trainkit.cli.console import aligned
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file

@@ -17,7 +17,7 @@ from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
-from trainkit.cli.arguments import Arguments, offer
+from trainkit.cli.console import Arguments, offer
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
 from trainkit.cli.training_words import TRAININGS

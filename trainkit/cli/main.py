@@ -7,8 +7,8 @@ import os
 import sys
 from importlib import import_module
 
+from trainkit.cli.console import say_loading
 from trainkit.cli.errors import guarded, remember_ctrl_c
-from trainkit.cli.printing import say_loading
 from trainkit.errors import TrainkitError, did_you_mean
 
 EVALUATE = "trainkit.cli.evaluate.main"

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import like, places_in
-from trainkit.cli.printing import say_loading
+from trainkit.cli.console import Arguments, say_loading
 from trainkit.cli.training_words import aside, composed
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
-from trainkit.core.noise.advice import advice, short
+from trainkit.core.noise.advice import advice, read_noise_scale, short
 from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.effective_batch import BatchPlan, EpochPlan
 from trainkit.core.plan.options import brief, check_size, is_positive_number
 from trainkit.core.plan.scaling import RULES, gain

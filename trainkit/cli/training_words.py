@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trainkit.cli.arguments import Arguments
+from trainkit.cli.console import Arguments
 from trainkit.cli.door import Door, spoken
 from trainkit.cli.words import find_modules_here, options_first, refuse_another_app
 from trainkit.errors import TrainkitError
@@ -54,7 +54,7 @@ def words_behind(
 def aside(door: Door) -> Iterator[str]:
     """Where a training is built but not run: Lightning gives no advice, errors speak in
     the words of the door, and what is written goes to a folder that is then removed."""
-    from trainkit.lit.quiet import without_advice
+    from trainkit.lit.aside import without_advice
 
     find_modules_here()
     with spoken(door), without_advice(), TemporaryDirectory(prefix="trainkit-") as path:

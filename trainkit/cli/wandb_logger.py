@@ -24,7 +24,7 @@ from trainkit.config.redact import redact
 from trainkit.core.plan.effective_batch import Unit
 from trainkit.core.plan.options import check_choice, is_positive_number
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import find_effective_batch
+from trainkit.lit.batch_size import find_effective_batch
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 

@@ -13,9 +13,9 @@ from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
-from trainkit.lit.front.accumulation_callback import AccumulationCallback
+from trainkit.lit.front.callbacks import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
-from trainkit.lit.proof.verdict import Proof
+from trainkit.lit.proof.report import Proof
 
 Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]

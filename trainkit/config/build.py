@@ -39,8 +39,8 @@ from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
 from trainkit.lit.proof.denominators import line_of
-from trainkit.lit.proof.verdict import checked_proof
-from trainkit.lit.schedule.callback import total_steps
+from trainkit.lit.proof.report import checked_proof
+from trainkit.lit.schedule import total_steps
 
 
 @dataclass(frozen=True)

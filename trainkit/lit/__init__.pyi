@@ -1,6 +1,6 @@
 from .batch_norm.guard import BatchNormGuard as BatchNormGuard
-from .batch_size.effective import read_effective_batch as read_effective_batch
-from .front.accumulation_callback import AccumulationCallback as AccumulationCallback
+from .batch_size import read_effective_batch as read_effective_batch
+from .front.callbacks import AccumulationCallback as AccumulationCallback
 from .front.check import check as check
 from .front.exact_resume import ExactResume as ExactResume
 from .front.mixin import AccumulationMixin as AccumulationMixin
@@ -11,7 +11,7 @@ from .logs.rows import LearningRates as LearningRates
 from .logs.rows import OneStep as OneStep
 from .logs.step_progress import StepProgress as StepProgress
 from .logs.summary import PlainComparison as PlainComparison
-from .noise.callback import NoiseScale as NoiseScale
+from .noise import NoiseScale as NoiseScale
 from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
 from .proof.report import Report as Report
@@ -20,4 +20,4 @@ from .resume.graceful_stop import GracefulStop as GracefulStop
 from .resume.per_rank import EpochSums as EpochSums
 from .resume.per_rank import RandomState as RandomState
 from .resume.run_checkpoint import RunCheckpoint as RunCheckpoint
-from .schedule.callback import AccumulationSchedule as AccumulationSchedule
+from .schedule import AccumulationSchedule as AccumulationSchedule

@@ -1,17 +1,21 @@
-"""What a step that will not count has changed, put back on the live module.
+"""Steps that will not count: what they change is put back, and nobody hears them.
 
-It serves three: a loader batch that runs again after memory ran out, the finder of
-sizes, and micro-batches that only fill places. Whatever can run on a copy does so.
+The live module is put back for three: a loader batch that runs again after memory ran
+out, the finder of sizes, and micro-batches that only fill places. Whatever can run on a
+copy does so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import lightning.pytorch  # noqa: F401  # it sets the level of its logger
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
@@ -182,3 +186,41 @@ def _outermost_metrics(module: Any) -> dict[str, Any]:
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+ADVICE = (
+    r".*treespec, LeafSpec.*",
+    r".*does not have many workers.*",
+    r".*max_epochs. was not set.*",
+    r"You defined a .validation_step. but have no .*",
+    r".*smaller than the logging interval.*",
+)
+
+
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")
+
+
+@contextlib.contextmanager
+def logged_from(level: int) -> Iterator[None]:
+    """Lightning's loggers say nothing below a level.
+
+    To set one takes long, so those that have it, or a higher one, are left alone.
+    """
+    loggers = map(logging.getLogger, LIGHTNINGS)
+    lower = [(each, each.level) for each in loggers if each.level < level]
+    try:
+        for each, _ in lower:
+            each.setLevel(level)
+        yield
+    finally:
+        for each, before in lower:
+            each.setLevel(before)
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Lightning does not give the advice that is meant for a training."""
+    with logged_from(logging.WARNING), warnings.catch_warnings():
+        for known in ADVICE:
+            warnings.filterwarnings("ignore", known)
+        yield

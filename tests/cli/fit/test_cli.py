@@ -45,8 +45,7 @@ from trainkit import (
     Uniform,
     WindowMonitor,
 )
-from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
-from trainkit.cli.fit.parser import TrainkitParser
+from trainkit.cli.fit.cli import TrainkitCLI, TrainkitParser, _refusal_in
 from trainkit.core.noise.estimate import NoiseEstimate
 
 pytestmark = pytest.mark.usefixtures("for_lightnings_cli")

@@ -31,7 +31,7 @@ from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import STEP_TIMES, read_step_times
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import throughput_text
-from trainkit.pages import frame
+from trainkit.pages import look
 from trainkit.pages.look import LIGHT, number
 
 
@@ -259,7 +259,7 @@ def test_a_number_is_the_value_to_six_digits(value: float) -> None:
 
 def test_both_themes_have_every_colour() -> None:
     """In the dark one no colour is that of the light one."""
-    style = Path(frame.__file__).with_name("page.css").read_text()
+    style = Path(look.__file__).with_name("page.css").read_text()
     dark = dict(re.findall(r"--(\w+):(#\w{6})", style))
     assert dark.keys() == LIGHT.keys()
     assert not set(dark.items()) & set(LIGHT.items())

@@ -19,10 +19,10 @@ from tests.cli.train.test_mistakes import is_one_message
 from tests.cli.training import run_dirs, summary_of, the_run, train
 from trainkit.cli.main import main
 from trainkit.cli.runs.summary import _noise
+from trainkit.core.noise.advice import read_noise_scale
 from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.lit.logs.metric_file import Row, read_rows
-from trainkit.lit.noise.callback import NoiseScale
+from trainkit.lit.noise import NoiseScale
 
 
 class Breaks(CodeLM):

@@ -22,9 +22,8 @@ from torch.func import functional_call, grad, vmap
 
 from trainkit import Accumulator, NoiseEstimate, NoiseMoments, PerToken, TrainkitError
 from trainkit.core.noise import estimate
-from trainkit.core.noise.advice import advice
+from trainkit.core.noise.advice import advice, read_noise_scale
 from trainkit.core.noise.estimate import COLUMNS, per_sample, per_step
-from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.core.plan.scaling import gain
 
 DIMENSIONS = 64

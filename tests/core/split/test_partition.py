@@ -21,7 +21,7 @@ from tests.core.split.common import DISTRIBUTIONS, window
 from trainkit import TrainkitError
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import Run, cut_lengths, partition, width
-from trainkit.core.split.size_search import SizeSearch
+from trainkit.lit.split.auto import SizeSearch
 
 LENGTHS = st.lists(st.integers(1, 30) | st.integers(1, 999), min_size=1, max_size=40)
 SIZE = st.none() | st.integers(1, 9)

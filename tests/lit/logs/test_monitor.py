@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.core.test_host_syncs import Waits
+from tests.core.test_accumulator import Waits
 from tests.helpers import (
     TokenModule,
     gradients,

@@ -36,7 +36,7 @@ from tests.lit.probe.finding import (
 )
 from tests.startup import forked
 from tests.zoo.modules import hooked, scaled
-from trainkit.lit.batch_size.effective import micro_batch_of
+from trainkit.lit.batch_size import micro_batch_of
 from trainkit.lit.probe.find import find_micro_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*IterableDataset.*")

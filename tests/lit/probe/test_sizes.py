@@ -19,8 +19,8 @@ from tests.lit.probe.finding import Data, Net, found, limited, quick, rows, run_
 from tests.zoo.modules import Stream
 from trainkit import BatchPlan
 from trainkit.errors import TrainkitError
+from trainkit.lit.probe.attempt import DoesNotFit, Trial, search, sizes_for
 from trainkit.lit.probe.rows import LEAST, Rows, num_elements
-from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 
 # ---- which sizes are tried -----------------------------------------------------------
 

@@ -46,8 +46,8 @@ from trainkit import (
     StepProgress,
     TrainkitError,
 )
+from trainkit.lit.aside import LIGHTNINGS
 from trainkit.lit.proof.measure import of_all_ranks
-from trainkit.lit.quiet import LIGHTNINGS
 
 THREES = PerToken(), MicroBatching(size=3)
 # The module, one to which both are alike, the data, how they are cut, and the cause.

@@ -353,6 +353,7 @@ SWALLOWED = """
 import signal
 from trainkit.cli.errors import remember_ctrl_c
 from trainkit.lit.resume.graceful_stop import FirstSignal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 if {remembers}:
     remember_ctrl_c()
 class Collected:

@@ -37,7 +37,7 @@ from tests.lit.split.common import (
 from tests.zoo.callbacks import Table, told
 from tests.zoo.modules import Plain, hooked, on_front, pad_and_mask
 from trainkit import BatchNormGuard, LRScaling, MicroBatching, PerSample, WindowMonitor
-from trainkit.lit.batch_size.effective import read_effective_batch
+from trainkit.lit.batch_size import read_effective_batch
 from trainkit.lit.logs.summary import PlainComparison
 
 MANY = (6, 8, 5, 7, 9, 4)

@@ -64,7 +64,7 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.cli.runs.checkpoint import find
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
-    from trainkit.lit.quiet import without_advice
+    from trainkit.lit.aside import without_advice
 
     find_modules_here()
     folder, checkpoint = find(verb, words[0])

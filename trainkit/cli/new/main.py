@@ -8,7 +8,7 @@ import shlex
 from importlib.resources import files
 from pathlib import Path
 
-from trainkit.cli.arguments import Arguments
+from trainkit.cli.console import Arguments
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
 

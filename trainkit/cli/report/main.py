@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainkit.cli.arguments import Arguments
+from trainkit.cli.console import Arguments
 from trainkit.cli.report.page import comparison, write_report
 from trainkit.cli.report.run import read_run
 from trainkit.cli.runs.folder import RunFolder

@@ -16,8 +16,7 @@ from trainkit.cli.report.drawing import draw_all
 from trainkit.cli.report.run import Run, read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.whole_config import flatten
-from trainkit.pages.frame import framed, table
-from trainkit.pages.look import number
+from trainkit.pages.look import framed, number, table
 
 _COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
 _DASHES = ("solid", "dashed", "dotted")

@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.cli.printing import is_first_rank
+from trainkit.cli.console import is_first_rank
 from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.errors import TrainkitError
 

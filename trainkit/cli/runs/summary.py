@@ -18,15 +18,14 @@ from trainkit import __version__
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
-from trainkit.core.noise.advice import advice
+from trainkit.core.noise.advice import ADVICE, KEY, NOT_MEASURED, advice
 from trainkit.core.noise.estimate import LEAST_BLOCKS
-from trainkit.core.noise.from_run import ADVICE, KEY, NOT_MEASURED
 from trainkit.core.strategies import PerSample, PerToken, Uniform
-from trainkit.lit.batch_size.effective import find_effective_batch
+from trainkit.lit.batch_size import find_effective_batch
 from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.summary import PlainComparison, WindowSummary, facts_of_windows
-from trainkit.lit.noise.callback import NoiseScale
+from trainkit.lit.noise import NoiseScale
 from trainkit.lit.windows.callback import WindowCallback
 
 _PACKAGES = ("torch", "lightning", "hydra-core", "wandb")

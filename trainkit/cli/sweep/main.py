@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli.arguments import Arguments
+from trainkit.cli.console import Arguments
 from trainkit.cli.words import options_first, refuse_another_app, to_paste
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from trainkit.cli.printing import aligned
+from trainkit.cli.console import aligned
 from trainkit.cli.sweep.sweep_file import SweepFile, is_number
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 
 from trainkit.cli.comparison import Comparison, compared_even_if_some_fail, some_failed
 from trainkit.cli.composition import LOOP
+from trainkit.cli.console import say_loading
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import is_mistake, shown
-from trainkit.cli.printing import say_loading
 from trainkit.cli.runs import resume
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.new_folder import remove_if_new

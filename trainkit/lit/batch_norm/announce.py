@@ -15,7 +15,7 @@ from trainkit.core.plan.options import brief
 from trainkit.core.strategies import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.batch_size.effective import (
+from trainkit.lit.batch_size import (
     find_effective_batch,
     longest_window,
     may_be_several,

@@ -14,7 +14,7 @@ from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.batch_size.effective import (
+from trainkit.lit.batch_size import (
     micro_batch_of,
     num_replicas,
     scheduled_sizes,

@@ -21,7 +21,7 @@ from trainkit.lit.batch_norm.policies import (
     Policy,
 )
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
-from trainkit.lit.batch_size.effective import window_size
+from trainkit.lit.batch_size import window_size
 from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
 

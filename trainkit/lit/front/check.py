@@ -19,11 +19,11 @@ from trainkit.core.strategies import Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
+from trainkit.lit.aside import logged_from, without_advice
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.callback.said_weight import refuse_said_terms
-from trainkit.lit.front.accumulation_callback import AccumulationCallback
+from trainkit.lit.front.callbacks import AccumulationCallback, MixinCallback
 from trainkit.lit.front.mixin import AccumulationMixin
-from trainkit.lit.front.mixin_callback import MixinCallback
 from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.measure import (
@@ -35,11 +35,9 @@ from trainkit.lit.proof.measure import (
 )
 from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import Cut, Report
+from trainkit.lit.proof.report import Cut, NotMeasured, Report, in_one_line
 from trainkit.lit.proof.subject import Subject, as_given, off_without_padding
-from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.proof.words import cause
-from trainkit.lit.quiet import logged_from, without_advice
 
 PRECISIONS = torch.float64, torch.float32
 WIDE = "the model sees its padding, so micro-batches keep the loader batch's width"

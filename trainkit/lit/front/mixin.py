@@ -26,16 +26,16 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
-from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
+from trainkit.lit.batch_size import find_effective_batch, read_effective_batch
 from trainkit.lit.callback.base import find_callback, is_rehearsal, window_ends
-from trainkit.lit.front.mixin_callback import (
+from trainkit.lit.front.callbacks import (
     CALLBACKS,
     BringsCallback,
     MixinCallback,
     strategies_of,
 )
 from trainkit.lit.logs.exact_log import one_number, stage_of
-from trainkit.lit.proof.verdict import Proof
+from trainkit.lit.proof.report import Proof
 from trainkit.lit.windows.callback import WindowCallback
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.inside.refusals import refused_logs
 from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.report import NotMeasured, in_one_line
 from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 ROWS = 5
 LEAST_SHARE = 0.05

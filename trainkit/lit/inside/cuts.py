@@ -19,7 +19,7 @@ from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.core.strategies import num_samples
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import micro_batch_of
+from trainkit.lit.batch_size import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
 from trainkit.lit.inside.refusals import refuse_pruned, refused_logs

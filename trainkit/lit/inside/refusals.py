@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import pruned_modules
-from trainkit.lit.batch_size.effective import may_be_several
+from trainkit.lit.batch_size import may_be_several
 from trainkit.lit.callback.base import WindowOwner, has_callback
 
 

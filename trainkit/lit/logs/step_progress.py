@@ -19,7 +19,7 @@ from trainkit.lit._compat import shown_now
 from trainkit.lit.callback.base import Stopped, windows_of
 from trainkit.lit.callback.table import is_terminal
 from trainkit.lit.logs.rows import LateNumbers
-from trainkit.lit.schedule.callback import total_steps
+from trainkit.lit.schedule import total_steps
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 

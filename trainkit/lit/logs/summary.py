@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
 from trainkit.core.strategies import Uniform
-from trainkit.lit.batch_size.effective import longest_window
+from trainkit.lit.batch_size import longest_window
 from trainkit.lit.callback.base import windows_of
 
 

@@ -12,12 +12,11 @@ from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
-from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
+from trainkit.lit.batch_size import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
-from trainkit.lit.probe.attempt import Attempts
+from trainkit.lit.probe.attempt import Attempts, DoesNotFit, Trial, search, sizes_for
 from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.probe.rows import Rows
-from trainkit.lit.probe.search import DoesNotFit, Trial, search, sizes_for
 from trainkit.lit.probe.setting import (
     Setting,
     find_setting,

@@ -14,7 +14,7 @@ from trainkit.core.plan.options import check_whole_number
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import starts_processes_for_fit, write_batch_size
-from trainkit.lit.batch_size.effective import loader_batch_size
+from trainkit.lit.batch_size import loader_batch_size
 from trainkit.lit.callback.base import fetches_batches, has_callback
 
 BY_HAND = "Choose it by hand: trainkit plan --target ... --max-micro-batch ..."

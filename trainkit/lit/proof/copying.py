@@ -1,7 +1,9 @@
-"""A copy of a module for a rehearsal: what is thrown away needs no putting back."""
+"""Copies for a rehearsal, of a module and of what rows are read with: what is thrown
+away needs no putting back."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Iterator
@@ -12,10 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
-from trainkit.core.generators import is_generator
-from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+from trainkit.core.generators import is_generator, random_kept
+from trainkit.core.nested import take_apart
+from trainkit.lit.probe.rows import rows_at
+from trainkit.lit.proof.report import NotMeasured, in_one_line
 
 LARGE = 2**18
 """Frozen parameters of more entries are shared with a copy, and must not be written."""
@@ -267,3 +277,35 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), each) for index, each in enumerate(value))
     else:
         yield from getattr(value, "__dict__", {}).items()
+
+
+def samples_across(loader: Any, number: int, collate: Any) -> list[Any]:
+    """Rows from all over a data set, and the next of each; none if it cannot be read,
+    or if the collate function draws at random, so that no two batches are alike."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return []
+    if isinstance(loader.dataset, IterableDataset):
+        return []
+    with contextlib.suppress(Exception), random_kept():
+        last: int = len(loader.dataset) - 1  # type: ignore[arg-type]
+        firsts = {round(n * last / (number // 2)) for n in range(number // 2 + 1)}
+        indices = firsts | {min(each + 1, last) for each in firsts}
+        rows = list(rows_at(read_apart(loader.dataset), sorted(indices)))
+        return rows if _repeats(collate, rows) else []
+    return []
+
+
+def _repeats(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
+    """Whether a collate function makes the same batch of the same rows again."""
+    pairs = zip(*(take_apart(collate(list(rows)))[0] for _ in range(2)), strict=True)
+    return all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for (_, one), (_, other) in pairs
+        if isinstance(one, Tensor)
+    )
+
+
+def collates_by_itself(loader: Any) -> bool:
+    """Whether a loader has a collate function of its own."""
+    own = getattr(loader, "collate_fn", default_collate)
+    return getattr(own, "__module__", "").partition(".")[0] != "torch"

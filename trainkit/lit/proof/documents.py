@@ -17,10 +17,9 @@ from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.terms import leading
 from trainkit.lit.proof.places import Event, alike, record_events
-from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.report import ALARM, SURELY_ROUNDING, Cause, Cut, Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.subject import Subject
-from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING
 from trainkit.lit.proof.weights import Alone
 from trainkit.lit.proof.words import cause
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainkit.core._compat import backward_in_modes
 from trainkit.core.generators import seed_torch
 from trainkit.lit.proof.bounds import CHECKED, refuse_below_zero
-from trainkit.lit.proof.verdict import NotMeasured
+from trainkit.lit.proof.report import NotMeasured
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,

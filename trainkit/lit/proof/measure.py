@@ -14,17 +14,23 @@ from torch.utils.data import IterableDataset
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
 from trainkit.errors import TrainkitError
+from trainkit.lit.aside import LIGHTNINGS
 from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.copying import collates_by_itself
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import MEANT, has_equal_batches, shares_of
-from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.report import (
+    ALARM,
+    SURELY_ROUNDING,
+    Cause,
+    Cut,
+    NotMeasured,
+    Report,
+)
 from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.samples import collates_by_itself
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.taken import Taken
-from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
-from trainkit.lit.quiet import LIGHTNINGS
 
 FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
 

@@ -18,9 +18,9 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.core.terms import leading, telling_lengths
 from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.report import NotMeasured
 from trainkit.lit.proof.rows import POOL, FewRows, Parts, few_rows
 from trainkit.lit.proof.subject import Subject
-from trainkit.lit.proof.verdict import NotMeasured
 
 TRIES = 200
 MOST_PARTS = 6

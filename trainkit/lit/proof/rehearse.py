@@ -29,13 +29,13 @@ from trainkit.lit._compat import (
     stand_where,
     unwrapped,
 )
+from trainkit.lit.aside import LIGHTNINGS, logged_from
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks, windows_of
 from trainkit.lit.proof.copying import Copies, move_weights
 from trainkit.lit.proof.draws import SEED, Draws, WritesShared
+from trainkit.lit.proof.report import NotMeasured
 from trainkit.lit.proof.taken import Taken
-from trainkit.lit.proof.verdict import NotMeasured
-from trainkit.lit.quiet import LIGHTNINGS, logged_from
 
 MOST_WIDE = 2**27
 """With more parameters, none are copied to float64, which takes 1 GiB of these."""

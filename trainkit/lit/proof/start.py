@@ -15,8 +15,9 @@ import torch
 from trainkit.core.documents import documents_option, find_documents
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
+from trainkit.lit.aside import logged_from
 from trainkit.lit.batch_norm.guard import BatchNormGuard
-from trainkit.lit.batch_size.effective import (
+from trainkit.lit.batch_size import (
     may_be_several,
     may_have_batches,
     micro_batch_of,
@@ -32,10 +33,8 @@ from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.measure import measured, of_all_ranks, refuse_backend
 from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import MORE, Report
+from trainkit.lit.proof.report import MORE, NotMeasured, Report, in_one_line
 from trainkit.lit.proof.subject import Subject, off_without_padding
-from trainkit.lit.proof.verdict import NotMeasured, in_one_line
-from trainkit.lit.quiet import logged_from
 
 MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64

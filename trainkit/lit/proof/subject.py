@@ -11,9 +11,9 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.core.terms import ONE, telling_lengths
 from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.lit.proof.report import MOST_ROUNDING, NotMeasured
 from trainkit.lit.proof.rows import FewRows, Parts
 from trainkit.lit.proof.taken import Taken, combined
-from trainkit.lit.proof.verdict import MOST_ROUNDING, NotMeasured
 
 
 @dataclass(eq=False)

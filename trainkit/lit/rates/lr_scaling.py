@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.core.ledger import NUM_MEASURED
-from trainkit.core.noise.from_run import read_noise_scale
+from trainkit.core.noise.advice import read_noise_scale
 from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
     Unit,
@@ -21,7 +21,7 @@ from trainkit.core.plan.options import check_whole_number, is_positive_number
 from trainkit.core.plan.scaling import RuleName, WeightDecayName, check_rules
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step
-from trainkit.lit.batch_size.effective import (
+from trainkit.lit.batch_size import (
     check_measurable,
     find_effective_batch,
     longest_window,

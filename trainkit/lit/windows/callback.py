@@ -20,14 +20,14 @@ from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
-from trainkit.lit.batch_size.effective import loader_size, table_of_windows
+from trainkit.lit.batch_size import loader_size, table_of_windows
 from trainkit.lit.callback.base import ZEROED, Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
+from trainkit.lit.proof.report import Proof, checked_proof
 from trainkit.lit.proof.start import first_batches
-from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
 from trainkit.lit.split import refusals as of_split

@@ -9,20 +9,19 @@ from typing import Any, Literal
 import torch
 
 from trainkit.core.checks import LateReading
-from trainkit.core.noise.advice import advice
+from trainkit.core.noise.advice import NOT_MEASURED, advice
 from trainkit.core.noise.estimate import (
     COLUMNS,
     LEAST_BLOCKS,
     NoiseEstimate,
     per_sample,
 )
-from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.strategies import PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
-from trainkit.lit.batch_size.effective import may_be_several
+from trainkit.lit.batch_size import may_be_several
 from trainkit.lit.callback.base import (
     OrderedCallback,
     WindowOwner,

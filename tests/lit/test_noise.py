@@ -40,7 +40,7 @@ from trainkit import (
     ResumableLoader,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit.noise.callback import _numbers, is_measured
+from trainkit.lit.noise import _numbers, is_measured
 
 CLOSE = 1e-6
 DATA = ragged_sequences(sum(RAGGED))

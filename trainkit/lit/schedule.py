@@ -14,7 +14,7 @@ from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import num_batches_seen
-from trainkit.lit.batch_size.effective import (
+from trainkit.lit.batch_size import (
     check_measurable,
     num_replicas,
     steps_taken,

@@ -45,7 +45,7 @@ from trainkit import (
 )
 from trainkit.core.ledger import NUM_MEASURED
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import mean_micro_batch
+from trainkit.lit.batch_size import mean_micro_batch
 
 WINDOW = 4
 

@@ -1,1 +1,0 @@
-"""The effective batch of a training: known from its loader, or measured."""

@@ -1,1 +1,0 @@
-"""The noise scale: what a window is worth, measured while it trains."""

@@ -1,1 +1,0 @@
-"""The schedule that changes the size of windows during training, and its steps."""
