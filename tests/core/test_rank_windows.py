@@ -231,7 +231,7 @@ GRID: list[tuple[Any, ...]] = [
     ("fabric, each", "tokens", "sum", "adamw"),
     ("mean, by hand", "tokens"),
     ("sum, by hand", "tokens", "sum"),
-    ("ddp, hook, sum, wide", "tokens"),
+    ("ddp, hook, sum, each, wide", "tokens"),
     ("fsdp, factor 1.0, each, wide", "tokens", "mean", "adamw"),
 ]
 NEAR = {"fsdp, bf16": 2e-2, "fabric, bf16": 2e-2, "ddp, fp16": 5e-3}
