@@ -69,7 +69,7 @@ def test_the_search_begins_where_the_user_is() -> None:
 
 def test_a_start_that_does_not_fit_is_halved_down_to_one() -> None:
     attempt, tried = machine(fits_up_to=1)
-    found = search([1, 2, 4, 8, 16], 16, attempt)
+    found = search([1, 2, 3, 4, 6, 8, 12, 16], 16, attempt)
     assert tried == [16, 8, 4, 2, 1]
     assert largest(found) == 1
 
