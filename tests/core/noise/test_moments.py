@@ -130,14 +130,15 @@ WAYS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sum": (TokenNet, PerToken(loss_reduction="sum"), {}),
     "total": (TokenNet, PerToken(loss_reduction="total"), {}),
     "all count alike": (TokenNet, Uniform(), {}),
-    "scaler": (TokenNet, PerToken(), {"scaler": a_scaler()}),
+    "scaler": (TokenNet, PerToken(), {"scaler": a_scaler}),
 }
 
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_those_by_hand(way: str, told: bool) -> None:
-    make, strategy, options = WAYS[way]
+    make, strategy, made = WAYS[way]
+    options = {name: of() for name, of in made.items()}
     weights = [1.0] * len(BATCHES) if isinstance(strategy, Uniform) else TOKENS
     row = Training(make(), strategy, **options).window(told=told)
     assert off(row, by_hand(make(), weights)) < CLOSE
