@@ -64,7 +64,7 @@ def test_a_rule_that_cannot_reach_the_batch_says_so(
     far = [*PLAN, "--lr", "0.1", "--reference", "16"]
     assert report(capsys, *far)["rates"]["adam-sde"] is None
     main(far)
-    assert "lr, adam-sde: so far from --reference not" in capsys.readouterr().out
+    assert "lr, adam-sde: does not reach so far" in capsys.readouterr().out
     with pytest.raises(TrainkitError, match="every beta must stay above 0"):
         main([*far, "--rule", "adam-sde"])
 

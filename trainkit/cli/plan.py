@@ -138,7 +138,7 @@ def _said(rule: str, rate: float | None) -> str:
     """A rate, and what its rule changes besides."""
     if rate is None:
         beta1, beta2 = BETAS
-        return f"so far from --reference not with betas of {beta1} and {beta2}"
+        return f"does not reach so far from --reference, with betas {beta1} and {beta2}"
     changes_betas = rule in RULES and RULES[rule].beta2 is not None
     return f"{rate:.6g}{', and LRScaling changes betas' * changes_betas}"
 
