@@ -159,15 +159,29 @@ def test_a_step_without_padding_costs_no_rehearsal(monkeypatch: Any) -> None:
     assert 0 < len(levels) <= 2 * len(LIGHTNINGS)
 
 
-@pytest.mark.parametrize(("size", "is_said"), [(8, False), (3, True)])
+@pytest.mark.parametrize(
+    ("limit", "refused"),
+    [
+        ({"size": 8}, None),
+        ({"size": 3}, 'require": a window of this training is not the big batch'),
+        ({"size": 8, "tokens": 20}, 'require": a window of this training is not the'),
+        (
+            {"tokens": 10_000},
+            'require": not measured: the first batch is one micro-batch; where one is '
+            "cut, a window of this training is not the big batch: on 7 of your rows",
+        ),
+    ],
+)
 def test_windows_that_are_split_in_name_only_need_no_proof(
-    size: int, is_said: bool, capsys: Any
+    limit: Any, refused: str | None, capsys: Any
 ) -> None:
-    """The wrong strategy divides nothing wrong where nothing is cut."""
-    options = MicroBatching(size=size)
-    refused = pytest.raises(TrainkitError, match="not the big batch")
-    with refused if is_said else contextlib.nullcontext():
-        fit(Tokens(), tokens(8), PerSample(), options, proof="require")
+    """The wrong strategy divides nothing wrong where nothing is cut; a budget of tokens
+    may cut a later batch."""
+    expected = contextlib.nullcontext()
+    if refused is not None:
+        expected = pytest.raises(TrainkitError, match=refused)
+    with expected:
+        fit(Tokens(), tokens(8), PerSample(), MicroBatching(**limit), proof="require")
     assert not said(capsys)
 
 

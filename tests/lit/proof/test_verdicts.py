@@ -67,6 +67,14 @@ def compiled() -> Any:
     return module
 
 
+class ByProperty(AccumulationMixin, Tokens):
+    """Nobody can assign its strategy."""
+
+    @property
+    def accumulation(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return PerToken()
+
+
 EXACT: dict[str, tuple[Any, ...]] = {
     "tokens": (Tokens, tokens, PerToken()),
     "in few rows": (Tokens, lambda: tokens(2), PerToken()),
@@ -104,6 +112,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
+    "by a property": (ByProperty, tokens),
     "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
     "found inner cut": (lambda: Images(causes.nt_xent), images, None,
      MicroBatching(inside="auto", size=4)),

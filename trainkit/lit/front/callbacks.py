@@ -124,8 +124,15 @@ class MixinCallback(WindowCallback):
     def for_copy(self, module: Any, strategies: Any, options: Any) -> None:
         """Let windows of a module's copy be divided as those of the module: a copy
         brings a callback of its own."""
-        module.accumulation, module.micro_batching = strategies, options
-        module.accumulation_proof, module.accumulation_aggregation = "off", "auto"
+        own = {"accumulation": strategies, "micro_batching": options}
+        own |= {"accumulation_proof": "off", "accumulation_aggregation": "auto"}
+        kind = type(module)
+        fixed = [n for n in own if isinstance(getattr(kind, n), property)]
+        if fixed:  # the user's, perhaps without a setter
+            named = {name: own.pop(name) for name in fixed}
+            module.__class__ = type(kind.__name__, (kind,), named)
+        for name, value in own.items():
+            setattr(module, name, value)
 
     def refuse_changes(self, pl_module: Any) -> None:
         """Refuse what has been assigned to the module while `fit` runs."""

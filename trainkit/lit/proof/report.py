@@ -153,6 +153,11 @@ class Report:
         return not self.exact and not self._doubt
 
     @property
+    def mixes_documents(self) -> bool:
+        """Whether documents of one row see each other, however rows are cut."""
+        return any(cause.kind == "documents" for cause in self.causes[:1])
+
+    @property
     def _doubt(self) -> str:
         if self.doubt or self.exact or not self.causes:
             return self.doubt
@@ -173,7 +178,7 @@ class Report:
         first = next((each for each in self.causes if not each.hides), None)
         cause = "" if first is None else first.with_place
         cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
-        if first is not None and first.kind == "documents":
+        if first is not None and self.mixes_documents:
             return (
                 f"documents that share a row are not what each is alone: the gradient "
                 f"of {self.num_rows} of them is off by {self.deviation:.2g} of its "
@@ -210,7 +215,7 @@ class Report:
             return f"exact on {self.num_rows} rows: {measured}"
         if not self.is_off:
             return f"cannot say on {self.num_rows} rows: {measured}"
-        if self.causes and self.causes[0].kind == "documents":
+        if self.mixes_documents:
             return f"documents mix, {self.num_rows} of one row: {measured}"
         return f"not the big batch on {self.num_rows} rows: {measured}"
 

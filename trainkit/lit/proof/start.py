@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from trainkit.core.documents import documents_option, find_documents
+from trainkit.core.split.cutting import Limit
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 from trainkit.lit.aside import logged_from
@@ -38,6 +38,8 @@ from trainkit.lit.proof.subject import Subject, off_without_padding
 
 MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64
+
+UNCUT = "the first batch is one micro-batch; where one is cut, "
 
 
 @contextlib.contextmanager
@@ -115,28 +117,45 @@ class ProofAtStart:
             number = len(documents.spans) - len(documents.numbers)
         if number > 0 and self._trainer.is_global_zero:
             say(self._trainer, ("documents", str(documents)))
-        if windows.proof == "off" or not (number > 0 or self._is_asked(batch)):
+        if windows.proof == "off":
             return
-        measure = measured if self._is_asked(batch) else of_documents
+        is_asked = self._is_asked(batch)
+        if not (is_asked or number):
+            return
+        measure = measured if is_asked else of_documents
         try:
             report = measure(self._subject(batch), PRECISIONS)
         except Exception as error:
             report = Report.of_nothing(in_one_line(error))
-        if report is not None:
-            self.tell(report)
+        if report is None:
+            return
+        if report.is_off and not (report.mixes_documents or self._is_cut(batch)):
+            report = replace(report, doubt=f"{UNCUT}{report.line}")
+        self.tell(report)
 
     def _is_asked(self, batch: Any) -> bool:
         """Whether a step has several micro-batches."""
         windows, trainer = self._windows, self._trainer
         if windows.inside is not None or not self._has_parts:
             return windows.inside is not None
+        if self._is_cut(batch) or windows.cut.tokens is not None:
+            return True
+        return micro_batch_of(trainer.train_dataloader) is None  # others may be larger
+
+    def _is_cut(self, batch: Any) -> bool:
+        """Whether the run cuts this batch, or brings several together."""
+        windows, trainer = self._windows, self._trainer
         if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
             return True
-        size, number = windows.cut.size, math.inf
-        if size is not None and micro_batch_of(trainer.train_dataloader) is not None:
-            with contextlib.suppress(TrainkitError):
-                number = windows.split.cutter.read(batch).rows.num_rows
-        return size is None or number > size
+        options, cutter = windows.cut, windows.split.cutter
+        with contextlib.suppress(TrainkitError):  # a hook may add what is missing
+            layout = cutter.read(batch)
+            if not windows.split.trims and options.collate is None:
+                layout = layout.untrimmed()
+            limit, few = Limit(options.size, options.tokens), options.shapes is not None
+            parts = cutter.parts(batch, layout.rows, limit, few=few)
+            return options.is_auto or len(parts) > 1
+        return True
 
     @property
     def _has_parts(self) -> bool:
