@@ -321,6 +321,8 @@ def test_labels_that_are_named_are_taken_at_their_word(first: Any) -> None:
         ([FULL, FULL, BATCHES[0]], True),
         ([batch_of([9] * 8, 0)], True),  # all rows have one length
         ([FULL, FULL], False),
+        ([FULL] * 31 + [BATCHES[0]], True),
+        ([FULL] * 32 + [BATCHES[0]], False),  # keeps its width: nobody looks any more
     ],
 )
 def test_it_is_measured_in_the_first_window_that_has_padding(

@@ -39,6 +39,10 @@ from trainkit.lit.proof.subject import Subject, off_without_padding
 MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64
 
+MOST_LOOKS = 32
+"""Where so many loader batches have no padding, later ones keep their width: a loader
+that pads does so sooner, and each look costs as much as a small layer."""
+
 UNCUT = "the first batch is one micro-batch; where one is cut, "
 
 
@@ -84,7 +88,7 @@ class ProofAtStart:
 
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
-        self._is_proven = False
+        self._is_proven, self._num_looks = False, 0
 
     def look(self, batch: Any) -> bool:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
@@ -95,6 +99,9 @@ class ProofAtStart:
                 has_padding = split.cutter.has_padding(batch)
         if has_padding is not False or not self._is_proven:
             self._rehearse(batch, has_padding)
+        self._num_looks += 1
+        if split is not None and split.trims is None and self._num_looks == MOST_LOOKS:
+            split.trims = False
         return split is None or split.trims is not None
 
     @logged_from(logging.CRITICAL)  # once for all rehearsals
