@@ -1,4 +1,4 @@
-"""What the stand-in W&B server answers to GraphQL, for clients of 0.22 to 0.31."""
+"""What the stand-in W&B server answers to GraphQL, for clients of 0.31."""
 
 from __future__ import annotations
 
@@ -65,14 +65,9 @@ USER = {
     "teams": {"edges": [{"node": {"name": "local"}}]},
     "apiKeys": {"edges": []},
 }
-NO_FIELDS: Json = {"fields": []}
 FIXED: dict[str, Json] = {
     "Viewer": {"viewer": USER},
-    "RunStoppedStatus": {},
     "ServerFeaturesQuery": {"serverInfo": {"features": []}},
-    "ProbeServerCapabilities": dict.fromkeys(
-        ("QueryType", "MutationType", "ServerInfoType"), NO_FIELDS
-    ),
     "OrganizationCoreWeaveOrganizationID": {
         "entity": {"organization": {"coreWeaveOrganizationId": None}}
     },
@@ -134,11 +129,6 @@ def _run_files(server: WandbServer, variables: Json) -> Json:
     base = f"{server.base_url}/upload/{variables['run']}"
     files = [{"name": f, "uploadUrl": f"{base}/{f}"} for f in variables["files"]]
     return {"createRunFiles": {"runID": "B", "uploadHeaders": [], "files": files}}
-
-
-def _run_state(server: WandbServer, variables: Json) -> Json:
-    run = {"stopped": False, "shouldStop": False}
-    return {"project": {**_project(variables), "run": run}}
 
 
 # ---- artifacts -----------------------------------------------------------------------
@@ -211,13 +201,6 @@ def _runs(server: WandbServer, variables: Json) -> Json:
     return {"project": {**_project(variables), **about, "runs": listing}}
 
 
-def _run(server: WandbServer, variables: Json) -> Json:
-    if "run" in variables:  # the same name with other variables asks for its state
-        return _run_state(server, variables)
-    run = server.runs.get(variables["name"])
-    return {"project": {**_project(variables), "run": run and _run_node(run)}}
-
-
 def _run_node(run: Run) -> Json:
     return {
         "projectId": "1",
@@ -248,10 +231,6 @@ def _run_node(run: Run) -> Json:
 
 
 def _upsert_sweep(server: WandbServer, variables: Json) -> Json:
-    if not variables.get("config"):
-        name = variables["id"]
-        server.sweeps[name].state = variables["state"]
-        return {"upsertSweep": {"sweep": {"name": name}}}
     from tests.wandb_server import Sweep
 
     raw, name = variables["config"], f"sw{len(server.sweeps)}"
@@ -330,17 +309,11 @@ def _next_run(server: WandbServer, agent: Any) -> Json:
 ANSWERS: dict[str, Callable[[Any, Json], Json]] = {
     "UpsertBucket": _upsert_run,
     "RunResumeStatus": _resume_status,
-    "RunStatusQuery": _resume_status,
     "CreateRunFiles": _run_files,
-    "Run": _run,
     "Runs": _runs,
-    "RunState": _run,
     "UpsertSweep": _upsert_sweep,
-    "UpsertSweepState": _upsert_sweep,
     "SweepWithRuns": _sweep,
     "GetSweep": _sweep,
-    "GetSweepState": _sweep,
-    "SweepConfig": _sweep,
     "CreateAgent": _create_agent,
     "Heartbeat": _heartbeat,
     "ArtifactType": _artifact_type,

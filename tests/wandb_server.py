@@ -19,7 +19,7 @@ As a fixture: `wandb_server` of tests/cli/conftest.py. The client's exit status 
 little (an agent may exit 0 over crashed runs): assert on what arrived here.
 
 The protocol is private to W&B and moves: `tests/wandb_answers.py` knows what clients
-of 0.22 to 0.31 ask. What nobody answered is in `server.unknown`, for a test to show.
+of 0.31 ask. What nobody answered is in `server.unknown`, for a test to show.
 """
 
 from __future__ import annotations
