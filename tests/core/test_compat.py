@@ -70,6 +70,14 @@ def test_a_backward_pass_in_modes_takes_what_backward_takes() -> None:
     assert weight.grad.tolist() == [9.0, 9.0]
 
 
+def test_a_backward_pass_in_modes_begins_at_several_tensors() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    several = [(2 * weight).sum(), 3 * weight]
+    _compat.backward_in_modes(several, grad_tensors=[None, torch.ones(2)])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [5.0, 5.0]
+
+
 def test_version_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
     before = _compat.version_of(tensor)

@@ -164,27 +164,39 @@ def has_gradient_hook(tensor: Tensor) -> bool:
 
 
 def backward_in_modes(
-    loss: Tensor,
-    gradient: Tensor | None = None,
+    tensors: Any,
+    gradient: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
+    *,
+    grad_tensors: Any = None,
 ) -> None:
-    """`loss.backward()`, in which function modes see forward passes that run again."""
-    if inputs is not None:
-        torch.autograd.backward(
-            loss, gradient, retain_graph, create_graph, inputs=inputs
-        )
-        return
+    """`loss.backward()` or `torch.autograd.backward(tensors, grad_tensors)`, in which
+    function modes see forward passes that run again."""
+    several, given = (
+        _several(tensors),
+        gradient if grad_tensors is None else grad_tensors,
+    )
+    gradients = _several(given) or (None,) * len(several)
     torch.autograd.Variable._execution_engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss) if gradient is None else gradient,),
+        several,
+        tuple(
+            torch.ones_like(each) if own is None and each.requires_grad else own
+            for each, own in zip(several, gradients, strict=True)
+        ),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
-        (),
+        _several(inputs),
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def _several(tensors: Any) -> tuple[Any, ...]:
+    if tensors is None:
+        return ()
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
 uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]

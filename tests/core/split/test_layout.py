@@ -259,6 +259,17 @@ def test_a_field_that_once_had_another_width_is_not_trimmed_by_chance() -> None:
     assert columns(cut(batch), "features") == [6, 2, 3, 1]
 
 
+def test_a_field_that_once_had_another_length_is_not_cut_by_chance() -> None:
+    """Prototypes beside an epoch's last batch, which has as many rows."""
+    cutter, table = Cutter(MicroBatching(size=2), PerSample(size="x")), torch.arange(4)
+    for rows in (6, 4):
+        batch = {"x": torch.zeros(rows, 2), "table": table}
+        assert all(m.batch["table"] is table for m in cutter.cut(batch))
+    # Negative control: seen first in that batch, it looks like rows.
+    again = Cutter(MicroBatching(size=2), PerSample(size="x")).cut(batch)
+    assert [m.batch["table"].tolist() for m in again] == [[0, 1], [2, 3]]
+
+
 def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
     for options, trim, padded, width in (
         ({"trim": False}, True, [14, 14], 7),

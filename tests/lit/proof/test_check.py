@@ -275,6 +275,24 @@ def test_a_trainer_around_split_windows_is_followed(module: Any, kind: str) -> N
     assert [cause.kind for cause in report.causes] == [kind]
 
 
+class Whole(Images):
+    """All of its submodules see rows beside each other."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        self.net = nn.Sequential(nn.BatchNorm2d(3))
+        self.head = nn.BatchNorm1d(3)  # type: ignore[assignment]
+
+
+def test_what_runs_in_chunks_is_found_as_in_a_run() -> None:
+    cut = MicroBatching(size=4, inside="auto")
+    report = check(Images(causes.nt_xent), image_loader(), micro_batches=cut)
+    assert report.exact
+    assert report.notes[0] == 'found by inside="auto": net'
+    with pytest.raises(TrainkitError, match='inside="auto": no submodule of Whole'):
+        check(Whole(causes.nt_xent), image_loader(), micro_batches=cut)
+
+
 def test_what_rows_draw_together_is_named_and_nothing_else() -> None:
     """As many numbers as there are rows, which nobody can draw alike for parts."""
     report = check(wrongs.Choosing(dim=0), image_loader(), strategy=PerSample())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,33 @@ def test_hooks_close_over_the_copy() -> None:
     copy.calls.extend([1, 1])
     (copy.head.weight.sum() * 1.0).backward()
     assert torch.equal(copy.head.weight.grad, torch.full_like(copy.head.weight, 2.0))
+
+
+class Sized(tuple[int, ...]):
+    """Has a length of its own, as the representations of e3nn do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_defaults_of_functions_are_those_of_the_copy() -> None:
+    """The control: a function that holds nothing is itself."""
+    module = Rich()
+
+    def named(x: Tensor, *, net: Any = module.head) -> Tensor:
+        return net(x)
+
+    module.calls, module.sizes = [1], Sized((1, 2))  # type: ignore[assignment]
+    module.of = [lambda x, net=module.head: net(x), functools.partial(named)]  # type: ignore[assignment]
+    module.plain = nn.functional.gelu  # type: ignore[assignment]
+    copy, x = copied(module).module, torch.ones(1, module.head.in_features)
+    for each in copy.of:
+        each(x).sum().backward()
+        assert copy.head.weight.grad is not None
+        copy.head.weight.grad = None
+    assert module.head.weight.grad is None
+    assert copy.plain is module.plain
+    assert tuple.__len__(copy.sizes) == 2
 
 
 def test_large_frozen_parameters_are_shared(monkeypatch: Any) -> None:

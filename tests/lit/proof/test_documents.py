@@ -316,6 +316,9 @@ def test_texts_that_nothing_tells_apart_are_not_exact(how: str, capsys: Any) -> 
     found = said(capsys)
     assert found.startswith("exact") is (how == "off")
     assert ("end-of-text tokens (2)" in found) is (how == "auto")
+    report = trainkit.check(Named(), next(iter(loader(joined))), strategy=strategy)
+    assert report.exact is (how == "off")
+    assert ("end-of-text tokens (2)" in report.doubt) is (how == "auto")
 
 
 def test_the_inner_cut_refuses_one_row_of_documents() -> None:

@@ -36,6 +36,7 @@ from trainkit import (
     PerToken,
     TrainkitError,
     Uniform,
+    Weighed,
 )
 from trainkit.lit.proof import weights as proof_weights
 from trainkit.lit.proof.weights import unknown
@@ -52,6 +53,44 @@ def test_what_cannot_be_repeated_is_never_called_exact(strategy: Any) -> None:
     report = check(Tokens(unrepeatable), token_loader(), strategy=strategy)
     assert not report.exact
     assert [cause.kind for cause in report.causes] == ["randomness"]
+
+
+class Pair:
+    """A batch of a class of the user's."""
+
+    def __init__(self, rows: Any) -> None:
+        self.batch = causes.padded(rows)
+
+
+class OfPairs(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch.batch, batch_idx)
+
+
+def test_a_batch_in_which_nothing_can_be_counted_is_weighed_by_the_module() -> None:
+    data: Any = DataLoader(causes.sequences(), batch_size=4, collate_fn=Pair)  # type: ignore[arg-type]
+
+    def targets(module: Any, batch: Any) -> Any:
+        return (batch.batch["labels"] != -100).sum()
+
+    assert check(OfPairs(), data, strategy=Weighed(by=targets)).exact
+    rows = Weighed(by=lambda module, batch: len(batch.batch["labels"]))
+    assert not check(OfPairs(), data, strategy=rows).exact
+
+
+def only_one(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Of the rows whose first token is 3, as of pairs that are near each other."""
+    chosen = (batch["ids"][:, 0] == 3).to(logits.dtype)
+    each = logits.square().mean((1, 2))
+    return (each * chosen).sum() / chosen.sum().clamp(min=1)
+
+
+def test_a_mean_of_which_one_part_has_all_is_no_sum() -> None:
+    batch = causes.padded(causes.sequences(12))
+    batch["ids"][:, 0], batch["ids"][5, 0] = 1, 3
+    (found,) = check(Tokens(only_one), batch, strategy=PerSample()).causes
+    assert found.kind == "denominator"
+    assert "sum" not in found.text
 
 
 @pytest.mark.parametrize("number", [2, 3])

@@ -58,6 +58,71 @@ def test_a_loss_may_count_rows_that_weigh_nothing(cut: MicroBatching | None) -> 
         fit(Images(over_rows), unlabelled(), PerToken(1), cut, proof="require")
 
 
+def with_background(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    """As of a detector: images without an object train the background."""
+    background = maps.square().mean((1, 2, 3)).sum()
+    number = (batch[1] != -100).sum().clamp(min=1)
+    return (losses(module, maps, batch).sum() + background) / number
+
+
+def test_a_row_that_weighs_nothing_may_be_alone_in_a_micro_batch() -> None:
+    """The control: beside others it is no error, and all parts are the whole."""
+    with pytest.raises(TrainkitError, match="not the big batch"):
+        fit(Images(with_background), unlabelled(), PerToken(1), proof="require")
+    batch = [torch.ones(4, 3, 8, 8), torch.tensor([1, -100, 2, 3])]
+    module = Images(with_background)
+    whole = module.training_step(batch, 0)
+    parts = [
+        module.training_step([v[a:b] for v in batch], 0) for a, b in ((0, 2), (2, 4))
+    ]
+    assert torch.isclose(whole, parts[0] / 3 + parts[1] * 2 / 3)
+
+
+class Outside(Images):
+    """Two parameters that no module has, of which one is trained on the worst row."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__(causes.classified)
+        self.scales = [nn.Parameter(torch.ones(())) for _ in order]
+        self.order = order
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        sizes, loss = batch[0].mean((1, 2, 3)), super().training_step(batch, batch_idx)
+        return loss + self.scales[0] * sizes.mean() + self.scales[1] * sizes.max()
+
+    def configure_optimizers(self) -> Any:
+        own = [self.scales[each] for each in self.order]
+        return torch.optim.SGD([*self.parameters(), *own], lr=0.1)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_parameters_of_no_module_are_all_compared(order: list[int]) -> None:
+    with pytest.raises(TrainkitError, match="not the big batch"):
+        fit(Outside(order), images(4), PerSample(), proof="require")
+
+
+class Sampling(Images):
+    """Draws several times for each row, and the draws come first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(self.of_draws)
+        self.number = number
+
+    def of_draws(self, module: Any, maps: Tensor, batch: Any) -> Tensor:
+        means = maps.mean((2, 3))
+        noise = torch.randn(self.number, *means.shape)
+        return (means + noise).square().mean()
+
+
+@pytest.mark.parametrize("number", [5, 6])
+def test_as_many_draws_as_rows_are_not_those_of_rows(number: int, capsys: Any) -> None:
+    """Six rows are rehearsed."""
+    fit(Sampling(number), images(5), PerSample())
+    assert said(capsys).startswith(
+        "not measured: it draws numbers that are not laid out by row"
+    )
+
+
 def over_groups(module: Any, maps: Tensor, batch: Any) -> Tensor:
     return losses(module, maps, batch).sum() / len(batch[2].unique())
 

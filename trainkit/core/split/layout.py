@@ -1,9 +1,10 @@
 """What becomes of each field of a batch: one declared rule.
 
-A tensor, array or list as long as the batch has rows is cut. Everything else is shared
-by all micro-batches, and so is what `shared=` names. A field that is cut and as wide as
-a mask is trimmed to the columns that a micro-batch needs; whether the model computes
-the same without the others is measured before training.
+A tensor, array or list as long as the batch has rows, in this batch and all before, is
+cut. Everything else is shared by all micro-batches, and so is what `shared=` names. A
+field that is cut and as wide as a mask is trimmed to the columns that a micro-batch
+needs; whether the model computes the same without the others is measured before
+training.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class LayoutReader:
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options, self._strategy = options, strategy
         self._has_marks = options.lengths is not None or isinstance(strategy, PerToken)
-        self._always: dict[str, bool] = {}  # by path
+        self._always: dict[Any, bool] = {}  # of lists by path, else with a dimension
 
     def read(self, batch: Any, shared: Collection[int], length: int | None) -> Layout:
         """Read one batch.
@@ -143,7 +144,7 @@ class LayoutReader:
                 size = length_of(value)
                 if size is None:
                     _check_divisible(field, batch)
-                elif size == rows.num_rows:
+                elif self._is_always((field.path, 0), size == rows.num_rows):
                     named = ragged.get(id(value))
                     own = self._trims(field, named, widths, batch) if widths else ()
             trims.append(own)
@@ -194,10 +195,10 @@ class LayoutReader:
                 )
         return self._is_always(path, fits)
 
-    def _is_always(self, path: str, fits: bool) -> bool:
+    def _is_always(self, key: Any, fits: bool) -> bool:
         """Whether a size fits, in this batch and in all before; else, by chance."""
-        self._always[path] = fits and self._always.get(path, True)
-        return self._always[path]
+        self._always[key] = fits and self._always.get(key, True)
+        return self._always[key]
 
     def _trims(
         self,
@@ -223,7 +224,8 @@ class LayoutReader:
                 )
             dims.add(dim % len(shape))
         if len(shape) > 1 and named != ():
-            dims |= {1} if self._is_always(field.path, shape[1] in widths) else set()
+            fits = self._is_always((field.path, 1), shape[1] in widths)
+            dims |= {1} if fits else set()
         return [(dim, widths[shape[dim]]) for dim in sorted(dims)]
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import Uniform
@@ -24,6 +25,7 @@ from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.front.callbacks import AccumulationCallback, MixinCallback
 from trainkit.lit.front.mixin import AccumulationMixin
+from trainkit.lit.inside.choose import choose
 from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
 from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.measure import (
@@ -219,7 +221,11 @@ class _Check(Callback):
             driver = object.__new__(MixinCallback)
         rehearsal = Rehearsal(trainer, module, driver, callbacks=self._callbacks)
         trims = False
-        if options is not None and not is_inside(options):
+        if options is not None and options.inside == "auto":
+            paths = choose(trainer, module, driver, batch, self._callbacks)
+            options = replace(options, inside=tuple(paths))
+            self._notes = (f'found by inside="auto": {listed(paths)}',)
+        elif options is not None and not is_inside(options):
             trims = bool(options.shapes or options.collate)
             if options.trim and not trims:
                 off, of = None, (rehearsal, self._strategies, options, batch)
@@ -239,7 +245,7 @@ class _Check(Callback):
 
 def _beside_plain(report: Report, subject: Subject) -> Report:
     """A report that also says how far plain Lightning would be off."""
-    if not (subject.strategies and subject.is_plain):
+    if not (subject.strategies and subject.is_plain and report.cuts):
         return report
     subject = subject.varied(dtype=getattr(torch, report.precision))
     plain = replace(subject, strategies={}, options=None, has_batches=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -22,7 +22,6 @@ from trainkit.core.split.micro_batching import SELF
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
-from trainkit.lit.callback.base import find_callback
 from trainkit.lit.inside.refusals import refused_logs
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import NotMeasured, in_one_line
@@ -33,7 +32,9 @@ LEAST_SHARE = 0.05
 """A module that holds less of the graph's memory is not worth a second pass."""
 
 
-def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
+def choose(
+    trainer: Any, pl_module: Any, windows: Any, batch: Any, callbacks: Sequence[Any]
+) -> list[str]:
     """The outermost submodules whose rows do not see each other, by their paths.
 
     They are found on a copy.
@@ -43,6 +44,7 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
         pl_module: what trains.
         windows: the callback that divides windows.
         batch: the first one, as the loader has yielded it.
+        callbacks: of the run, of which a `BatchNormGuard` counts.
 
     Raises:
         TrainkitError: there is none.
@@ -63,8 +65,8 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"it runs training_step on a few rows of the batch, and they cannot be "
             f"cut from {describe(batch)}",
         ) from error
-    guard = find_callback(trainer, BatchNormGuard)
-    guards, search = [] if guard is None else [guard], _Search()
+    guards = [each for each in callbacks if isinstance(each, BatchNormGuard)]
+    search = _Search()
     of = trainer, pl_module, windows
     rehearsal = Rehearsal(*of, callbacks=guards, changes=(search.begin,))
     try:
@@ -82,7 +84,7 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
     copied = search.module.to(pl_module.device)
     with catch_warnings(), random_kept(pl_module.device):
         simplefilter("ignore")  # what others say of a few rows is not for the user
-        search.is_exact = guard is not None and guard.is_exact
+        search.is_exact = any(guard.is_exact for guard in guards)
         found = list(search.fitting(copied))
     if found:
         return found

@@ -76,7 +76,8 @@ class InsideCuts:
         """Find submodules on rows of the first batch, if none is cut yet; refuse those
         that will be pruned."""
         if not self.cuts:
-            paths = choose(trainer, self._module, windows, batch)
+            of = trainer, self._module, windows, batch
+            paths = choose(*of, trainer.callbacks)
             self._install(paths)
             if trainer.is_global_zero:
                 say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))

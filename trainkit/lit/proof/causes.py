@@ -117,11 +117,13 @@ class Causes:
         draws = self._whole.draws
         # One that no row seeds anew: no two passes draw alike.
         own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
-        places = sorted({*draws.unlike, *own})
+        # The whole may have as many rows as are drawn of something else.
+        unlike = {*draws.unlike, *self._window.draws.unlike}
+        places = sorted({*unlike, *own})
         self.found += [cause("draws", place) for place in places]
         if own:
             return True
-        if draws.unlike:
+        if unlike:
             self._subject = self._subject.varied(fixes_draws=True)
             whole, window = self._subject.whole(), self._subject.window()
             # Draws as many as there are rows could not be fixed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -132,24 +133,29 @@ class Copies:
             self._memo[id(value)] = kept.requires_grad_(value.requires_grad)
         elif isinstance(value, SHARED):
             self._memo[id(value)] = value
-        elif isinstance(value, types.FunctionType) and value.__closure__:
-            cells = tuple(types.CellType() for _ in value.__closure__)
-            own = value.__globals__, value.__name__, value.__defaults__, cells
+        elif isinstance(value, types.FunctionType):
+            if not _is_copied(value):
+                return  # known by its identity, such as torch's own
+            closure, defaults = value.__closure__ or (), _defaults_of(value)
+            cells = tuple(types.CellType() for _ in closure)
+            own = value.__globals__, value.__name__, None, cells
             again = types.FunctionType(value.__code__, *own)
-            again.__kwdefaults__ = value.__kwdefaults__
             vars(again).update(vars(value))
             self._memo[id(value)] = again
-            self._functions.append((value, cells))
-            for cell in value.__closure__:
-                self._prepare(_content(cell))
+            self._functions.append((value, again))
+            for each in (*map(_content, closure), *defaults):
+                self._prepare(each)
         else:
             for each in _held_by(value):
                 self._prepare(each)
 
-    def _fill(self, function: Any, cells: tuple[Any, ...]) -> None:
-        for own, other in zip(function.__closure__, cells, strict=True):
+    def _fill(self, function: Any, again: Any) -> None:
+        cells = zip(function.__closure__ or (), again.__closure__ or (), strict=True)
+        for own, other in cells:
             if (content := _content(own)) is not EMPTY:
                 other.cell_contents = copy.deepcopy(content, self._memo)
+        for name in ("__defaults__", "__kwdefaults__"):
+            setattr(again, name, copy.deepcopy(getattr(function, name), self._memo))
 
     def _copy_hooks(self, module: nn.Module) -> None:
         """Copy the hooks of parameters, which deepcopy drops."""
@@ -228,10 +234,26 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple | set):
-        return list(value)
+        return [each for each in value]  # list() would ask for a length of its own
     if isinstance(value, types.MethodType):
         return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
     return list(getattr(value, "__dict__", {}).values())
+
+
+def _defaults_of(function: types.FunctionType) -> list[Any]:
+    named = function.__kwdefaults__ or {}
+    return [*(function.__defaults__ or ()), *named.values()]
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether a function holds something of which a copy has another one, or it is
+    such a thing."""
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__) or any(map(_is_copied, _defaults_of(value)))
+    is_fixed = isinstance(value, type | types.ModuleType | types.BuiltinFunctionType)
+    return not is_fixed and hasattr(value, "__dict__")
 
 
 def _content(cell: Any) -> Any:

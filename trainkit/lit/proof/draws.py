@@ -25,6 +25,8 @@ _DROPOUTS = {
     torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
+_BACKWARD = {Tensor.backward, torch.autograd.backward}
+
 _BY_ROW = {
     torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like,
     torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
@@ -127,15 +129,14 @@ class Draws(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # in which forward passes may run again
+        if func in _BACKWARD:  # in which forward passes may run again
             with self:
                 return backward_in_modes(*args, **kwargs)
         if func in CHECKED:
             refuse_below_zero(func, args, kwargs)
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
-        if "dropout_p" in kwargs and kwargs["dropout_p"]:
-            self.has_dropout, kwargs = True, {**kwargs, "dropout_p": 0.0}
+        args, kwargs = self._attending(func, args, kwargs)
         if self._shared:
             self._refuse_writing(func, args)
         if self._widens:
@@ -171,6 +172,14 @@ class Draws(TorchFunctionMode):
         drops = given.get("training", given.get("train", True))
         self.has_dropout |= bool(drops) and given.get("p", 0.5) > 0
         return given["input"]
+
+    def _attending(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments without the dropout of attention."""
+        if func is F.scaled_dot_product_attention and any(args[4:5]):
+            self.has_dropout, args = True, (*args[:4], 0.0, *args[5:])
+        if kwargs.get("dropout_p"):
+            self.has_dropout, kwargs = True, {**kwargs, "dropout_p": 0.0}
+        return args, kwargs
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         found, now = func(*args, **kwargs), self._rows_now()

@@ -80,6 +80,11 @@ def measured(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     if unlike is not None and not unlike.is_off:
         return unlike
     found = _compared(subject, precisions)
+    if found.exact and (idle := _with_idle_alone(subject)) is not None:
+        with contextlib.suppress(Exception):  # by itself it may have no finite gradient
+            apart = _compared(idle, precisions)
+            if apart.is_off:
+                return apart
     if not doubt or not found.exact:
         return found
     if unlike is not None and unlike.notes:
@@ -116,6 +121,20 @@ def _unlike(
     return None, doubt
 
 
+def _with_idle_alone(subject: Subject) -> Subject | None:
+    """The subject with a part of one row that counts nothing by the run's strategy, as
+    an image without objects may; None if there is no such row, or no such part."""
+    if subject.is_split or not (subject.strategies and subject.has_batches):
+        return None
+    of, own = subject.all_rows, leading(subject.strategies)
+    counts = subject.rows.counts(of, [own.weight])[:, 0].tolist()
+    for row, count in zip(of, counts, strict=True):
+        if count == 0 and any(counts) and [row] not in subject.parts:
+            rest = [[each for each in p if each != row] for p in subject.parts]
+            return replace(subject, parts=[*filter(None, rest), [row]])
+    return None
+
+
 def _count_alike(subject: Subject) -> bool:
     """Whether these rows count alike by all that labels and masks may count."""
     rows, of = subject.rows, subject.all_rows
@@ -126,7 +145,7 @@ def _count_alike(subject: Subject) -> bool:
     places = [[of.index(row) for row in part] for part in subject.parts]
     shares = shares_of(counts, [places])[0]
     shares = shares if isinstance(own, Uniform) else shares[:, :-1]
-    return bool((shares - shares[:, :1]).abs().max() < 1e-6)
+    return shares.numel() > 0 and bool((shares - shares[:, :1]).abs().max() < 1e-6)
 
 
 def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:

@@ -319,9 +319,10 @@ class _Taker(Callback):
                 closure()
         taken = self._taken
         held = [each for group in optimizer.param_groups for each in group["params"]]
-        for each in held:
+        for place, each in enumerate(held):
             if each.grad is not None:
-                name = self._names.get(id(each), "a parameter of no module")
+                other = f"parameter {place} of the optimizer, which no module has"
+                name = self._names.get(id(each), other)
                 gradient = each.grad.detach()
                 if gradient.layout is not torch.strided:
                     gradient = gradient.to_dense()

@@ -219,7 +219,9 @@ def _fitting(subject: Subject, alone: Alone, most: float) -> list[_Fit]:
     if alone.loss:
         scales["square root"] = alone.losses / alone.loss
         scales["logarithm"] = (alone.losses - alone.loss).exp()
-    weights = {_Fit(SUM): ones, _Fit(UNIFORM): ones / len(ones)}
+    weights = {_Fit(UNIFORM): ones / len(ones)}
+    if int((torch.linalg.vector_norm(alone.parts, dim=1) > 0).sum()) > 1:
+        weights[_Fit(SUM)] = ones  # of a single part each mean over it is the sum, too
     for candidate, counts, total in _counted(subject):
         for function, scale in scales.items():
             weights[_Fit(candidate, function)] = counts / total * scale

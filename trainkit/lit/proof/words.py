@@ -26,13 +26,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     "unseen draws": (
         "randomness",
         "two steps over the same rows differ: it draws from Python's or NumPy's "
-        "generator, or from one of its own",
+        "generator, from one of its own, or within a function, as rrelu does",
         "draw with torch, one number for each row",
     ),
     "draws": (
         "randomness",
-        "it draws what rows of a batch share, so two windows of the same rows differ, "
-        "and so does the big batch",
+        "it draws numbers that are not laid out by row (rows come first), so two "
+        "windows of the same rows differ, and so does the big batch",
         "draw in the data set, or for each row by itself",
     ),
     # ---- micro-batches one after another ---------------------------------------------
