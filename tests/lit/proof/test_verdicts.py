@@ -264,9 +264,18 @@ def with_label_mask(rows: list[Any]) -> Any:
     return {**batch, "label_mask": ones, "segments": ones - 1}
 
 
+def with_real_mask(rows: list[Any]) -> Any:
+    return {
+        k: v.float() if "mask" in k else v for k, v in with_label_mask(rows).items()
+    }
+
+
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "a mask of labels": (lambda: Tokens(masked_by_label),
      lambda: tokens(4, rows=packed(), collate=with_label_mask), PerSample(),
+     "PerSample and PerToken look the same"),
+    "a mask of real numbers": (lambda: Tokens(masked_by_label),
+     lambda: tokens(4, rows=packed(), collate=with_real_mask), PerSample(),
      "PerSample and PerToken look the same"),
     "one length in one width": (lambda: Tokens(causes.shifted),
      lambda: tokens(4, rows=packed(), collate=padded_to_14), PerToken(),

@@ -318,6 +318,8 @@ class FewRows:
             for path, value in take_apart(self._batch)[0]
             if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
             if not (value.is_floating_point() or value.is_complex())
+            or "mask" in path.lower()
+            and _is_mask(value)
         ]
         named = str(getattr(self._strategy, "labels", None))
         last = fields[-1][0] if len(fields) > 1 or "1" in dict(fields) else None
