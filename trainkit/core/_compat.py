@@ -174,11 +174,9 @@ def backward_in_modes(
 ) -> None:
     """`loss.backward()` or `torch.autograd.backward(tensors, grad_tensors)`, in which
     function modes see forward passes that run again."""
-    several, given = (
-        _several(tensors),
-        gradient if grad_tensors is None else grad_tensors,
-    )
-    gradients = _several(given) or (None,) * len(several)
+    several = _several(tensors)
+    given = _several(gradient if grad_tensors is None else grad_tensors)
+    gradients = given or (None,) * len(several)
     torch.autograd.Variable._execution_engine.run_backward(
         several,
         tuple(

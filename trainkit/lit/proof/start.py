@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from trainkit.core.documents import documents_option, find_documents
-from trainkit.core.split.cutting import Limit
+from trainkit.core.split.cutting import Cutter, Limit
+from trainkit.core.terms import telling_lengths
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 from trainkit.lit.aside import logged_from
@@ -154,7 +155,8 @@ class ProofAtStart:
         windows, trainer = self._windows, self._trainer
         if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
             return True
-        options, cutter = windows.cut, windows.split.cutter
+        options = windows.cut
+        cutter = Cutter(options, telling_lengths(windows.strategies))  # has no memory
         with contextlib.suppress(TrainkitError):  # a hook may add what is missing
             layout = cutter.read(batch)
             if not windows.split.trims and options.collate is None:
