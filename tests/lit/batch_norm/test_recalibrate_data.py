@@ -19,6 +19,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     TensorDataset,
+    default_collate,
 )
 
 from tests.lit.batch_norm.fits import (
@@ -124,6 +125,29 @@ LOADERS: dict[str, Any] = {
     ),
     "of one's own, with a state": lambda: FromWhereItWas(0, FEW),
 }
+
+
+class Drawing(Notes):
+    """Draws more in each pass over the data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(1 + len(self.notes.recalibrated))
+        return super().training_step(batch, batch_idx)
+
+
+def noisy(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x + torch.randn_like(x), y
+
+
+def test_all_passes_see_the_same_rows_whatever_the_forward_pass_draws() -> None:
+    data = DataLoader(dataset(FEW), batch_size=4, collate_fn=noisy)
+    module = Drawing()
+    fit("recalibrate", module=module, data=data, max_epochs=1)
+    seen, number = module.notes.recalibrated, len(data)
+    assert len(seen) >= 3 * number
+    for place, x in enumerate(seen):
+        assert torch.equal(x, seen[place % number])
 
 
 @pytest.mark.parametrize("kind", LOADERS)
