@@ -6,11 +6,15 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.cli.training import SMALL
+from trainkit import TrainkitError
+from trainkit.cli.lengths import Lengths
 from trainkit.cli.main import main
 
 TINY = [*SMALL, "data.num_train=32"]
@@ -149,6 +153,20 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
     assert main(["train", *data, *plan, *few]) == 2
     assert "trainer.accumulate_grad_batches=5" in capsys.readouterr().err
     assert main(["train", *data, *plan, *few, "trainer.accumulate_grad_batches=5"]) == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (torch.arange(5), 1),
+        [torch.arange(5), torch.ones(())],
+        {"input_ids": torch.arange(5)[None]},
+    ],
+)
+def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
+    assert Lengths([{"input_ids": torch.arange(5)}], None)[0] == 5
+    with pytest.raises(TrainkitError, match="'input_ids' of row 0 has none"):
+        Lengths([row], None)[0]
 
 
 @pytest.mark.parametrize(

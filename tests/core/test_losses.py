@@ -21,6 +21,7 @@ from tests.core.common import (
     run_window,
 )
 from tests.helpers import NAIVE, gradients, ragged_sequences
+from tests.zoo.modules import hooked
 from trainkit import Accumulator, PerSample, PerToken, TokenLoss, TrainkitError, Uniform
 from trainkit.core.terms import leading, named_strategies
 
@@ -385,3 +386,14 @@ def test_second_derivatives_are_refused_and_never_left_out() -> None:
 def test_labels_of_another_shape_are_refused() -> None:
     with pytest.raises(TrainkitError, match=r"labels of shape \[4\]"):
         TokenLoss(nn.Linear(2, 3))(torch.zeros(5, 2), torch.zeros(4).long())
+
+
+def test_a_head_may_not_hold_what_trains_elsewhere() -> None:
+    """It would get no gradient of the head; the control has it as a parameter."""
+    forward = lambda self, x: F.linear(x, (self.held or [self.weight])[0])  # noqa: E731
+    head, labels = hooked(nn.Linear, forward=forward)(2, 3), torch.zeros(5).long()
+    head.held, states = [nn.Parameter(torch.ones(3, 2))], torch.ones(5, 2)
+    with pytest.raises(TrainkitError, match=r"TokenLoss head: .* shape \[3, 2\]"):
+        TokenLoss(head)(states, labels)
+    head.weight, head.held = head.held[0], None
+    TokenLoss(head)(states, labels).backward()

@@ -239,8 +239,15 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     (
         {},
         [{**ROWS[0], "token_type_ids": [0, 0, 1]}, ROWS[1]],
-        "fields of the first, received one without token_type_ids",
+        "fields of the first, received one that differs in token_type_ids",
     ),
+    (
+        {},
+        [ROWS[0], {**ROWS[1], "token_type_ids": [0, 0, 1]}],
+        "fields of the first, received one that differs in token_type_ids",
+    ),
+    ({}, [torch.ones(3, dtype=torch.uint8)], r"can be -100, .* received torch\.uint8"),
+    ({}, [{**ROWS[0], "labels": None}], "can be -100, .* received NoneType"),
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -150,6 +151,8 @@ def test_values_keep_their_form(old: Any, value: float, new: Any) -> None:
 
 
 def test_tensors_and_arrays_keep_their_type() -> None:
+    found = WeighNothing(y=0)({"y": np.bool_(True)})["y"]
+    assert (bool(found), type(found)) == (False, np.bool_)
     for old in (ARRAY, torch.from_numpy(ARRAY)):
         nothing = WeighNothing(y=-100)({"y": old})["y"]
         assert (nothing.tolist(), nothing.dtype) == ([-100] * 3, old.dtype)

@@ -41,6 +41,10 @@ def main(argv: list[str]) -> int:
     with aside(door) as folder:
         rows = _rows(*built("trainkit lengths", words, folder), options.dataset)
         found = list(_lengths(rows, options.field, options.workers))
+    if not found:
+        raise TrainkitError(
+            "trainkit lengths: the data set must have rows, and is empty."
+        )
     write_lengths(target, found)
     total = f"{sum(found):,} tokens, the longest row has {max(found):,}"
     print(f"trainkit | lengths: {target}, {len(found):,} rows, {total}")
@@ -117,7 +121,7 @@ class Lengths:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> int:
-        from trainkit.core.nested import describe, fields_of, lookup
+        from trainkit.core.nested import describe, fields_of, is_array, lookup
 
         row = self._rows[index]
         if self._field is not None:
@@ -125,6 +129,10 @@ class Lengths:
         else:
             fields = fields_of(row)
             value = row if fields is None else fields.get("input_ids")
+        shape = getattr(value, "shape", ())
+        are_fields = isinstance(value, list | tuple) and any(map(is_array, value))
+        if are_fields or len(shape) > 1:
+            value = None  # fields of a row, or a batch of one: no tokens
         try:
             return len(value)
         except TypeError:

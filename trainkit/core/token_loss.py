@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from trainkit.core.inside.cut import strangers_of
 from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -134,6 +135,8 @@ class _InChunks(torch.autograd.Function):
             total += found.detach()
             if not has_grad:
                 continue
+            if not start:
+                strangers_of([found], [states, *own], "TokenLoss head")
             sought = [states] * needs_hidden + own
             parts = list(torch.autograd.grad(found, sought, allow_unused=True))
             if of_hidden is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -102,7 +103,7 @@ def _replaced(name: str, old: Any, value: float) -> Any:
         )
     if isinstance(old, Tensor):
         return torch.full_like(old, value)
-    if isinstance(old, Number):
+    if isinstance(old, Number | np.generic):
         return type(old)(value)  # type: ignore[call-arg]
     array = old.copy()
     array.fill(value)

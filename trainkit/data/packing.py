@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.core.split.partition import first_fit
-from trainkit.data.padding import as_tensor
+from trainkit.data.padding import as_tensor, can_hold
 from trainkit.errors import TrainkitError
 
 
@@ -78,11 +78,11 @@ class PackCollate:
             )
         own = [len(each["input_ids"]) for each in documents]
         for each in documents:
-            if lacks := sorted(documents[0].keys() - each.keys()):
+            if lacks := sorted(documents[0].keys() ^ each.keys()):
                 raise TrainkitError(
                     f"PackCollate: every sample must have the fields of the first, "
-                    f"received one without {', '.join(lacks)}. Give it to all of them, "
-                    f"or to none."
+                    f"received one that differs in {', '.join(lacks)}. Give it to all "
+                    f"of them, or to none."
                 )
         tokens = [name for name in documents[0] if _have_tokens(name, documents)]
         for each in documents if "labels" in tokens else ():
@@ -123,7 +123,17 @@ class PackCollate:
                 f"PackCollate: input_ids must be a list of ids, and of one at least, "
                 f"received {ids!r}. Leave empty documents out of the data set."
             )
-        return {**document, "labels": document.get("labels", ids).clone()}
+        labels = document.get("labels", ids)
+        if not isinstance(labels, Tensor) or not can_hold(
+            labels.dtype, self.ignore_index
+        ):
+            kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+            raise TrainkitError(
+                f"PackCollate: labels (without them, input_ids) must be numbers that "
+                f"can be {self.ignore_index}, which is ignored, received {kind}. Give "
+                f"the data set labels of int64."
+            )
+        return {**document, "labels": labels.clone()}
 
     def _filler(
         self, like: Mapping[str, Any], tokens: Collection[str], length: int

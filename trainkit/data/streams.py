@@ -71,6 +71,7 @@ class ResumableStream:
         self._before: Any = _NOTHING  # the place before the last batch,
         self._after: Any = _NOTHING  # and after it
         self._is_loaded = False  # and nothing has been read since
+        self._is_over = False  # and nothing follows in the pass
         self._pass: Any = None
         self._warned: set[str] = set()
         self._is_litdata = is_litdata(loader)
@@ -124,6 +125,7 @@ class ResumableStream:
             # It resumes until a pass has ended, and Lightning lets none end.
             self.loader.restore = False
         self._pass = batches = iter(self.loader)
+        self._is_over = False
         if not self._is_loaded:
             self._note(_NOTHING)
         return self._read(batches)
@@ -142,6 +144,7 @@ class ResumableStream:
                     "loader of its own.",
                 )
         self._note(_NOTHING)
+        self._is_over = True
         if is_resumed and is_over and self._epoch != self._epoch_loaded:
             # The checkpoint is of an epoch's last batch, and this is the next epoch.
             yield from self
@@ -195,6 +198,19 @@ class ResumableStream:
         if self._is_litdata:  # whose dataset saves its own count of epochs
             self.loader.dataset.set_epoch(places[rank]["current_epoch"])
         self.loader.load_state_dict(copy.deepcopy(places[rank]))
+
+    def begin_epoch(self, epoch: int) -> bool:
+        """Tell which epoch begins, where a batch, or the end, may have been read ahead
+        as of another one; returns whether the stream must be iterated anew."""
+        is_read = self._last is not _NOTHING or self._is_over
+        if not epoch or self._epoch == epoch or not is_read:
+            return False
+        self.set_epoch(epoch)
+        if self._last is not _NOTHING:  # back to before that batch
+            self._last, self._pass, self._is_loaded = _NOTHING, None, True
+            self._epoch_loaded, self._after = epoch, self._before
+            self.loader.load_state_dict(copy.deepcopy(self._before))
+        return True
 
     def _note(self, batch: Any) -> None:
         """Note the loader's place; copied, since its state may be a live object."""

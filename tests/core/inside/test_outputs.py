@@ -109,6 +109,42 @@ def test_outputs_of_any_structure(kind: str, size: int) -> None:
     assert len(types) == 1
 
 
+class OfCalls(nn.Module):
+    """Returns the logits of all tokens one behind the other, or more than them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, how: Any = False) -> Any:
+        out = self.net(x)
+        flat = out.flatten(0, 1)
+        if how == "both":
+            return flat, out.exp()
+        return out if how else flat
+
+
+CALLS: list[tuple[int, Any]] = [
+    *[(width, False) for width in (5, 6, 7, 8, 9, 9, 5)],
+    *[(4, True), (4, "both"), (3, False), (6, "both"), (2, True), (3, "both")],
+]
+
+
+def test_calls_may_differ_in_width_and_in_flags() -> None:
+    """Each call is not looked at, so what one has found must serve the others."""
+    module, whole = OfCalls(), OfCalls()
+    with Chunked(module, size=2):
+        for width, how in CALLS:
+            x = torch.randn(5, width, 3, dtype=torch.float64)
+            for each in (module, whole):
+                out = each(x, how)
+                parts = out if isinstance(out, tuple) else (out,)
+                torch.stack([part.norm() for part in parts]).sum().backward()
+    for mine, wanted in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine.grad, wanted.grad, rtol=1e-12)  # type: ignore[arg-type]
+
+
 def test_detached_outputs_and_copies_of_arguments_have_no_gradient() -> None:
     def several(net: Any, x: Tensor) -> Any:
         out = net.plain(x)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
@@ -102,11 +103,14 @@ def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
-@pytest.mark.parametrize("name", ["Annealing", "StochasticWeightAveraging"])
+@pytest.mark.parametrize("name", ["Annealing", "StochasticWeightAveraging", "Sets"])
 def test_what_an_epochs_beginning_had_set_is_said(name: str, tmp_path: Path) -> None:
     annealing = type(name, (Dropping,), {"on_train_epoch_start": lambda self: None})
     how: dict[str, Any] = {"kind": annealing}
-    if name != "Annealing":
+    if name == "Sets":  # a callback
+        sets = type(name, (Callback,), {"on_train_epoch_start": lambda *_: None})
+        how = {"others": [sets()]}
+    elif name != "Annealing":
         averages = StochasticWeightAveraging(0.01, swa_epoch_start=1)
         how = {"others": [averages], "max_epochs": 3}
     with pytest.warns(UserWarning, match=rf"within epoch 0, .* what {name} sets there"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import cycle
 from typing import Any
 
@@ -345,6 +345,27 @@ def test_optimizer_and_strategy_are_as_before_afterwards(how: str) -> None:
     assert not kept[0]._optimizer_step_pre_hooks
     assert not kept[0]._optimizer_step_post_hooks
     assert "training_step" not in vars(fitted.strategy)
+
+
+def every(self: Any) -> Any:
+    """A rate that falls by a half every so many steps, as it says."""
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
+@pytest.mark.parametrize(("window", "moves"), [(1, 6), (2, 6), (3, 2), (4, 3)])
+def test_a_frequency_that_counts_batches_is_said(window: int, moves: int) -> None:
+    """Of twelve micro-batches; the big batch's rate would move every second step."""
+    module, ours = on_front("callback")
+    module.__class__ = hooked(type(module), configure_optimizers=every)
+    each: Any = trainer(window, callbacks=ours, max_epochs=1, limit_train_batches=12)
+    is_other = moves != 12 // window // 2
+    text = rf"moves every 1 optimizer step. .* write frequency={2 * window}\."
+    with pytest.warns(UserWarning, match=text) if is_other else nullcontext():
+        each.fit(module, ragged([1] * 12))
+    rate = each.optimizers[0].param_groups[0]["lr"]
+    assert rate == pytest.approx(0.1 * 0.5**moves)
 
 
 def in_full(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import Node, strangers_of
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.outputs import Joint, Plan, are_close
+from trainkit.core.inside.outputs import Joint, Plan, are_close, fitted
 from trainkit.core.inside.rows import COLUMNS, Arguments, Axes, Chunk
 from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build, are_equal, with_tensors
@@ -32,13 +32,14 @@ class Call:
         is_checked: whether its two passes are compared.
 
     Attributes:
+        plan: how outputs are joined, of so many entries a row as this call has.
         name: of the module, for messages.
         build: makes the output of its leaves.
         chunks: in which its rows have run.
     """
 
     def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
-        self._moment, self._plan, self._is_checked = moment, plan, is_checked
+        self._moment, self.plan, self._is_checked = moment, plan, is_checked
         self._arguments, self.name = moment.arguments, moment.name
         self._values = list[Any](moment.arguments.values)
         moment.arguments.values = []  # they are held once
@@ -86,10 +87,10 @@ class Call:
 
     def _run(self, values: list[Any], begun: States, *, has_graph: bool) -> list[Any]:
         arguments = self._arguments
-        joined = Joined(self._plan, arguments, self.name)
+        joined = Joined(self.plan, arguments, self.name)
         self.chunks = arguments.chunks(self._moment.sizes)
         self._kept = self._first = None
-        self._has_gradient = [False] * len(self._plan)
+        self._has_gradient = [False] * len(self.plan)
         for number, chunk in enumerate(self.chunks):
             chunk.states = States(self._arguments.devices) if number else begun
             if has_graph and chunk is self.chunks[-1]:
@@ -98,6 +99,8 @@ class Call:
                 outputs = self._outputs(chunk, arguments.of(chunk, values))
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
+            if not number:
+                self.plan = joined.plan = fitted(self.plan, chunk, outputs)
             joined.add(chunk, outputs)
         self._draws = not begun.are(States(self._arguments.devices))
         return joined.values
@@ -146,11 +149,11 @@ class Call:
         values, shadows = list(self._values), self._moment.shadows
         for place, tensor in zip(self._given, saved, strict=True):
             values[place] = tensor
-        gradients: list[Tensor | None] = [None] * len(self._plan)
+        gradients: list[Tensor | None] = [None] * len(self.plan)
         for place, gradient in zip(self._returned, given, strict=True):
             gradients[place] = gradient
         if self._arguments.width:
-            refuse_padding(gradients, self._plan, self.chunks, self.name)
+            refuse_padding(gradients, self.plan, self.chunks, self.name)
         try:
             with self._moment.again(), shadows.in_place():
                 found = self._gradients(values, gradients)
@@ -190,7 +193,7 @@ class Call:
         roots, leaves = self._again(chunk, values) if graph is None else graph
         outputs, given = [], []
         for output, joint, gradient, is_expected in zip(
-            roots, self._plan, gradients, self._has_gradient, strict=True
+            roots, self.plan, gradients, self._has_gradient, strict=True
         ):
             if not (isinstance(output, Tensor) and output.requires_grad):
                 continue
@@ -260,23 +263,24 @@ class Joined:
         name: of the module, for messages.
 
     Attributes:
+        plan: the same.
         values: the leaves; complete when each chunk was added.
     """
 
     def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
-        self._plan, self._arguments, self._name = plan, arguments, name
+        self.plan, self._arguments, self._name = plan, arguments, name
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """Write a chunk's outputs to their place."""
-        if len(outputs) != len(self._plan):
+        if len(outputs) != len(self.plan):
             raise TrainkitError(
                 f"{self._name}: the number of its outputs depends on the rows: "
-                f"{len(self._plan)} before, {len(outputs)} now. Name a module within "
+                f"{len(self.plan)} before, {len(outputs)} now. Name a module within "
                 f"it, or around it."
             )
         self.values = self.values or [None] * len(outputs)
-        for index, (joint, value) in enumerate(zip(self._plan, outputs, strict=True)):
+        for index, (joint, value) in enumerate(zip(self.plan, outputs, strict=True)):
             if not joint.axes:
                 self._add_same(index, joint, value, is_first=chunk.start == 0)
                 continue

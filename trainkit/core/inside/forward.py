@@ -98,7 +98,7 @@ class ChunkedForward(Cut):
         call = Call(moment, plan, is_checked=is_checked)
         leaves = call.leaves()
         if isinstance(arguments, Sorted):
-            leaves = arguments.restored(leaves, plan)
+            leaves = arguments.restored(leaves, call.plan)
         assert call.build is not None
         return call.build(iter(leaves))
 
@@ -126,10 +126,7 @@ class ChunkedForward(Cut):
             torch.is_grad_enabled(),
             *[x for x in moment.settings.values() if type(x) in FLAGS],
             *map(id, moment.parameters),
-            *[
-                (path, axes, value.ndim if isinstance(value, Tensor) else type(value))
-                for path, value, axes in values
-            ],
+            *[(path, axes, _kind(value)) for path, value, axes in values],
             arguments.by,
         )
         plan, before = self._kinds.get(key, (None, 0))
@@ -144,6 +141,13 @@ class ChunkedForward(Cut):
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
         return {**super().__getstate__(), "_kinds": {}, "is_copy": True}
+
+
+def _kind(value: Any) -> Any:
+    """What calls of one kind have in common of an argument: of a flag its value."""
+    if isinstance(value, Tensor):
+        return value.ndim
+    return value if type(value) in FLAGS else type(value)
 
 
 class Chunked(InPlaceOf):

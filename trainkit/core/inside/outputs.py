@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.rows import COLUMNS, ROWS, Axes, Axis
+from trainkit.core.inside.rows import COLUMNS, ROWS, Axes, Axis, Chunk
 from trainkit.core.nested import are_equal, is_dense
 from trainkit.errors import TrainkitError
 
@@ -100,6 +100,20 @@ def _joint(
         f"the size of {name} does not follow the number of rows: {list(value.shape)} "
         f"for {both[ROWS][0]} rows, {list(other.shape)} for {both[ROWS][1]}"
     )
+
+
+def fitted(plan: Plan, chunk: Chunk, outputs: Sequence[Any]) -> Plan:
+    """A plan for as many entries of each row as a chunk's outputs have: logits of
+    tokens that stand one behind the other have another number in each call."""
+    found = list(plan)
+    for place, (joint, value) in enumerate(zip(plan, outputs, strict=False)):
+        if len(joint.axes) == 1 and isinstance(value, Tensor):
+            dim, unit, _ = joint.axes[0]
+            start, stop = chunk.spans[unit]
+            if dim < value.ndim and value.shape[dim] % (stop - start) == 0:
+                axis = Axis(dim, unit, value.shape[dim] // (stop - start))
+                found[place] = Joint(joint.path, (axis,))
+    return found
 
 
 def differing(value: Tensor, other: Tensor) -> list[int]:

@@ -73,6 +73,11 @@ def restore_loaders(trainer: Any) -> None:
     if loop.restarting and loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+    loaders = loop._combined_loader.flattened
+    streams = [each for each in loaders if isinstance(each, ResumableStream)]
+    # Lightning has begun to read before it tells the epoch.
+    if any([each.begin_epoch(trainer.current_epoch) for each in streams]):
+        iter(loop._data_fetcher)
     tell_streams(trainer)
 
 

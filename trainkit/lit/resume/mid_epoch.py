@@ -9,6 +9,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_leaves
 
 from trainkit.data.streams import ResumableStream, is_litdata
+from trainkit.lit._compat import has_own
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.resume._compat import (
     count_batches,
@@ -17,8 +18,6 @@ from trainkit.lit.resume._compat import (
     restore_loaders,
     tell_streams,
 )
-
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def resume(trainer: Any, pl_module: Any) -> None:
@@ -69,11 +68,14 @@ def begin_batch(trainer: Any, pl_module: Any) -> None:
 
 
 def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
-    name = "StochasticWeightAveraging"
-    missed = [each for each in trainer.callbacks if has_callback([each], name)]
-    hook = type(pl_module).on_train_epoch_start
-    if not hook.__module__.startswith(_LIGHTNING):
-        missed.append(pl_module)
+    hook, name = "on_train_epoch_start", "StochasticWeightAveraging"
+    missed = [
+        each
+        for each in (*trainer.callbacks, pl_module)
+        if has_callback([each], name)
+        or has_own(each, hook)
+        and not type(each).__module__.startswith("trainkit.")
+    ]
     if missed:
         names = " and ".join(type(each).__name__ for each in missed)
         warnings.warn(

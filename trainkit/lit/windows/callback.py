@@ -126,6 +126,7 @@ class WindowCallback(WindowOwner):
             refusals.refuse_other_windows(trainer, num_expected)
         refusals.refuse_no_optimizer(trainer)
         refusals.announce_short_epoch(trainer)
+        refusals.announce_frequency(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             self._accumulate(index, optimizer, trainer)
         if pl_module.automatic_optimization:

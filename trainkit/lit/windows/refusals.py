@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -295,6 +296,21 @@ def announce_short_epoch(trainer: Any) -> None:
             f"epochs longer.",
             stacklevel=2,
         )
+
+
+def announce_frequency(trainer: Any) -> None:
+    """Warn of a scheduler that moves at other steps than the big batch's would."""
+    size = int(trainer.accumulate_grad_batches)
+    for config in trainer.lr_scheduler_configs if trainer.is_global_zero else ():
+        steps = math.lcm(size, config.frequency) // size
+        if config.interval == "step" and steps != config.frequency:
+            warnings.warn(
+                f"lr_scheduler frequency={config.frequency}: Lightning counts loader "
+                f"batches, so in windows of {size} it moves every {steps} optimizer "
+                f"step{'s' * (steps > 1)}. For every {config.frequency} steps write "
+                f"frequency={size * config.frequency}.",
+                stacklevel=2,
+            )
 
 
 def announce_undivided_step(index: int) -> None:
