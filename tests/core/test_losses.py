@@ -391,7 +391,8 @@ def test_labels_of_another_shape_are_refused() -> None:
 def test_a_head_may_not_hold_what_trains_elsewhere() -> None:
     """It would get no gradient of the head; the control has it as a parameter."""
     forward = lambda self, x: F.linear(x, (self.held or [self.weight])[0])  # noqa: E731
-    head, labels = hooked(nn.Linear, forward=forward)(2, 3), torch.zeros(5).long()
+    head: Any = hooked(nn.Linear, forward=forward)(2, 3)
+    labels = torch.zeros(5).long()
     head.held, states = [nn.Parameter(torch.ones(3, 2))], torch.ones(5, 2)
     with pytest.raises(TrainkitError, match=r"TokenLoss head: .* shape \[3, 2\]"):
         TokenLoss(head)(states, labels)

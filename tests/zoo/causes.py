@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 VOCABULARY, WIDTH = 13, 8
@@ -253,6 +254,30 @@ class Images(Base):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(self, self.net(batch[0]), batch)
+
+
+class Dropping(nn.Module):
+    """Attends with dropout, whose place in the call names it, and computes anew in the
+    backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def attend(self, x: Any) -> Any:
+        maps = self.conv(x)
+        rows = F.dropout(maps.flatten(2), 0.2, self.training)
+        found = F.scaled_dot_product_attention(rows, rows, rows, None, 0.3)
+        return found.view_as(maps)
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.attend, x, use_reentrant=False)
+
+
+def dropping(loss: Any) -> Any:
+    module = Images(loss)
+    module.net = nn.Sequential(Dropping())
+    return module
 
 
 def classified(module: Any, maps: Tensor, batch: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from tests.lit.proof.starting import fit, images, said, tokens
-from tests.zoo import causes
+from tests.zoo import causes, wrongs
 from tests.zoo.causes import Images, Tokens
 from tests.zoo.modules import Stream
 from trainkit import MicroBatching, PerSample, PerToken, TrainkitError
@@ -78,27 +78,10 @@ def test_a_row_that_weighs_nothing_may_be_alone_in_a_micro_batch() -> None:
     assert torch.isclose(whole, parts[0] / 3 + parts[1] * 2 / 3)
 
 
-class Outside(Images):
-    """Two parameters that no module has, of which one is trained on the worst row."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__(causes.classified)
-        self.scales = [nn.Parameter(torch.ones(())) for _ in order]
-        self.order = order
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        sizes, loss = batch[0].mean((1, 2, 3)), super().training_step(batch, batch_idx)
-        return loss + self.scales[0] * sizes.mean() + self.scales[1] * sizes.max()
-
-    def configure_optimizers(self) -> Any:
-        own = [self.scales[each] for each in self.order]
-        return torch.optim.SGD([*self.parameters(), *own], lr=0.1)
-
-
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_parameters_of_no_module_are_all_compared(order: list[int]) -> None:
     with pytest.raises(TrainkitError, match="not the big batch"):
-        fit(Outside(order), images(4), PerSample(), proof="require")
+        fit(wrongs.Outside(order), images(4), PerSample(), proof="require")
 
 
 class Sampling(Images):

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests.helpers import pad, ragged_sequences
@@ -77,30 +75,6 @@ class ByProperty(AccumulationMixin, Tokens):
         return PerToken()
 
 
-class Dropping(nn.Module):
-    """Attends with dropout, whose place in the call names it, and computes anew in the
-    backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-
-    def attend(self, x: Any) -> Any:
-        maps = self.conv(x)
-        rows = F.dropout(maps.flatten(2), 0.2, self.training)
-        found = F.scaled_dot_product_attention(rows, rows, rows, None, 0.3)
-        return found.view_as(maps)
-
-    def forward(self, x: Any) -> Any:
-        return checkpoint(self.attend, x, use_reentrant=False)
-
-
-def dropping(loss: Any) -> Any:
-    module = Images(loss)
-    module.net = nn.Sequential(Dropping())
-    return module
-
-
 EXACT: dict[str, tuple[Any, ...]] = {
     "tokens": (Tokens, tokens, PerToken()),
     "in few rows": (Tokens, lambda: tokens(2), PerToken()),
@@ -139,8 +113,9 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
     "by a property": (ByProperty, tokens),
-    "dropout by place": (lambda: dropping(causes.classified), images, PerSample()),
-    "inner cut, computed anew": (lambda: dropping(causes.nt_xent), images, None,
+    "dropout by place": (lambda: causes.dropping(causes.classified), images,
+     PerSample()),
+    "inner cut, computed anew": (lambda: causes.dropping(causes.nt_xent), images, None,
      INSIDE),
     "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
     "found inner cut": (lambda: Images(causes.nt_xent), images, None,
