@@ -91,6 +91,30 @@ def test_scheduler_by_metric_moves_without_a_run_checkpoint(
     assert unlike(whole, found) == []
 
 
+class Ends(Dropping):
+    def on_train_epoch_end(self) -> None:
+        self.log("ended", float(self.current_epoch))
+
+
+def test_an_epoch_of_one_batch_ends_whole_before_a_run_is_saved(tmp_path: Path) -> None:
+    """`EarlyStopping` counts it, and the module's hook and row are there."""
+    how: dict[str, Any] = {"kind": Ends, "limit_train_batches": 1, "max_epochs": 6}
+    how |= {"val_check_interval": 1.0, "accumulate_grad_batches": 1}
+    runs = []
+    for name, kills in (("whole", []), ("run", [ask("on_train_batch_start", 1)])):
+        kept = ModelCheckpoint(tmp_path / name / "kept", save_top_k=-1)
+        others = [EarlyStopping("ended", patience=3), kept]
+        runs.append(interrupted(tmp_path / name, *kills, others=others, **how))
+        assert others[0].stopped_epoch == 3
+    assert unlike(*runs) == []
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    files = [
+        sorted(each.name for each in tmp_path.glob(f"{n}/kept/*"))
+        for n in ("run", "whole")
+    ]
+    assert files[0] == files[1]
+
+
 def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None:
     """It sets the size in `on_train_epoch_start` alone."""
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import follows_validation, steps_by_metric
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.resume._compat import (
     end_restart,
     is_ending,
@@ -78,8 +79,13 @@ class BetweenSteps(Callback):
             self.between_steps(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._has_been:
-            self.between_steps(trainer, pl_module)
+        # Lightning calls a checkpoint's behind those of the module and `EarlyStopping`,
+        # which the others of ours wait for, too.
+        saver = find_callback(trainer, RunCheckpoint)
+        ours = [c for c in trainer.callbacks if isinstance(c, BetweenSteps)]
+        for each in [self] if saver is None else ours if saver is self else []:
+            if not each._has_been:
+                each.between_steps(trainer, pl_module)
 
 
 class RunCheckpoint(BetweenSteps, ModelCheckpoint):
