@@ -164,7 +164,9 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
     ],
 )
 def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
-    assert Lengths([{"input_ids": torch.arange(5)}], None)[0] == 5
+    for tokens in ({"input_ids": torch.arange(5)}, torch.ones(5, 80), [1, 2, 3, 4, 5]):
+        assert Lengths([tokens], None)[0] == 5
+    assert Lengths([{"frames": torch.ones(5, 80)}], "frames")[0] == 5
     with pytest.raises(TrainkitError, match="'input_ids' of row 0 has none"):
         Lengths([row], None)[0]
 

@@ -124,15 +124,16 @@ class Lengths:
         from trainkit.core.nested import describe, fields_of, is_array, lookup
 
         row = self._rows[index]
+        fields = fields_of(row)
         if self._field is not None:
             value: Any = lookup(row, self._field)
+        elif fields is not None:
+            value = fields.get("input_ids")
+            if len(getattr(value, "shape", ())) > 1:
+                value = None  # a batch of one row
         else:
-            fields = fields_of(row)
-            value = row if fields is None else fields.get("input_ids")
-        shape = getattr(value, "shape", ())
-        are_fields = isinstance(value, list | tuple) and any(map(is_array, value))
-        if are_fields or len(shape) > 1:
-            value = None  # fields of a row, or a batch of one: no tokens
+            are_fields = isinstance(row, list | tuple) and any(map(is_array, row))
+            value = None if are_fields else row
         try:
             return len(value)
         except TypeError:

@@ -110,35 +110,31 @@ def test_outputs_of_any_structure(kind: str, size: int) -> None:
 
 
 class OfCalls(nn.Module):
-    """Returns the logits of all tokens one behind the other, or more than them."""
+    """Returns the logits of all tokens one behind the other, and more if asked."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(3, 2).double()
 
-    def forward(self, x: Tensor, how: Any = False) -> Any:
+    def forward(self, x: Tensor, both: bool, attention_mask: Tensor) -> Any:
         out = self.net(x)
         flat = out.flatten(0, 1)
-        if how == "both":
-            return flat, out.exp()
-        return out if how else flat
+        return (flat, out.exp()) if both else flat
 
 
-CALLS: list[tuple[int, Any]] = [
-    *[(width, False) for width in (5, 6, 7, 8, 9, 9, 5)],
-    *[(4, True), (4, "both"), (3, False), (6, "both"), (2, True), (3, "both")],
-]
+CALLS = [*[(w, False) for w in (5, 6, 7, 8, 9, 9, 5)], *[(4, True), (3, False)] * 3]
 
 
-def test_calls_may_differ_in_width_and_in_flags() -> None:
-    """Each call is not looked at, so what one has found must serve the others."""
+@pytest.mark.parametrize("limit", [{"size": 2}, {"tokens": 20}])
+def test_calls_may_differ_in_width_and_in_flags(limit: dict[str, int]) -> None:
+    """Not every call is looked at: what one has shown must serve the others."""
     module, whole = OfCalls(), OfCalls()
-    with Chunked(module, size=2):
-        for width, how in CALLS:
+    with Chunked(module, **limit):  # type: ignore[arg-type]
+        for width, both in CALLS:
             x = torch.randn(5, width, 3, dtype=torch.float64)
             for each in (module, whole):
-                out = each(x, how)
+                out = each(x, both, attention_mask=torch.ones(5, width))
                 parts = out if isinstance(out, tuple) else (out,)
                 torch.stack([part.norm() for part in parts]).sum().backward()
     for mine, wanted in zip(module.parameters(), whole.parameters(), strict=True):

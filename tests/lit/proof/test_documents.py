@@ -277,6 +277,8 @@ FILLED: Any = [
 READY: dict[str, tuple[Any, Any, MicroBatching | None]] = {
     "one batch each": (PACKS, lambda rows: rows[0], None),
     "one batch each, cut": (PACKS, lambda rows: rows[0], MicroBatching(size=1)),
+    "one batch each, too few to cut": (PACKS, lambda rows: rows[0],
+     MicroBatching(tokens=10_000)),
     "taken apart": (FILLED, default_collate,
      MicroBatching(size=2, documents="position_ids")),
 }  # fmt: skip

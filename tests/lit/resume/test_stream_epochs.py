@@ -20,9 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty")
 
 
 class Ordered(IterableDataset[Any]):
-    """Numbers in the order of an epoch, and a place that a state holds."""
+    """Numbers in the order of an epoch, and a place that a state holds. Where that is
+    the end, nothing follows in the pass that goes on, as of a Hugging Face stream."""
 
     epoch = place = 0
+    goes_on = False
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -30,16 +32,16 @@ class Ordered(IterableDataset[Any]):
     def __iter__(self) -> Any:
         draw = torch.Generator().manual_seed(self.epoch)
         order = torch.randperm(8, generator=draw).double()
+        self.place, self.goes_on = self.place if self.goes_on else 0, False
         while self.place < 8:
             self.place += 1
             yield order[self.place - 1]
-        self.place = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        self.place, self.goes_on = state["place"], True
 
 
 class Line(AccumulationMixin, pl.LightningModule):

@@ -348,17 +348,24 @@ def test_optimizer_and_strategy_are_as_before_afterwards(how: str) -> None:
 
 
 def every(self: Any) -> Any:
-    """A rate that falls by a half every so many steps, as it says."""
+    """A rate that falls by a half every second step, as it says."""
     optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+    how = {"interval": "step", "frequency": self.frequency}
+    return [optimizer], [{"scheduler": scheduler, **how}]
 
 
-@pytest.mark.parametrize(("window", "moves"), [(1, 6), (2, 6), (3, 2), (4, 3)])
-def test_a_frequency_that_counts_batches_is_said(window: int, moves: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "moves", "frequency"),
+    [(1, 6, 2), (2, 6, 2), (3, 2, 2), (4, 3, 2), (1, 6, 2.0)],
+)
+def test_a_frequency_that_counts_batches_is_said(
+    window: int, moves: int, frequency: float
+) -> None:
     """Of twelve micro-batches; the big batch's rate would move every second step."""
     module, ours = on_front("callback")
-    module.__class__ = hooked(type(module), configure_optimizers=every)
+    own = {"configure_optimizers": every, "frequency": frequency}
+    module.__class__ = hooked(type(module), **own)
     each: Any = trainer(window, callbacks=ours, max_epochs=1, limit_train_batches=12)
     is_other = moves != 12 // window // 2
     text = rf"moves every 1 optimizer step. .* write frequency={2 * window}\."

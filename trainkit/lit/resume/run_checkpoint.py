@@ -79,11 +79,13 @@ class BetweenSteps(Callback):
             self.between_steps(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        # Lightning calls a checkpoint's behind those of the module and `EarlyStopping`,
-        # which the others of ours wait for, too.
-        saver = find_callback(trainer, RunCheckpoint)
-        ours = [c for c in trainer.callbacks if isinstance(c, BetweenSteps)]
-        for each in [self] if saver is None else ours if saver is self else []:
+        # Lightning calls this hook of a RunCheckpoint when those of the module and of
+        # `EarlyStopping` are over. So it calls the others of ours, too.
+        saver, ours = find_callback(trainer, RunCheckpoint), [self]
+        if saver is not None:
+            all_of_ours = [c for c in trainer.callbacks if isinstance(c, BetweenSteps)]
+            ours = all_of_ours if saver is self else []
+        for each in ours:
             if not each._has_been:
                 each.between_steps(trainer, pl_module)
 

@@ -302,8 +302,10 @@ def announce_frequency(trainer: Any) -> None:
     """Warn of a scheduler that moves at other steps than the big batch's would."""
     size = int(trainer.accumulate_grad_batches)
     for config in trainer.lr_scheduler_configs if trainer.is_global_zero else ():
+        if config.interval != "step" or not isinstance(config.frequency, int):
+            continue
         steps = math.lcm(size, config.frequency) // size
-        if config.interval == "step" and steps != config.frequency:
+        if steps != config.frequency:
             warnings.warn(
                 f"lr_scheduler frequency={config.frequency}: Lightning counts loader "
                 f"batches, so in windows of {size} it moves every {steps} optimizer "
