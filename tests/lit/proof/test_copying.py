@@ -177,6 +177,17 @@ def test_a_shared_parameter_is_never_written(
     assert said(capsys).startswith("exact on")
 
 
+@pytest.mark.filterwarnings("ignore:proof. a window of this training")
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_a_frozen_parameter_keeps_its_dtype(precision: Any, monkeypatch: Any) -> None:
+    """A rehearsal in float32 or float64 turns the copy's, and not the run's own."""
+    monkeypatch.setattr(copying, "LARGE", 10)
+    module = Following(lambda weight: None)
+    was_off = PerSample()  # is measured again in float64
+    fit(module, tokens(), was_off, precision=precision, limit_train_batches=2)
+    assert {p.dtype for p in module.parameters()} == {module.head.weight.dtype}
+
+
 def test_moved_weights_are_alike_in_each_copy() -> None:
     module = Rich()
     nn.init.zeros_(module.head.bias)

@@ -62,13 +62,22 @@ class Copies:
         trainer: to which the module is attached.
         module: is copied.
         shares: whether large frozen parameters are shared.
+        dtype: that of the rehearsal, which writes all else into the copy; what has
+            another one is copied.
 
     Attributes:
         module: the copy.
         shared: the shared parameters, by the address of their memory.
     """
 
-    def __init__(self, trainer: Any, module: nn.Module, *, shares: bool = True) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        module: nn.Module,
+        *,
+        shares: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         _refuse(module)
         self.shared: dict[int, str] = {}
         self._memo: dict[int, Any] = {}
@@ -76,7 +85,9 @@ class Copies:
         self._functions: list[tuple[Any, Any]] = []
         compiled = self._leave_out(trainer, module)
         for name, parameter in module.named_parameters():
-            if shares and not parameter.requires_grad and parameter.numel() > LARGE:
+            stays = parameter.dtype == dtype or not parameter.is_floating_point()
+            is_large = not parameter.requires_grad and parameter.numel() > LARGE
+            if shares and stays and is_large:
                 self._memo[id(parameter)] = parameter
                 self.shared[parameter.untyped_storage().data_ptr()] = name
         for each in module.modules():

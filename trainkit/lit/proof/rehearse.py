@@ -134,7 +134,8 @@ class Rehearsal:
     ) -> Taken:
         live, has_driver = windows_of(self.trainer), bool(strategies or options)
         with contextlib.nullcontext() if live is None else live.bare():
-            copies = Copies(self.trainer, self.module, shares=self.shares)
+            how = {"shares": self.shares, "dtype": self.dtype}
+            copies = Copies(self.trainer, self.module, **how)
             callbacks = self._callbacks(copies, has_driver=has_driver)
         module = copies.module
         self._prepare(module, has_driver=has_driver)
