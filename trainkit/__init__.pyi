@@ -19,7 +19,6 @@ from .core.tape.forward import exact_batch_norm as exact_batch_norm
 from .core.token_loss import TokenLoss as TokenLoss
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
-from .data.length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .data.length_sampler import TokenBudgetSampler as TokenBudgetSampler
 from .data.packing import PackCollate as PackCollate
 from .data.padding import PadCollate as PadCollate

@@ -1,7 +1,7 @@
-"""Small data whose last batch is smaller: three remedies, on scikit-learn's diabetes.
+"""Small data whose last batch is smaller, on scikit-learn's diabetes.
 
     trainkit train experiment=ragged_regression
-    trainkit train -m experiment=ragged_regression data.last=weight,pad,drop
+    trainkit train -m experiment=ragged_regression data.drop_last=false,true
     python -m recipes.ragged_regression.compare    # the table and picture of README.md
 
 346 rows in batches of 8 end with a batch of 2. It is part of a full window of four,
@@ -12,18 +12,16 @@ batches have different results.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from trainkit import (
     AccumulationMixin,
     PerSample,
     ResumableLoader,
-    WeighNothing,
 )
 
 Batch = dict[str, Tensor]
@@ -32,8 +30,8 @@ Batch = dict[str, Tensor]
 
 
 def read_rows(seed: int) -> list[Batch]:
-    """All 442 patients, shuffled by seed: 10 features, the progress of the disease, and
-    the weight of the row. Features and target have mean 0 and deviation 1."""
+    """All 442 patients, shuffled by seed: 10 features and the progress of the disease,
+    each with mean 0 and deviation 1."""
     features, target = load_diabetes(return_X_y=True, scaled=False)
     table = torch.tensor(features, dtype=torch.float32)
     target = torch.tensor(target, dtype=torch.float32)
@@ -41,10 +39,7 @@ def read_rows(seed: int) -> list[Batch]:
         (each - each.mean(0)) / each.std(0, correction=0) for each in (table, target)
     )
     order = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed))
-    return [
-        {"x": table[i], "y": target[i], "weight": torch.tensor(1.0)}
-        for i in order.tolist()
-    ]
+    return [{"x": table[i], "y": target[i]} for i in order.tolist()]
 
 
 class Diabetes(LightningDataModule):
@@ -52,8 +47,7 @@ class Diabetes(LightningDataModule):
 
     Args:
         batch_size: patients in a micro-batch.
-        last: what happens to a last batch that is not full: "weight" (it weighs less),
-            "pad" (with rows of weight 0) or "drop".
+        drop_last: leave out a last batch that is not full. If not, it weighs less.
         num_train: patients to train on; the rest validates.
         num_val: patients to validate on, at most.
         seed: of the split and of the order of each epoch.
@@ -64,7 +58,7 @@ class Diabetes(LightningDataModule):
         self,
         *,
         batch_size: int = 8,
-        last: str = "weight",
+        drop_last: bool = False,
         num_train: int = 346,
         num_val: int = 96,
         seed: int = 0,
@@ -72,7 +66,7 @@ class Diabetes(LightningDataModule):
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self.last: Any = last
+        self.drop_last = drop_last
         self.num_train = num_train
         self.num_val = num_val
         self.seed = seed
@@ -92,8 +86,7 @@ class Diabetes(LightningDataModule):
             batch_size=self.batch_size,
             shuffle=True,
             seed=self.seed,
-            last=self.last,
-            weigh_nothing=WeighNothing(weight=0.0),
+            drop_last=self.drop_last,
             num_workers=self.num_workers,
         )
 
@@ -105,7 +98,7 @@ class Diabetes(LightningDataModule):
 
 
 class Regression(AccumulationMixin, LightningModule):
-    """A perceptron of one hidden layer, trained on a weighted mean of squared errors.
+    """A perceptron of one hidden layer, trained on a mean of squared errors.
 
     Args:
         width: of the hidden layer.
@@ -113,22 +106,21 @@ class Regression(AccumulationMixin, LightningModule):
 
     def __init__(self, *, width: int = 32) -> None:
         super().__init__()
-        self.accumulation = PerSample(mask="weight")  # what the loss divides by
+        self.accumulation = PerSample()  # what the loss divides by
         self.net = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 1))
 
     def forward(self, features: Tensor) -> Tensor:
         return self.net(features).squeeze(-1)
 
     def loss(self, batch: Batch) -> Tensor:
-        squared = (self(batch["x"]) - batch["y"]).square()
-        return (batch["weight"] * squared).sum() / batch["weight"].sum()
+        return mse_loss(self(batch["x"]), batch["y"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.loss(batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss = self.loss(batch)
-        self.log_exact("val/loss", loss, weight=batch["weight"].sum(), prog_bar=True)
+        self.log_exact("val/loss", loss, batch, prog_bar=True)
 
 
 if __name__ == "__main__":

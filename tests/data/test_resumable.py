@@ -24,7 +24,6 @@ from tests.helpers import TokenModule, pad, ragged_sequences, trainer, weights
 from tests.zoo.modules import Stream
 from trainkit import (
     AccumulationCallback,
-    LengthGroupedSampler,
     PadCollate,
     PerToken,
     ResumableLoader,
@@ -54,9 +53,6 @@ class Rows(Dataset[int]):
 LENGTHS = [1 + row * 7 % 11 for row in range(NUM_ROWS)]
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "token budget": lambda **how: TokenBudgetSampler(LENGTHS, tokens=24, **how),
-    "length grouped": lambda **how: LengthGroupedSampler(
-        LENGTHS, batch_size=4, pool=3, **how
-    ),
 }
 KINDS = ["rows", *SAMPLERS]
 
@@ -228,9 +224,8 @@ def test_ranks_share_rows_and_leave_out_those_that_are_too_few_with_a_word() -> 
         ("rows", {"shuffle": False}, r"shuffle: .* was True .* is False now"),
         ("rows", {"number": 24}, r"dataset: .* was 23 .* is 24 now"),
         ("token budget", {"seed": 4}, "seed: must stay as it was"),
-        ("length grouped", {"seed": 4}, "seed: must stay as it was"),
         ("token budget", {"kind": "rows"}, "batch_size x ranks: .* another sampler"),
-        ("length grouped", {"kind": "token budget"}, "tokens: .* another sampler"),
+        ("rows", {"kind": "token budget"}, "tokens: .* another sampler"),
     ],
 )
 def test_changes_within_an_epoch_are_refused(kind: str, change: Any, text: str) -> None:
@@ -261,22 +256,16 @@ def test_a_state_and_rows_that_cannot_be_are_refused() -> None:
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
         ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),
         ({"in_order": False}, "in_order: must be True, .* which rows were read"),
-        ({"last": "keep"}, "last: must be one of weight, pad, drop, received 'keep'"),
-        ({"last": "pad"}, r"needs weigh_nothing=.*\.WeighNothing\(labels=-100\)"),
-        (
-            {"last": "pad", "weigh_nothing": abs, "drop_last": True},
-            "'pad': cannot go with drop_last=True",
-        ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, False)},
-            "must be a TokenBudgetSampler, .* a WindowSampler, received BatchSam",
+            "must be a TokenBudgetSampler or a WindowSampler, received BatchSam",
         ),
         (
             {"batch_sampler": SAMPLERS["token budget"](), "shuffle": True},
             "cuts the batches by itself: .* apply to TokenBudgetSampler",
         ),
         (
-            {"batch_sampler": LengthGroupedSampler([1, 2], batch_size=2)},
+            {"batch_sampler": TokenBudgetSampler([1, 2], tokens=2)},
             "needs the length of every row, received 2 lengths for 23 rows",
         ),
     ],
@@ -298,7 +287,6 @@ def of_sequences(kind: str) -> ResumableLoader:
         return ResumableLoader(SEQUENCES, 4, shuffle=True, collate_fn=PAD)
     samplers: dict[str, Any] = {
         "token budget": lambda: TokenBudgetSampler(NUM_TOKENS, tokens=40),
-        "length grouped": lambda: LengthGroupedSampler(NUM_TOKENS, batch_size=4),
     }
     return ResumableLoader(SEQUENCES, batch_sampler=samplers[kind](), collate_fn=PAD)
 

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 from tests.data.sharing import fillers, rank_of, read_by_all, real_rows
-from trainkit import (
-    LengthGroupedSampler,
-    ResumableLoader,
-    TokenBudgetSampler,
-    TrainkitError,
-)
+from trainkit import ResumableLoader, TokenBudgetSampler, TrainkitError
 from trainkit.data.row_sampler import RowSampler
 
 TOKENS = 64
@@ -28,35 +23,25 @@ TOKENS = 64
 def by_rows(lengths: Any, size: int, *, fills: bool = True, **how: Any) -> BatchSampler:
     """As a loader uses it, and without a word of rows that are left out."""
     options: Any = {"shuffle": True, "seed": 0, **how}
-    if options.pop("drop_last", False):
-        options["last"] = "drop"
     sampler = RowSampler(range(len(lengths)), batch_size=size, **options)
     sampler.fills, sampler._has_warned = fills, True
     return BatchSampler(sampler, size, drop_last=False)
 
 
-def by_length(kind: type, lengths: Any, *, fills: bool = True, **how: Any) -> Any:
-    sampler = kind(lengths, **how)
+def budget(
+    lengths: Any, size: int | None, *, fills: bool = True, **how: Any
+) -> TokenBudgetSampler:
+    sampler = TokenBudgetSampler(lengths, tokens=TOKENS, size=size, **how)
     sampler.fills = fills
     return sampler
 
 
-def budget(lengths: Any, size: int | None, **how: Any) -> TokenBudgetSampler:
-    return by_length(TokenBudgetSampler, lengths, tokens=TOKENS, size=size, **how)
-
-
-def grouped(lengths: Any, size: int, **how: Any) -> LengthGroupedSampler:
-    return by_length(LengthGroupedSampler, lengths, batch_size=size, pool=3, **how)
-
-
 KINDS: dict[str, Callable[..., Any]] = {
     "rows": by_rows,
-    "padded rows": lambda *args, **how: by_rows(*args, **{"last": "pad", **how}),
     "token budget": lambda lengths, size, **how: budget(lengths, None, **how),
     "few rows": budget,
-    "length grouped": grouped,
 }
-BY_LENGTH = ["token budget", "few rows", "length grouped"]
+BY_LENGTH = ["token budget", "few rows"]
 CASES: dict[str, Any] = {
     "lengths": st.lists(st.integers(1, TOKENS), min_size=1, max_size=60),
     "size": st.integers(1, 7),
@@ -81,8 +66,7 @@ def lacking(kind: str, num_rows: int, size: int, num_ranks: int, batches: int) -
     left = num_rows % (size * num_ranks)
     if kind in BY_LENGTH:
         return max(batches - num_rows, 0)
-    each = size if kind == "padded rows" else 1
-    return max(each * num_ranks - left, 0) if left else 0
+    return max(num_ranks - left, 0) if left else 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,10 +94,8 @@ def test_each_row_is_read_once_and_ranks_have_as_many_batches(
         assert not make(fills=False).sampler.gives_fillers
     for batch in itertools.chain(*shares):
         assert 1 <= len(batch) <= (TOKENS if kind == "token budget" else size)
-        if kind in ("token budget", "few rows"):
+        if kind in BY_LENGTH:
             assert len(batch) * max(lengths[row] for row in batch) <= TOKENS
-        if kind == "padded rows":
-            assert len(batch) == size
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,10 +188,7 @@ def test_padding_is_less_than_of_rows_at_random(kind: str) -> None:
     lengths = uneven(400)
     order = torch.randperm(400).tolist()
     at_random = padding(lengths, [order[n : n + 4] for n in range(0, 400, 4)])
-    sampler = KINDS[kind](lengths, 3)
-    if kind == "length grouped":
-        sampler = LengthGroupedSampler(lengths, batch_size=4)
-    assert padding(lengths, sampler) < 1.1 < 1.3 < at_random
+    assert padding(lengths, KINDS[kind](lengths, 3)) < 1.1 < 1.3 < at_random
     lengths = uneven(1000)
     budget = TokenBudgetSampler(lengths, tokens=512)
     used = [len(batch) * max(lengths[row] for row in batch) / 512 for batch in budget]
@@ -267,10 +246,6 @@ def of_budget(lengths: Any = (3,), **how: Any) -> Callable[[], Any]:
 FIVE_ROWS = of_budget([1, 1, 22, 30, 33], tokens=40)
 
 
-def of_groups(**how: Any) -> Callable[[], Any]:
-    return lambda: LengthGroupedSampler([3], **{"batch_size": 1, **how})
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -279,8 +254,6 @@ def of_groups(**how: Any) -> Callable[[], Any]:
         (of_budget(tokens=0), "tokens: must be a whole number"),
         (of_budget(size=0), "size: must be a whole"),
         (of_budget(seed="1"), "seed: must be a whole"),
-        (of_groups(batch_size=1.0), "batch_size: must be a"),
-        (of_groups(pool=0), "pool: must be a"),
     ],
 )
 def test_options_are_checked(make: Callable[[], Any], text: str) -> None:

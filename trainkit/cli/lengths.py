@@ -14,7 +14,7 @@ from trainkit.errors import TrainkitError
 _ABOUT = """\
 Write the lengths of a data set's rows to a file. After `trainkit lengths` stand the
 words with which one would train. Give the file to a sampler as `lengths=`:
-TokenBudgetSampler, LengthGroupedSampler or WindowSampler.
+TokenBudgetSampler or WindowSampler.
 """
 _EXAMPLES = """\
 examples:

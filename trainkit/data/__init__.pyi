@@ -1,5 +1,4 @@
 from .filler import WeighNothing as WeighNothing
-from .length_sampler import LengthGroupedSampler as LengthGroupedSampler
 from .length_sampler import TokenBudgetSampler as TokenBudgetSampler
 from .packing import PackCollate as PackCollate
 from .padding import PadCollate as PadCollate

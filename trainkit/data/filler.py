@@ -53,7 +53,7 @@ class WeighNothing:
     A batch may have no other rows. A loss that divides by its own count is then 0/0,
     which makes gradients NaN and is refused: divide by `count.clamp(min=1)`. torch's
     `cross_entropy` with `ignore_index` needs no change. BatchNorm counts fillers as
-    rows: if the model has BatchNorm, use `last="drop"` instead.
+    rows: if the model has BatchNorm, leave `weigh_nothing=` out.
 
     Args:
         **values: for each field, the value that fills it.

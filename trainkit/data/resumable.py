@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from trainkit.core.plan.options import check_whole_number
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler
-from trainkit.data.row_sampler import EpochOrder, Last, RowSampler
+from trainkit.data.row_sampler import EpochOrder, RowSampler
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 
@@ -30,12 +30,10 @@ class ResumableLoader(DataLoader[Any]):
     order. Several ranks share the rows without another sampler, and no row is read
     twice to make ranks even. It draws nothing from torch's global generator.
 
-    `last` decides about an epoch's last rows, if they do not fill a batch on every
-    rank. "weight", the default, reads them as they are, and the strategy weighs them.
-    "drop" leaves them out. "pad" fills the batch up, so that all batches have one
-    shape. Fillers are rows that `weigh_nothing` has changed. If there are fewer rows
-    left than ranks, the ranks without one read a filler. Without `weigh_nothing` such
-    rows are left out, with a warning.
+    An epoch's last rows may not fill a batch on every rank. They are read as they are,
+    and the strategy weighs them; `drop_last` leaves them out. If there are fewer of
+    them than ranks, the ranks without one read a filler, a row that `weigh_nothing` has
+    changed. Without `weigh_nothing` such rows are left out, with a warning.
 
         ResumableLoader(rows, 32, weigh_nothing=WeighNothing(labels=-100))
 
@@ -62,12 +60,10 @@ class ResumableLoader(DataLoader[Any]):
         batch_size: rows in a batch on one rank.
         shuffle: whether each epoch has its own order.
         seed: the seed of the orders and of the workers.
-        last: "weight", "pad" or "drop".
         weigh_nothing: returns a row changed so that it weighs nothing, for fillers.
-        drop_last: True means `last="drop"`.
-        batch_sampler: a `TokenBudgetSampler`, `LengthGroupedSampler` or
-            `WindowSampler`, in place of all options above except `dataset` and
-            `weigh_nothing`.
+        drop_last: leave out last rows that do not fill a batch on every rank.
+        batch_sampler: a `TokenBudgetSampler` or `WindowSampler`, in place of all
+            options above except `dataset` and `weigh_nothing`.
         process_group: the ranks that share the rows; default: all.
         **options: `num_workers`, `collate_fn` and all other options of `DataLoader`.
     """
@@ -79,14 +75,13 @@ class ResumableLoader(DataLoader[Any]):
         *,
         shuffle: bool = False,
         seed: int = 0,
-        last: Last = "weight",
         weigh_nothing: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
         batch_sampler: LengthSampler | None = None,
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        _check(dataset, batch_size, last, weigh_nothing, drop_last)
+        _check(dataset, batch_size)
         keeps_dataset_order = _keeps_dataset_order(options)
         if batch_sampler is None:
             order: EpochOrder = RowSampler(
@@ -94,13 +89,13 @@ class ResumableLoader(DataLoader[Any]):
                 batch_size=batch_size,
                 shuffle=bool(shuffle) and not keeps_dataset_order,
                 seed=seed,
-                last="drop" if drop_last else last,
+                drop_last=bool(drop_last),
                 process_group=process_group,
             )
             # No drop_last here: the sampler does it, since it knows the other ranks.
             how: dict[str, Any] = {"batch_size": batch_size, "sampler": order}
         else:
-            given = (batch_size, shuffle, seed, last, drop_last)
+            given = (batch_size, shuffle, seed, drop_last)
             _check_batch_sampler(batch_sampler, dataset, given, process_group)
             order, how = batch_sampler, {"batch_sampler": batch_sampler}
         order.fills = weigh_nothing is not None
@@ -111,8 +106,9 @@ class ResumableLoader(DataLoader[Any]):
         # Lightning calls `set_epoch` on this, and asks it for the ranks.
         self.__dict__["sampler"] = self._order = order
         # Lightning reads options by their names when it makes the loader anew.
+        self.__dict__["drop_last"] = bool(drop_last)
         self.shuffle, self.seed = order.shuffle, order.seed
-        self.last, self.weigh_nothing = last, weigh_nothing
+        self.weigh_nothing = weigh_nothing
         self.process_group = process_group
         self._place = (0, 0)  # the epoch and position of the last batch read
         self._resumed: dict[str, Any] | None = None
@@ -210,9 +206,7 @@ def _refuse(option: str, rule: str) -> NoReturn:
     raise TrainkitError(f"ResumableLoader {option}: {rule}")
 
 
-def _check(
-    dataset: Any, batch_size: Any, last: Any, weigh_nothing: Any, drop_last: bool
-) -> None:
+def _check(dataset: Any, batch_size: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         _refuse(
             "dataset",
@@ -221,24 +215,6 @@ def _check(
             f"StatefulDataLoader, of a dataset with state_dict and load_state_dict.",
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
-    if last not in get_args(Last):
-        _refuse(
-            "last",
-            f"must be one of {', '.join(get_args(Last))}, received {last!r}. 'weight' "
-            f"reads the last batch as it is.",
-        )
-    if last == "pad" and drop_last:
-        _refuse(
-            "last='pad'",
-            "cannot go with drop_last=True, which means last='drop'. Give one of them.",
-        )
-    if last == "pad" and weigh_nothing is None:
-        _refuse(
-            "last='pad'",
-            "needs weigh_nothing=, a function that changes a row so that it weighs "
-            "nothing, received None. For example trainkit.WeighNothing(labels=-100) "
-            "with PerToken().",
-        )
 
 
 def _check_batch_sampler(
@@ -249,14 +225,14 @@ def _check_batch_sampler(
     if not isinstance(batch_sampler, LengthSampler):
         _refuse(
             "batch_sampler",
-            f"must be a TokenBudgetSampler, a LengthGroupedSampler or a WindowSampler, "
-            f"received {kind}. Use a DataLoader for prediction, where Lightning passes "
-            f"one of its own, and torchdata's StatefulDataLoader for another.",
+            f"must be a TokenBudgetSampler or a WindowSampler, received {kind}. Use a "
+            f"DataLoader for prediction, where Lightning passes one of its own, and "
+            f"torchdata's StatefulDataLoader for another.",
         )
-    if given != (1, False, 0, "weight", False) or process_group is not None:
+    if given != (1, False, 0, False) or process_group is not None:
         _refuse(
             "batch_sampler",
-            f"cuts the batches by itself: batch_size, shuffle, seed, last, drop_last "
+            f"cuts the batches by itself: batch_size, shuffle, seed, drop_last "
             f"and process_group cannot be given with it. Give those that apply to "
             f"{kind}.",
         )

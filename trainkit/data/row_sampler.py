@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,6 @@ from torch.utils.data import DistributedSampler
 
 from trainkit.data.filler import Filler
 from trainkit.errors import TrainkitError
-
-Last = Literal["weight", "pad", "drop"]
 
 
 class EpochOrder(DistributedSampler[Any], ABC):
@@ -130,14 +128,14 @@ class RowSampler(EpochOrder):
         batch_size: int,
         shuffle: bool,
         seed: int,
-        last: Last = "weight",
+        drop_last: bool = False,
         process_group: Any = None,
     ) -> None:
         super().__init__(
             dataset, shuffle=shuffle, seed=seed, process_group=process_group
         )
         self.batch_size = batch_size
-        self.last = last
+        self.leaves_out_last = drop_last
         self._has_warned = False
 
     @property
@@ -150,14 +148,12 @@ class RowSampler(EpochOrder):
         """How many rows of the dataset an epoch has, over all ranks."""
         left = self.num_rows % self.stretch
         is_enough = self.fills or left >= self.ranks[1]
-        is_kept = is_enough and self.last != "drop"
+        is_kept = is_enough and not self.leaves_out_last
         return self.num_rows if is_kept else self.num_rows - left
 
     @property
     def gives_fillers(self) -> bool:
-        left = self.end % self.stretch
-        lacks = self.last == "pad" or left < self.ranks[1]
-        return self.fills and left > 0 and lacks
+        return self.fills and 0 < self.end % self.stretch < self.ranks[1]
 
     def after(self, position: int) -> int:
         return min(position + self.stretch, self.end)
@@ -172,8 +168,8 @@ class RowSampler(EpochOrder):
     def __len__(self) -> int:
         """How many rows this rank reads in an epoch, fillers included."""
         full, left = divmod(self.end, self.stretch)
-        rows, fillers = self._shared(left)
-        return full * self.batch_size + len(rows) + fillers
+        last = max(len(share(left, *self.ranks)), 1) if left else 0
+        return full * self.batch_size + last
 
     def __iter__(self) -> Iterator[int]:
         """This rank's rows, from the position `start` on."""
@@ -181,18 +177,11 @@ class RowSampler(EpochOrder):
         order, begin = self.permuted(self.num_rows), self.start
         while begin < self.end:
             stretch = order[begin : self.after(begin)]
-            rows, fillers = self._shared(len(stretch))
+            rows = share(len(stretch), *self.ranks)
             yield from (stretch[row] for row in rows)
-            yield from [Filler(stretch[0])] * fillers
+            if not rows:
+                yield Filler(stretch[0])
             begin += len(stretch)
-
-    def _shared(self, num_rows: int) -> tuple[range, int]:
-        """This rank's rows in a stretch, and how many fillers come after them."""
-        if not num_rows:
-            return range(0), 0
-        rows = share(num_rows, *self.ranks)
-        least = self.batch_size if self.last == "pad" else 1
-        return rows, max(least - len(rows), 0) if self.fills else 0
 
     def _check_rows(self) -> None:
         num_rows, (rank, num_ranks) = self.num_rows, self.ranks
@@ -200,11 +189,11 @@ class RowSampler(EpochOrder):
             raise TrainkitError(
                 f"ResumableLoader: every rank must have a row in every batch, and "
                 f"{num_rows} rows give not one batch of {self.batch_size} on "
-                f"{num_ranks} ranks with last={self.last!r}. Lower batch_size, use "
-                f"fewer ranks, or give weigh_nothing=."
+                f"{num_ranks} ranks with drop_last={self.leaves_out_last}. Lower "
+                f"batch_size, use fewer ranks, or give weigh_nothing=."
             )
         left = num_rows - self.end
-        if left and self.last != "drop" and rank == 0 and not self._has_warned:
+        if left and not (self.leaves_out_last or rank or self._has_warned):
             self._has_warned = True
             warnings.warn(
                 f"ResumableLoader: the last {left} of {num_rows} rows are too few for "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,21 +14,19 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
 from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.generators import random_kept
 from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import MicroBatch
+from trainkit.core.split.filling import nothing_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform, Weight
-from trainkit.data.filler import Filler
+from trainkit.core.terms import ONE
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader
 from trainkit.lit.callback.base import fetches_batches
-from trainkit.lit.probe.rows import rows_at
-from trainkit.lit.proof.copying import read_apart
 from trainkit.lit.split.pools import num_cuts
 
 
@@ -204,69 +201,30 @@ def announce_too_long(longest: int) -> None:
 
 
 def refuse_fillers_that_count(
-    trainer: Any,
-    pl_module: Any,
-    strategies: Strategies,
-    micro_batching: MicroBatching | None,
+    trainer: Any, pl_module: Any, strategies: Strategies
 ) -> None:
-    """Weigh one filler of each training loader that will give some.
-
-    It is read from a copy of the data set, collated alone, and weighed as it is then.
-
-    Raises:
-        TrainkitError: it has a weight. In manual optimization, where the module may
-            give weights itself, and among several loaders, this is a warning, and so
-            is a filler that cannot be weighed.
-    """
-    # Uniform() counts every micro-batch in any case; a total has no denominator.
-    weighing = [
-        each
-        for each in strategies.values()
-        if not isinstance(each, Uniform) and each.loss_reduction != "total"
-    ]
-    combined = combined_loader(trainer)
-    loaders = combined.flattened if weighing else ()
-    is_sure = len(loaders) == 1 and pl_module.automatic_optimization
-    for loader in loaders:
-        is_ours = isinstance(loader, ResumableLoader) and loader.gives_fillers
-        if not is_ours or trainer.num_training_batches < len(loader):
-            continue  # there are none before the epoch ends
-        for strategy in weighing:
-            weight: float | None = None
-            try:
-                with random_kept(trainer.strategy.root_device):
-                    batch = _filler(loader, combined, micro_batching)
-                    weight = float(strategy.weight(batch))
-                found = f"it weighs {weight:g}"
-            except Exception as error:
-                found = f"this cannot be seen ({type(error).__name__}: {error})"
-            if weight == 0:
-                continue
-            how, instead = "weigh_nothing=", "no weigh_nothing="
-            if loader.last == "pad":
-                how, instead = "last='pad'", "last='weight'"
-            text = (
-                f"{type(strategy).__name__}: a row with which ResumableLoader({how}) "
-                f"fills a place must weigh nothing, and {found}. Use "
-                f"PerSample(mask=...) with a field that weigh_nothing sets to 0, or "
-                f"PerToken() with labels that it sets to ignore_index; or {instead}."
-            )
-            if weight is not None and is_sure:
-                raise TrainkitError(text)
-            if trainer.is_global_zero:
-                warnings.warn(text, stacklevel=2)
+    """Refuse a loader that gives rows which must weigh nothing, where the strategy has
+    nothing by which a row could say so."""
+    loaders = [each for each in combined_loader(trainer).flattened if fills(each)]
+    ends_before = all(trainer.num_training_batches < len(each) for each in loaders)
+    if ends_before or not pl_module.automatic_optimization:
+        return  # there are no fillers; or the module says its weights
+    for strategy in strategies.values():
+        said = isinstance(strategy, Uniform | Weighed)
+        if said or strategy.loss_reduction == "total" or nothing_of({ONE: strategy}):
+            continue
+        raise TrainkitError(
+            f"{type(strategy).__name__}: a row with which ResumableLoader("
+            f"weigh_nothing=) fills a place must weigh nothing, and this strategy "
+            f"counts every row. Use PerSample(mask=...) with a field that "
+            f"weigh_nothing sets to 0, or PerToken() with labels that it sets to "
+            f"ignore_index; or no weigh_nothing=."
+        )
 
 
-def _filler(
-    loader: ResumableLoader, combined: Any, micro_batching: MicroBatching | None
-) -> Any:
-    """A batch of one filler, in the place of each of the loaders."""
-    batch = loader.collate_fn(list(rows_at(read_apart(loader.dataset), [Filler(0)])))
-    if micro_batching is not None and micro_batching.collate is not None:
-        batch = micro_batching.collate(batch)
-    again = copy.copy(combined)
-    again.flattened = [batch] * len(combined.flattened)
-    return again.iterables
+def fills(loader: Any) -> bool:
+    """Whether an epoch of a loader has fillers."""
+    return isinstance(loader, ResumableLoader) and loader.gives_fillers
 
 
 # ---- errors of the user's code -------------------------------------------------------

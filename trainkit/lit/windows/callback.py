@@ -117,7 +117,7 @@ class WindowCallback(WindowOwner):
             refuse_several_unweighed(trainer, pl_module, self)
         refuse_said_terms(self.strategies)
         split = options if self.is_split else None
-        of_split.refuse_fillers_that_count(trainer, pl_module, self.strategies, split)
+        of_split.refuse_fillers_that_count(trainer, pl_module, self.strategies)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
         if split is None:
