@@ -14,7 +14,7 @@ import torch
 
 from tests.cli.training import SMALL
 from trainkit import TrainkitError
-from trainkit.cli.lengths import Lengths
+from trainkit.cli.lengths import lengths_of
 from trainkit.cli.main import main
 
 TINY = [*SMALL, "data.num_train=32"]
@@ -165,10 +165,10 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
 )
 def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
     for tokens in ({"input_ids": torch.arange(5)}, torch.ones(5, 80), [1, 2, 3, 4, 5]):
-        assert Lengths([tokens], None)[0] == 5
-    assert Lengths([{"frames": torch.ones(5, 80)}], "frames")[0] == 5
-    with pytest.raises(TrainkitError, match="'input_ids' of row 0 has none"):
-        Lengths([row], None)[0]
+        assert lengths_of([tokens, tokens], field=None) == [5, 5]
+    assert lengths_of([{"frames": torch.ones(5, 80)}], field="frames") == [5]
+    with pytest.raises(TrainkitError, match="'input_ids' of a row has none"):
+        lengths_of([row], field=None)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
             f"lengths --dataset=nothing train {PARAGRAPHS}",
             "Paragraphs.nothing is NoneType",
         ),
-        (f"lengths --field=row train {PARAGRAPHS}", "'row' of row 0 has none"),
+        (f"lengths --field=row train {PARAGRAPHS}", "'row' of a row has none"),
         (f"lengths train --field=row {PARAGRAPHS}", "must stand before the word train"),
     ],
 )

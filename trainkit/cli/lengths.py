@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,8 @@ def _lengths(rows: Any, field: str | None, workers: int) -> Iterator[int]:
     from torch.utils.data import DataLoader
     from tqdm import tqdm
 
-    lengths: Any = Lengths(rows, field)
     loader: Any = DataLoader(
-        lengths, batch_size=MOST, num_workers=workers, collate_fn=list
+        rows, MOST, num_workers=workers, collate_fn=partial(lengths_of, field=field)
     )
     with tqdm(total=len(rows), unit=" rows", desc="lengths") as bar:
         for several in loader:
@@ -106,39 +106,28 @@ def _lengths(rows: Any, field: str | None, workers: int) -> Iterator[int]:
             yield from several
 
 
-class Lengths:
-    """The lengths of rows, as a data set.
+def lengths_of(rows: Sequence[Any], *, field: str | None) -> list[int]:
+    """The lengths of rows: of what stands at a path; None: `input_ids`, or the row."""
+    return [_length(row, field) for row in rows]
 
-    Args:
-        rows: the data set.
-        field: the path of what has a row's length; None: `input_ids`, or the row.
-    """
 
-    def __init__(self, rows: Any, field: str | None) -> None:
-        self._rows, self._field = rows, field
+def _length(row: Any, field: str | None) -> int:
+    from trainkit.core.nested import describe, fields_of, is_array, lookup
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> int:
-        from trainkit.core.nested import describe, fields_of, is_array, lookup
-
-        row = self._rows[index]
-        fields = fields_of(row)
-        if self._field is not None:
-            value: Any = lookup(row, self._field)
-        elif fields is not None:
-            value = fields.get("input_ids")
-            if len(getattr(value, "shape", ())) > 1:
-                value = None  # a batch of one row
-        else:
-            are_fields = isinstance(row, list | tuple) and any(map(is_array, row))
-            value = None if are_fields else row
-        try:
-            return len(value)
-        except TypeError:
-            raise TrainkitError(
-                f"trainkit lengths --field: must name what has a row's length, and "
-                f"{self._field or 'input_ids'!r} of row {index} has none. The row is "
-                f"{describe(row)}."
-            ) from None
+    fields = fields_of(row)
+    if field is not None:
+        value: Any = lookup(row, field)
+    elif fields is not None:
+        value = fields.get("input_ids")
+        if len(getattr(value, "shape", ())) > 1:
+            value = None  # a batch of one row
+    else:
+        are_fields = isinstance(row, list | tuple) and any(map(is_array, row))
+        value = None if are_fields else row
+    try:
+        return len(value)
+    except TypeError:
+        raise TrainkitError(
+            f"trainkit lengths --field: must name what has a row's length, and "
+            f"{field or 'input_ids'!r} of a row has none. The row is {describe(row)}."
+        ) from None
