@@ -7,7 +7,6 @@ from .core.noise.estimate import NoiseEstimate as NoiseEstimate
 from .core.noise.moments import NoiseMoments as NoiseMoments
 from .core.plan.effective_batch import BatchPlan as BatchPlan
 from .core.plan.effective_batch import EffectiveBatch as EffectiveBatch
-from .core.plan.effective_batch import EpochPlan as EpochPlan
 from .core.plan.rates import warmup_cosine as warmup_cosine
 from .core.said_weight import Weighed as Weighed
 from .core.split.micro_batching import MicroBatching as MicroBatching

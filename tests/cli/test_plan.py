@@ -84,7 +84,7 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("target", "world_size", "max_micro_batch", "micro_batch", "accumulate")
     for name in (*names, "effective", "exact"):
         assert found[name] == getattr(plan, name)
-    assert found["epoch"] == vars(plan.epoch(50_001))
+    assert found["epoch"] == plan.epoch(50_001)._asdict()
     assert found["rates"] == {
         rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
     }

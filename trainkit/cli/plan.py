@@ -16,7 +16,7 @@ from trainkit.cli.training_words import aside, composed
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
 from trainkit.core.noise.advice import advice, read_noise_scale, short
 from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.plan.effective_batch import BatchPlan, EpochPlan
+from trainkit.core.plan.effective_batch import BatchPlan, Epoch
 from trainkit.core.plan.options import brief, check_size, is_positive_number
 from trainkit.core.plan.scaling import RULES, gain
 from trainkit.errors import TrainkitError
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
             **asdict(plan),
             "effective": plan.effective,
             "exact": plan.exact,
-            "epoch": epoch and asdict(epoch),
+            "epoch": epoch and epoch._asdict(),
             "rates": rates,
             "noise_scale": args.noise_scale and args.noise_scale.samples,
             "overrides": overrides,
@@ -122,7 +122,7 @@ def _rates(plan: BatchPlan, args: argparse.Namespace) -> Rates:
             own = {"reference_batch": args.reference, "rule": name}
             found[name] = plan.scaled_rate(args.lr, **own)
             try:
-                rule.check_reach(*BETAS, plan.effective_batch.over(args.reference))
+                rule.check_reach(*BETAS, plan.effective / args.reference)
             except TrainkitError:
                 if args.rule is not None:
                     raise
@@ -207,7 +207,7 @@ def _about_plan(plan: BatchPlan) -> list[Row]:
     ]
 
 
-def _about(epoch: EpochPlan) -> list[Row]:
+def _about(epoch: Epoch) -> list[Row]:
     """How many steps an epoch has, and how full its last one is."""
     micro_batches = _counted(epoch.num_micro_batches, "micro-batch")
     steps = _counted(epoch.num_steps, "optimizer step")

@@ -5,7 +5,6 @@ from .noise.estimate import NoiseEstimate as NoiseEstimate
 from .noise.moments import NoiseMoments as NoiseMoments
 from .plan.effective_batch import BatchPlan as BatchPlan
 from .plan.effective_batch import EffectiveBatch as EffectiveBatch
-from .plan.effective_batch import EpochPlan as EpochPlan
 from .plan.rates import warmup_cosine as warmup_cosine
 from .said_weight import Weighed as Weighed
 from .split.micro_batching import MicroBatching as MicroBatching

@@ -1,15 +1,16 @@
-"""The effective batch, how to make one, and what an epoch of it is."""
+"""The effective batch, how to make one, and the steps of an epoch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from trainkit.core.plan.options import (
     brief,
     check_choice,
     check_size,
+    check_whole_number,
     check_whole_numbers,
 )
 from trainkit.core.plan.scaling import Factor, checked_factor, make_rule
@@ -84,6 +85,22 @@ def check_unit(owner: str, unit: str) -> None:
     check_choice(f"{owner} unit", unit, get_args(Unit))
 
 
+class Epoch(NamedTuple):
+    """The optimizer steps of an epoch over a data set of known length.
+
+    Attributes:
+        num_steps: optimizer steps.
+        num_micro_batches: micro-batches of one rank.
+        last_window_samples: samples in the last window, over all ranks.
+        is_short: whether the last window has fewer samples than the effective batch.
+    """
+
+    num_steps: int
+    num_micro_batches: int
+    last_window_samples: int
+    is_short: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """The factors of an effective batch: micro_batch x accumulate x world_size.
@@ -155,24 +172,24 @@ class BatchPlan:
         """Whether the effective batch equals the target."""
         return self.effective == self.target
 
-    @property
-    def effective_batch(self) -> EffectiveBatch:
-        """The plan's effective batch, as an `EffectiveBatch`."""
-        return EffectiveBatch(
-            micro_batch=self.micro_batch,
-            accumulate=self.accumulate,
-            replicas=self.world_size,
-        )
+    def epoch(self, num_samples: int) -> Epoch:
+        """The steps of an epoch over a data set of so many samples.
 
-    def epoch(self, num_samples: int, *, drop_last: bool = False) -> EpochPlan:
-        """The plan of an epoch over a data set; see `EpochPlan.make`."""
-        return EpochPlan.make(
-            num_samples,
-            micro_batch=self.micro_batch,
-            accumulate=self.accumulate,
-            world_size=self.world_size,
-            drop_last=drop_last,
-        )
+        It counts as torch's `DistributedSampler` and Lightning do: every rank gets an
+        equal number of samples, and some samples are read twice to make that possible.
+        The end of an epoch closes the open window, however short it is.
+
+        >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
+        >>> plan.epoch(1000)
+        Epoch(num_steps=2, num_micro_batches=16, last_window_samples=488, is_short=True)
+        """
+        check_whole_number("BatchPlan.epoch num_samples", num_samples)
+        per_rank = -(-num_samples // self.world_size)
+        num_micro_batches = -(-per_rank // self.micro_batch)
+        num_steps = -(-num_micro_batches // self.accumulate)
+        before = (num_steps - 1) * self.accumulate * self.micro_batch
+        last = (per_rank - before) * self.world_size
+        return Epoch(num_steps, num_micro_batches, last, last < self.effective)
 
     def scaled_rate(
         self, lr: float, *, reference_batch: float, rule: str | Factor
@@ -187,7 +204,8 @@ class BatchPlan:
         0.2
         """
         found = make_rule(rule)
-        k = self.effective_batch.over(reference_batch)
+        check_size("reference_batch", reference_batch)
+        k = self.effective / reference_batch
         return lr * checked_factor(found.name, found.lr, k)
 
 
@@ -198,86 +216,3 @@ def _divisors(number: int) -> list[int]:
 
 def _nearest_then_cheapest(plan: BatchPlan) -> tuple[int, int, int]:
     return abs(plan.effective - plan.target), plan.accumulate, plan.effective
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochPlan:
-    """The optimizer steps of an epoch over a data set of known length.
-
-    It counts as torch's `DistributedSampler` and Lightning do: every rank gets an equal
-    number of samples, and some samples are read twice to make that possible. The end of
-    an epoch closes the open window, however short it is.
-
-    >>> epoch = EpochPlan.make(1000, micro_batch=16, accumulate=8, world_size=4)
-    >>> epoch.num_micro_batches, epoch.num_steps
-    (16, 2)
-    >>> epoch.last_window_micro_batches, epoch.last_window_samples, epoch.is_short
-    (8, 488, True)
-
-    Attributes:
-        num_samples: samples in the data set.
-        samples_per_rank: samples that a rank's sampler yields, with repeated ones.
-        num_repeated_samples: samples that are read twice so that ranks are even.
-        num_dropped_samples: samples that `drop_last` leaves out, over all ranks.
-        num_micro_batches: micro-batches of one rank.
-        num_steps: optimizer steps.
-        last_window_micro_batches: micro-batches of one rank in the last window.
-        last_window_samples: samples in the last window, over all ranks.
-        is_short: whether the last window has fewer samples than the effective batch.
-    """
-
-    num_samples: int
-    samples_per_rank: int
-    num_repeated_samples: int
-    num_dropped_samples: int
-    num_micro_batches: int
-    num_steps: int
-    last_window_micro_batches: int
-    last_window_samples: int
-    is_short: bool
-
-    @classmethod
-    def make(
-        cls,
-        num_samples: int,
-        *,
-        micro_batch: int,
-        accumulate: int,
-        world_size: int = 1,
-        drop_last: bool = False,
-    ) -> EpochPlan:
-        """Count an epoch in windows as large as those of a `BatchPlan`.
-
-        With `drop_last` the loader leaves out a micro-batch that is not full.
-        """
-        check_whole_numbers(
-            "EpochPlan",
-            num_samples=num_samples,
-            micro_batch=micro_batch,
-            accumulate=accumulate,
-            world_size=world_size,
-        )
-        per_rank = -(-num_samples // world_size)
-        dropped = per_rank % micro_batch if drop_last else 0
-        used = per_rank - dropped
-        if used == 0:
-            raise TrainkitError(
-                f"EpochPlan drop_last: leaves nothing of {num_samples} samples: a "
-                f"rank has {per_rank}, fewer than its micro-batch of {micro_batch}. "
-                f"Use a smaller micro-batch, or keep the last one."
-            )
-        num_micro_batches = -(-used // micro_batch)
-        num_steps = -(-num_micro_batches // accumulate)
-        before = (num_steps - 1) * accumulate  # micro-batches before the last window
-        last = used - before * micro_batch
-        return cls(
-            num_samples=num_samples,
-            samples_per_rank=per_rank,
-            num_repeated_samples=per_rank * world_size - num_samples,
-            num_dropped_samples=dropped * world_size,
-            num_micro_batches=num_micro_batches,
-            num_steps=num_steps,
-            last_window_micro_batches=num_micro_batches - before,
-            last_window_samples=last * world_size,
-            is_short=last < accumulate * micro_batch,
-        )
