@@ -32,7 +32,10 @@ from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.rows import LateNumbers
 
 KEY = "trainkit_noise_scale"
-TOO_FEW = f"it takes {LEAST_BLOCKS} measured windows of several micro-batches each"
+TOO_FEW = (
+    f"it takes {LEAST_BLOCKS} measured windows of several micro-batches each, whose "
+    f"parameters get their gradients whole (checkpoint with use_reentrant=False)"
+)
 
 
 class NoiseScale(OrderedCallback):
@@ -171,8 +174,6 @@ class NoiseScale(OrderedCallback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._rows.serve()
-        if self._moments is not None and self._moments.why_not is not None:
-            self.why_not = self._moments.why_not
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -180,12 +181,10 @@ class NoiseScale(OrderedCallback):
         self._rows.serve(wait=True)
         moments, windows = self._moments, self._windows
         self._end()
-        if self._found is not None:
-            self.why_not = None  # it was so in some windows, which were left out
         if moments is None or not (self.advise and trainer.is_global_zero):
             return
         if self._found is None:
-            say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not or TOO_FEW}"))
+            say(trainer, ("noise scale", f"{NOT_MEASURED}{TOO_FEW}"))
         else:
             is_tokens = windows is not None and isinstance(windows.strategy, PerToken)
             show(advice(self._found, "tokens" if is_tokens else "samples"), trainer)

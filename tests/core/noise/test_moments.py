@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from tests.core.common import waiting_is_an_error
 from tests.helpers import TokenNet, gradients, pad, ragged_sequences, token_loss
 from trainkit import Accumulator, NoiseMoments, PerToken, TrainkitError, Uniform
 from trainkit.core.noise.moments import squared_norm
+from trainkit.core.ranks import Ranks
 
 SIZES = (1, 7, 3, 4, 2, 3)
 ROWS = iter(ragged_sequences(30))
@@ -78,13 +78,12 @@ class Training:
     ) -> None:
         self.net = net or TokenNet()
         self.scaler = how.pop("scaler", None)
-        self.last = how.pop("last", 160)
         self.reduction = getattr(strategy, "loss_reduction", "mean")
         strategy = strategy or PerToken()
         self.optimizer = torch.optim.SGD(trained(self.net), lr=0.1)
         options: Any = {"scaler": self.scaler, "nonfinite": "allow"}
         self.accumulator = Accumulator(strategy, module=self.net, **options)
-        self.moments = NoiseMoments(self.accumulator, self.optimizer, last=self.last)
+        self.moments = NoiseMoments(self.accumulator, self.optimizer)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -167,7 +166,16 @@ def test_the_gradient_is_the_same_to_the_bit() -> None:
 def test_a_gradient_in_parts_is_not_measured() -> None:
     training = Training(Shared(reentrant=True))
     assert not training.window().any()
-    assert "use_reentrant=False makes it one" in (training.moments.why_not or "")
+
+
+def test_a_pass_of_which_no_hook_sees_anything_is_not_measured() -> None:
+    """As where a backend steps parameters of its own in place of the module's."""
+    training = Training()
+    training.moments.watch()
+    for hook in training.moments._hooks:
+        hook.remove()
+    training.run(*BATCHES)
+    assert not training.added().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -196,8 +204,9 @@ def test_parameters_that_an_optimizer_gets_later_are_measured() -> None:
 # ---- what is kept --------------------------------------------------------------------
 
 
-def test_the_last_windows_are_kept_and_resumed() -> None:
-    training, resumed = Training(last=3), Training(last=3)
+def test_the_last_windows_are_kept_and_resumed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainkit.core.noise.moments.LAST", 3)
+    training, resumed = Training(), Training()
     rows = [training.window(1 + n) for n in range(4)]
     assert torch.equal(training.moments.table, torch.stack(rows[1:]))
     resumed.moments.load_state_dict(copy.deepcopy(training.moments.state_dict()))
@@ -264,8 +273,6 @@ def test_wrong_use_is_refused() -> None:
     terms = Accumulator({"a": PerToken(), "b": Uniform()}, module=net)
     with pytest.raises(TrainkitError, match=r"terms \['a', 'b'\]"):
         NoiseMoments(terms, net.parameters())
-    with pytest.raises(TrainkitError, match="NoiseMoments last"):
-        NoiseMoments(accumulator, net.parameters(), last=0)
     with pytest.raises(TrainkitError, match="A generator"):
         NoiseMoments(accumulator, ())
     moments = NoiseMoments(accumulator, net.parameters())
@@ -280,21 +287,15 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_sharded_parameters_are_refused() -> None:
-    """FSDP1 needs a GPU to run; its wrapper alone does not."""
-
-    class Wrapped(FullyShardedDataParallel):
-        def __init__(self, module: nn.Module) -> None:
-            nn.Module.__init__(self)
-            self._fsdp_wrapped_module = module
-
     training = Training()
-    training.accumulator.module = Wrapped(training.net)
-    with pytest.raises(TrainkitError, match="Wrapped shards them"):
+    training.accumulator.ranks = Ranks("mean", size=2)  # as of FSDP
+    with pytest.raises(TrainkitError, match="must be whole on each rank, and a backe"):
         NoiseMoments(training.accumulator, training.optimizer)
+    training.accumulator.ranks = Ranks()
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     of_two = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
     training.optimizer.param_groups[0]["params"] = [of_two]  # sharded since
-    with pytest.raises(TrainkitError, match="DTensor shards them"):
+    with pytest.raises(TrainkitError, match="must be whole on each rank"):
         training.moments.watch()
 
 

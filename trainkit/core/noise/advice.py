@@ -84,49 +84,25 @@ NOT_MEASURED = "not measured: "
 
 
 def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:
-    """The noise scale of the run in a folder, which has an upper end.
+    """The noise scale of the run in a folder, which knows it from both sides.
 
     Raises:
-        TrainkitError: there is no such folder, it has no summary, the run has measured
-            none, or its interval has no upper end.
+        TrainkitError: there is no such run, or it has measured none, or no upper end.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise TrainkitError(
-            f"noise_scale: must be a positive number or the folder of a run, received "
-            f"{str(path)!r}, and there is no such folder."
-        )
-    file = folder / SUMMARY
-    if not file.is_file():
-        raise TrainkitError(
-            f"noise_scale: {folder} must be the folder of a run that has ended, and it "
-            f"has no {SUMMARY}. Name the folder that the run's last line names, or let "
-            f"the run end."
-        )
+    why = "it has measured none"
     try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = json.loads((Path(path) / SUMMARY).read_text(encoding="utf-8"))
         facts = summary.get(KEY)
-        said = " ".join(text for _, text in summary.get(ADVICE) or ()).rstrip(".")
-        estimate = None if facts is None else NoiseEstimate.of_facts(facts)
-        if estimate is not None and not 0 <= estimate.low <= estimate.samples:
-            raise ValueError(f"{KEY} is {facts}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise TrainkitError(
-            f"noise_scale: {file} must be JSON, as a run writes it at its end, and is "
-            f"damaged: {error}. Name another run, or write its number."
-        ) from error
-    if estimate is None:
-        why = f" It says: {said}." if said else ""
-        raise TrainkitError(
-            f"noise_scale: the run in {folder} has measured none.{why} Train with "
-            f"callbacks=[NoiseScale()], in windows of several micro-batches."
-        )
-    if not (estimate.is_bounded and estimate.samples > 0):
-        least = f"at least {estimate.low:,.3g} samples"
-        raise TrainkitError(
-            f"noise_scale: the run in {folder} must know its noise scale from both "
-            f"sides, and after {estimate.num_windows:,} windows it knows "
-            f"{'that of 0' if estimate.is_bounded else least}. Measure more windows, "
-            f"or write a number."
-        )
-    return estimate
+        if facts is not None:
+            found = NoiseEstimate.of_facts(facts)
+            why = f"after {found.num_windows:,} windows it knows at least {found.low:g}"
+            if 0 <= found.low <= found.samples > 0 and found.is_bounded:
+                return found
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = str(error)
+    raise TrainkitError(
+        f"noise_scale: must be a positive number or the folder of a run that has ended "
+        f"and measured it, with both ends of its interval, received {str(path)!r}: "
+        f"{why}. Train with callbacks=[NoiseScale()], in windows of several "
+        f"micro-batches, or write a number."
+    )

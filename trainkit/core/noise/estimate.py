@@ -168,19 +168,10 @@ def _scale(unit: float, share: float) -> float:
     return unit * max(share, 0.0) / (1 - max(share, 0.0))
 
 
-def per_step(noise_scale: float, window: float) -> float:
-    """The progress of a step, as a share of an endless window's.
-
-    >>> round(per_step(210, 512), 2)
-    0.71
-    """
-    return 0.0 if math.isinf(noise_scale) else window / (window + noise_scale)
-
-
 def per_sample(noise_scale: float, window: float) -> float:
     """The progress of a sample, as a share of what it does in a tiny window.
 
     >>> round(per_sample(210, 512), 2)
     0.29
     """
-    return 1 - per_step(noise_scale, window)
+    return noise_scale / (window + noise_scale) if noise_scale < math.inf else 1.0

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import HALF, gradients_of, parameters_of, values_of
 from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
 from trainkit.core.window import DIVISOR, Window, WindowStats, totals_dtype, vector
 from trainkit.errors import TrainkitError
@@ -23,6 +23,8 @@ from trainkit.errors import TrainkitError
 FEW = 2**14
 """Up to so many entries the norm of a tensor is added up in float32. In a row of ten
 million, a CPU's rounding grows to a thousandth; longer tensors go row by row."""
+LAST = 160
+"""The estimate is over at most so many measured windows."""
 
 
 class NoiseMoments:
@@ -42,30 +44,22 @@ class NoiseMoments:
     a parameter gets a pass's whole gradient, before it is added to `grad` and before
     DDP averages it over ranks; tied weights are one parameter. Hooks change nothing,
     and norms stay on the device. On several ranks each measured window needs one small
-    sum over ranks.
+    sum over ranks. A window in which a parameter gets its gradient in several parts of
+    one pass is not seen: around shared weights, checkpoint with `use_reentrant=False`.
 
     Args:
         accumulator: of the windows.
         optimizer_or_parameters: what trains.
-        last: the estimate is over at most so many measured windows.
 
     Attributes:
-        why_not: why nothing can be measured, once that is known.
-        table: the sums of each window that was added, as `COLUMNS` names them, on its
-            device; zeros if some of it was not seen.
+        table: the sums of the last 160 windows that were added, as `COLUMNS` names
+            them, on their device; zeros for one of which some was not seen.
 
     Raises:
         TrainkitError: the loss has several terms, or a rank has parts of parameters.
     """
 
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        optimizer_or_parameters: Any,
-        *,
-        last: int = 160,
-    ) -> None:
-        check_whole_number("NoiseMoments last", last, hint="160 is the default.")
+    def __init__(self, accumulator: Accumulator, optimizer_or_parameters: Any) -> None:
         if len(accumulator.strategies) > 1:
             raise TrainkitError(
                 f"noise scale: a micro-batch must have one weight, and the terms "
@@ -74,12 +68,11 @@ class NoiseMoments:
             )
         is_optimizer = hasattr(optimizer_or_parameters, "param_groups")
         found = parameters_of(optimizer_or_parameters)
-        _refuse_shards(found, accumulator.module)
+        _refuse_shards(found, accumulator.ranks)
         # Finetuning may add some to an optimizer; a generator is used up now.
         self._source = optimizer_or_parameters if is_optimizer else found
-        self._accumulator, self._last = accumulator, last
+        self._accumulator = accumulator
         self.table: Tensor = torch.zeros(0, len(COLUMNS))
-        self.why_not: str | None = None
         self._hooks: list[RemovableHandle] = []
         self._forget()
 
@@ -104,8 +97,7 @@ class NoiseMoments:
         """Measure the window that begins now."""
         self.stop()
         parameters = parameters_of(self._source)
-        _refuse_shards(parameters)
-        self.why_not = None
+        _refuse_shards(parameters, self._accumulator.ranks)
         self._hooks = [
             parameter.register_hook(partial(self._see, index))
             for index, parameter in enumerate(parameters)
@@ -164,7 +156,7 @@ class NoiseMoments:
         is_good = (whole == ranks.size) & sums.isfinite().all()
         sums = torch.where(is_good, sums, 0.0)
         self.stop()
-        self.table = torch.cat([self.table.to(sums), sums[None]])[-self._last :]
+        self.table = torch.cat([self.table.to(sums), sums[None]])[-LAST:]
 
     # ---- called by the accumulator, in the watched window ----------------------------
 
@@ -176,7 +168,7 @@ class NoiseMoments:
     def end(self) -> None:
         """The pass has ended."""
         found, self._norms = self._norms or {}, None
-        self._squares.append(_squared([*found.values()]))
+        self._squares.append(_squared([*found.values()]) if found else math.nan)
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window."""
@@ -189,7 +181,6 @@ class NoiseMoments:
         squares = vector(self._squares, unit.device)
         # The beginning of a window that a checkpoint carries was not seen here.
         is_whole = len(squares) == len(window.entries) and window.carried is None
-        is_whole = is_whole and not self.why_not
         parts = [squares.sum() * unit**2, weights.square().sum()]
         self._parts = torch.stack([*parts, torch.full_like(unit, is_whole)])
 
@@ -197,13 +188,9 @@ class NoiseMoments:
         """Take the gradient of a parameter in the pass; it stays as it is."""
         if self._norms is None:
             return
-        if index in self._norms:
-            self.why_not = (
-                "a parameter gets its gradient in several parts of one backward pass "
-                "(a reentrant checkpoint around shared weights?), whose sum no hook "
-                "sees; use_reentrant=False makes it one"
-            )
-        self._norms[index] = _norms_of(gradient.detach())
+        norms = _norms_of(gradient.detach())
+        is_first = index not in self._norms  # of the sum of several parts no hook knows
+        self._norms[index] = norms if is_first else norms * math.nan
 
     # ---- the estimate ----------------------------------------------------------------
 
@@ -247,20 +234,13 @@ def _squared(norms: Sequence[Tensor]) -> Tensor:
     return torch.cat(alike).to(totals_dtype(device)).square().sum()
 
 
-def _refuse_shards(parameters: Iterable[Tensor], module: Any = None) -> None:
+def _refuse_shards(parameters: Iterable[Tensor], ranks: Ranks) -> None:
     """Refuse parameters of which a rank has a part: no hook sees their gradients as a
-    micro-batch makes them.
-
-    Args:
-        parameters: those that train.
-        module: that has them, or Lightning's strategy object, if either is known.
-    """
-    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
-    modules = root.modules() if isinstance(root, nn.Module) else ()
-    wrappers = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
-    for sharded in [p for p in parameters if isinstance(p, DTensor)] or wrappers:
+    micro-batch makes them."""
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    if is_sharded or (ranks.backend_sums and ranks.ddp is None):
         raise TrainkitError(
-            f"noise scale: parameters must be whole on each rank, and "
-            f"{type(sharded).__name__} shards them. Measure it with DDP or on one "
-            f"device, or leave it out."
+            "noise scale: parameters must be whole on each rank, and a backend other "
+            "than DDP may shard them. Measure it with DDP or on one device, or leave "
+            "it out."
         )
