@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainkit.core.division import Told
-from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerToken,
@@ -106,8 +104,6 @@ def join(
         )
     weights = told.next_weights()
     terms = terms_of(loss, strategies)
-    if told.num_begun == 1:  # once a window
-        announce_rounded_terms(terms)
     parts, shares = [], []
     for name, term in terms.items():
         weight, reduction = weights[name], strategies[name].loss_reduction
@@ -129,24 +125,6 @@ def join(
     return Joined(torch.stack(parts).sum(), weights[told.leading], value)
 
 
-def announce_rounded_terms(terms: Mapping[str, Tensor]) -> None:
-    """Warn of terms whose dtype rounds their factor.
-
-    One term of such a dtype is divided when the window closes, by what was applied. The
-    gradients of several terms are one sum by then.
-    """
-    rounded = sorted(name for name, term in terms.items() if term.dtype in HALF)
-    if rounded:
-        dtype = terms[rounded[0]].dtype
-        error = torch.finfo(dtype).eps / 2
-        warnings.warn(
-            f"loss terms {', '.join(rounded)}: they are {dtype}, which rounds the "
-            f"factor of each by up to {error:.2g} of it. Compute the terms in float32, "
-            f"from logits.float() for example.",
-            stacklevel=2,
-        )
-
-
 def _multiply_by(factor: Weight) -> Any:
     def multiplied(gradient: Tensor) -> Tensor:
         by = factor.to(gradient) if isinstance(factor, Tensor) else factor
@@ -165,33 +143,20 @@ def terms_of(
         strategies: one for each term.
         name: what an error calls the loss.
     """
-    if isinstance(loss, Mapping):
-        refuse_other_terms(loss, strategies)
-        return loss
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        refuse_shape(name, loss, leading(strategies).loss_reduction)
-    if len(strategies) > 1:
-        raise TrainkitError(
-            f"{name}: there are strategies for the terms {sorted(strategies)}, "
-            f"received {type(loss).__name__}. Pass a dict of these terms, or one "
-            f"strategy."
-        )
-    return {next(iter(strategies)): loss}
-
-
-def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None:
+    terms = loss if isinstance(loss, Mapping) else {next(iter(strategies)): loss}
     if terms.keys() != strategies.keys():
-        names, only = sorted(map(str, terms)), type(leading(strategies)).__name__
-        have = f"there are strategies for {sorted(map(str, strategies))}"
+        received = [*loss] if terms is loss else type(loss).__name__
+        wanted = f"a dict of the terms {sorted(strategies)}, as there are strategies"
         if ONE in strategies:
-            have = f"there is one strategy, {only}, for one term"
+            wanted = f"one tensor, as there is one strategy, {leading(strategies)!r}"
         raise TrainkitError(
-            f"loss: its terms are {names}, and {have}. Each term needs a strategy, and "
-            f'each strategy a term. For example {{"ce": PerToken(), '
-            f'"kl": PerSample()}}.'
+            f"{name}: must be {wanted}, received {received}. Each term needs a "
+            f'strategy, for example {{"ce": PerToken(), "kl": PerSample()}}.'
         )
-    for name, term in terms.items():
-        refuse_shape(f"loss term {name!r}", term, strategies[name].loss_reduction)
+    for term, value in terms.items():
+        own = f"{name} term {term!r}" if terms is loss else name
+        refuse_shape(own, value, strategies[term].loss_reduction)
+    return terms
 
 
 def refuse_shape(name: str, loss: Any, reduction: str) -> None:
