@@ -152,18 +152,23 @@ def test_weight_that_cannot_be_is_refused_at_once(weight: Any, text: str) -> Non
         Toy().window((1, weight))
 
 
-def test_nonfinite_loss_is_left_to_a_scaler_if_allowed() -> None:
+def test_nonfinite_loss_is_left_to_a_scaler() -> None:
     """Beside a micro-batch of weight 0 too, whose gradient may be NaN."""
-    toy = Toy(checks="now", nonfinite="allow")
+    toy = Toy(checks="now", scaler=torch.amp.GradScaler("cpu"))
     assert not toy.window((1, 1), (INF, 1)).loss.isfinite()
     toy.window((1, 1), (NAN, 0))
     assert toy.window((3, 2)).loss == 3
 
 
-@pytest.mark.parametrize("option", ["checks", "nonfinite"])
-def test_unknown_check_is_refused(option: str) -> None:
-    with pytest.raises(TrainkitError, match=f"{option}: must be one of .*'never'"):
-        Toy(**{option: "never"})  # type: ignore[arg-type]
+def test_a_scaler_that_is_off_leaves_nothing_out() -> None:
+    toy = Toy(checks="now", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(TrainkitError, match="the loss must be finite"):
+        toy.window((1, 1), (INF, 1))
+
+
+def test_unknown_check_is_refused() -> None:
+    with pytest.raises(TrainkitError, match=r"checks: must be one of .*'never'"):
+        Toy(checks="never")
 
 
 # ---- readings that are on their way --------------------------------------------------

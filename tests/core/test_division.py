@@ -228,7 +228,8 @@ def test_float16_sum_that_overflows_is_said(checks: Any) -> None:
 
 
 def test_float16_sum_that_overflows_is_left_to_a_scaler() -> None:
-    toy = Toy(dtype=torch.float16, checks="now", nonfinite="allow")
+    scaler = torch.amp.GradScaler("cpu")
+    toy = Toy(dtype=torch.float16, checks="now", scaler=scaler)
     toy.window((6, 1), (6, 60_000_000))
     assert not toy.parameter.grad.isfinite()  # type: ignore[union-attr]
 
@@ -241,9 +242,9 @@ def scaled_training(
 ) -> tuple[float, int, nn.Module]:
     """A loop under autocast; the scale at its end, and how many steps were taken."""
     net = fresh_net(torch.float32)
-    accumulator = Accumulator(GivenWeight(), nonfinite="allow")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=1000)
+    accumulator = Accumulator(GivenWeight(), scaler=scaler)
     taken = []
     optimizer.register_step_post_hook(lambda *_: taken.append(1))
 
@@ -290,7 +291,7 @@ def test_scaler_without_the_shared_scale_loses_steps() -> None:
 
 def test_first_window_leaves_headroom_under_a_scaler() -> None:
     """Its first micro-batch may be light: an overflow would cost a step."""
-    toy = Toy(dtype=torch.float16, nonfinite="allow")
+    toy = Toy(dtype=torch.float16, scaler=torch.amp.GradScaler("cpu"))
     toy.add(600, 1)
     toy.add(600, 250)
     assert toy.gradient < 2**11

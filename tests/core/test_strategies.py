@@ -121,8 +121,8 @@ def test_strategy_is_a_frozen_value(strategy: Any) -> None:
     ("make", "text"),
     [
         (lambda: PerSample(size=1, mask="m"), "size and mask exclude each other"),
-        (lambda: PerToken(loss_reduction="avg"), "'total', received 'avg'"),  # type: ignore[arg-type]
-        (lambda: PerSample(loss_reduction=None), "'total', received None"),  # type: ignore[arg-type]
+        (lambda: PerToken(loss_reduction="avg"), "'total'], received 'avg'"),  # type: ignore[arg-type]
+        (lambda: PerSample(loss_reduction=None), "'total'], received None"),  # type: ignore[arg-type]
         (lambda: PerToken(labels=1.5), "labels: must be a dotted path.*1.5"),  # type: ignore[arg-type]
         (lambda: PerToken(labels=""), "labels: must be a dotted path"),
         (lambda: PerSample(size=True), "size: must be a dotted path.*True"),
@@ -154,7 +154,7 @@ TWO_CLASSES = PerClassWeight(weight=[1.0, 2.0])
         (PerToken(), {"labels": torch.ones(3)}, "must hold integers.*float32"),
         (PerToken(), {"labels": torch.tensor(3)}, "one entry per token"),
         (PerToken(mask="m"), {"m": torch.tensor(3.0)}, "mask: must have one entry"),
-        (PerSample(size="n"), {"n": torch.tensor(3)}, "a tensor with a length"),
+        (PerSample(size="n"), {"n": torch.tensor(3)}, "must lead to a tensor"),
         (PerSample(size="n"), TARGETS, "PerSample size: path 'n'.*would fit: "),
         (PerToken(), TARGETS, r"PerToken labels: .*would fit: 'targets'"),
         (TWO_CLASSES, {"labels": torch.tensor([0, 2])}, "must be classes from 0 to 1"),
@@ -303,7 +303,7 @@ def test_batch_without_a_size_is_refused(batch: Any, text: str) -> None:
 def test_batch_without_labels_is_refused(batch: Any, path: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         PerToken(labels=path).weight(batch)
-    with pytest.raises(TrainkitError, match=r"size='': counts the entries.*dict"):
+    with pytest.raises(TrainkitError, match=r"size '': must lead to .*dict"):
         PerSample(size="").weight({"x": X})
 
 

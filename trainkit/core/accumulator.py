@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
-from trainkit.core.checks import Checks, Nonfinite, Watch
+from trainkit.core.checks import Checks, Watch
 from trainkit.core.division import Division, Told, on_host, weights_by_term
 from trainkit.core.gradients import HALF, GradientSum, trained
 from trainkit.core.ranks import Aggregation, Ranks, averaged_by_ddp, find_ranks
@@ -63,11 +63,9 @@ class Accumulator:
         process_group: the data-parallel ranks; default: the module's, or all.
         checks: `"late"` costs nothing and complains one window late. `"now"` waits for
             the device once a window, and refuses before the step is taken.
-        nonfinite: what to do with a loss that is NaN or infinite and weighs something.
-            `"raise"` an error (the default without a scaler), or `"allow"` it, if a
-            gradient scaler skips the step (the default with one).
-        scaler: the gradient scaler of the loop, if it has one. Needed if it serves
-            several accumulators: its factor may then change inside a window.
+        scaler: the gradient scaler of the loop, if it has one. It skips a step that is
+            not finite, which stops the run without one, and its factor may change
+            inside a window if it serves several accumulators.
         wide_gradients: keep the window's gradient in float32 beside parameters of half
             precision, and round it once when the window closes; needs `module`.
 
@@ -85,22 +83,24 @@ class Accumulator:
         aggregation: Aggregation = "auto",
         process_group: Any = None,
         checks: Checks = "late",
-        nonfinite: Nonfinite | None = None,
         scaler: Any = None,
         wide_gradients: bool = False,
     ) -> None:
-        nonfinite = nonfinite or ("raise" if scaler is None else "allow")
         self.ranks = find_ranks(module, aggregation, process_group)
         self.gradients = GradientSum(module, self.ranks)
         self.module, self._has_module = module, isinstance(module, nn.Module)
         self.division = Division(
-            self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
+            self.ranks, leaves_room=scaler is not None, scaler=scaler
         )
         self.num_windows = 0
         self.strategies: Strategies = named_strategies(strategy)
         self.strategy = leading(self.strategies)
-        measured, are_finite = self.strategies, self.gradients.are_finite
-        self.watch = Watch(checks, nonfinite, measured, are_finite)
+        self.watch = Watch(
+            checks,
+            self.strategies,
+            self.gradients.are_finite,
+            has_scaler=self.division.has_scaler,
+        )
         self._close()
         self._had_started = dist.is_initialized()
         self._reads_hooks = aggregation in ("auto", "sum")

@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from trainkit.core.plan.options import check_choice
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.core.window import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIGHT
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]
-Nonfinite = Literal["raise", "allow"]
 
 
 class LateReading:
@@ -55,33 +55,25 @@ class Watch:
         checks: `"late"` reads a window's flags when a later one closes: a bad step has
             then been taken, and the error names it. `"now"` waits for them and refuses
             before the step.
-        nonfinite: what to do with a loss that is not finite and weighs something:
-            `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
-            a step.
         strategies: of the terms of a loss; windows are measured by the first.
         are_finite: returns whether all gradients and parameters are finite. It is
             called once, when a micro-batch of weight 0 had such a loss: its gradient is
             zero for most losses and NaN for some, and the loss does not show which.
+        has_scaler: whether a gradient scaler skips steps that are not finite, so that
+            such a loss does not stop the run.
     """
 
     def __init__(
         self,
         checks: Checks,
-        nonfinite: Nonfinite,
         strategies: Mapping[str, AccumulationStrategy],
         are_finite: Callable[[], bool],
+        *,
+        has_scaler: bool,
     ) -> None:
-        for name, value, choices in (
-            ("checks", checks, get_args(Checks)),
-            ("nonfinite", nonfinite, get_args(Nonfinite)),
-        ):
-            if value not in choices:
-                raise TrainkitError(
-                    f"{name}: must be one of {list(choices)}, received {value!r}. "
-                    f"The first is the default."
-                )
+        check_choice("checks", checks, get_args(Checks))
         self.checks = checks
-        self.nonfinite = nonfinite
+        self._has_scaler = has_scaler
         self._are_finite = are_finite
         term, strategy = next(iter(strategies.items()))
         self._term = term if len(strategies) > 1 else None
@@ -106,7 +98,7 @@ class Watch:
             self.read_arrived()
         narrow = [g for g in gradients if g.dtype is torch.float16]
         late = None
-        if narrow and self.nonfinite != "allow":
+        if narrow and not self._has_scaler:
             late = LateReading(torch.stack([g.isfinite().all() for g in narrow]).all())
         self._waiting.append((step, LateReading(table), late))
         if self.checks == "now":
@@ -154,10 +146,10 @@ class Watch:
         lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
         if lost and self._lost_mean_at is None:
             self._lost_mean_at = step
-            if self.nonfinite != "allow" and not self._are_finite():
+            if not self._has_scaler and not self._are_finite():
                 raise TrainkitError(f"{where}, {lost}:{self._hint()}")
         bad = _ranks(rows, lambda row: not isfinite(row[LOSS]))
-        if bad and self.nonfinite != "allow":
+        if bad and not self._has_scaler:
             raise TrainkitError(
                 f"{where}, {bad}: the loss must be finite where the micro-batch "
                 f"weighs something, and one was NaN or infinite.{self._hint()}"
@@ -165,21 +157,14 @@ class Watch:
         is_weightless = self._divides and sum(row[WEIGHT] for row in rows) == 0
         if is_weightless and not self._warned_weightless:
             self._warned_weightless = True
-            warnings.warn(self._weightless(where, micro_batches), stacklevel=2)
-
-    def _weightless(self, where: str, micro_batches: int) -> str:
-        none = f"{where}: none of the window's {micro_batches} micro-batches weighs"
-        if self._term is not None:
-            return (
-                f"{none} anything in the term {self._term!r} (all labels ignored?), by "
-                f"which windows are measured. That term's gradient is zero, and the "
-                f"window's loss is shown as 0; the step follows the other terms. Said "
-                f"once."
+            term = "" if self._term is None else f" in the term {self._term!r}"
+            warnings.warn(
+                f"{where}: none of the window's {micro_batches} micro-batches weighs "
+                f"anything{term} (all labels ignored?). This gradient is zero and the "
+                f"step was taken: momentum and weight decay still move the weights. "
+                f"Said once.",
+                stacklevel=2,
             )
-        return (
-            f"{none} anything (all labels ignored?). Its gradient is zero and the step "
-            f"was taken: momentum and weight decay still move the weights. Said once."
-        )
 
     def _hint(self) -> str:
         if self._lost_mean_at is not None:

@@ -19,6 +19,7 @@ from trainkit.core._compat import (
     ignored_names,
     is_apart,
 )
+from trainkit.core.plan.options import check_choice
 from trainkit.errors import TrainkitError
 
 Aggregation = Literal["auto", "mean", "sum", "none"]
@@ -162,11 +163,8 @@ def _assign(parameter: Tensor, whole: Tensor) -> None:
 
 
 def check_aggregation(aggregation: Any) -> None:
-    if aggregation not in get_args(Aggregation):
-        raise TrainkitError(
-            f"aggregation: must be one of {list(get_args(Aggregation))}, received "
-            f"{aggregation!r}. Name what your backend does to gradients across ranks."
-        )
+    """Refuse what names nothing that a backend does to gradients."""
+    check_choice("aggregation", aggregation, get_args(Aggregation))
 
 
 def find_ranks(

@@ -23,6 +23,7 @@ from trainkit.core.nested import (
     lookup_for,
     lookup_tensor,
 )
+from trainkit.core.plan.options import check_choice, check_kind
 from trainkit.core.samples import leading_dimension
 from trainkit.errors import TrainkitError
 
@@ -107,20 +108,13 @@ class PerSample(AccumulationStrategy):
             return leading_dimension(batch) if found is None else found
         role = "PerSample size"
         found = batch if self.size == "" else lookup_for(batch, self.size, role=role)
-        if isinstance(found, list | tuple):
-            return len(found)
-        if self.size == "":
+        has_rows = isinstance(found, Tensor) and found.ndim > 0
+        if not has_rows and not isinstance(found, list | tuple):
             raise TrainkitError(
-                f"PerSample size='': counts the entries of a batch that is a list, "
-                f"received {describe(batch)}. Name what has one entry per sample."
+                f"PerSample size {self.size!r}: must lead to a tensor or a list with "
+                f"one entry per sample, received {describe(found)}."
             )
-        tensor = lookup_tensor(batch, self.size, role=role)
-        if tensor.ndim == 0:
-            raise TrainkitError(
-                f"PerSample size {self.size!r}: must be a tensor with a length, but "
-                f"is a single number. Name a tensor with one row per sample."
-            )
-        return tensor.shape[0]
+        return len(found)
 
 
 @dataclass(frozen=True)
@@ -156,11 +150,7 @@ class PerToken(AccumulationStrategy):
         check_reduction(self)
         _check_documents(self)
         _check_paths(self, "labels", "mask")
-        if not isinstance(self.shift, bool):
-            raise TrainkitError(
-                f"PerToken shift: must be True or False, received {self.shift!r}. True "
-                f"is for causal models that shift inside."
-            )
+        check_kind("PerToken shift", self.shift, bool, "True or False")
         if isinstance(self.ignore_index, bool) or not isinstance(
             self.ignore_index, int
         ):
@@ -259,12 +249,8 @@ def check_strategy(strategy: Any) -> None:
 
 def check_reduction(strategy: AccumulationStrategy) -> None:
     """Refuse an unknown `loss_reduction`."""
-    if strategy.loss_reduction not in get_args(LossReduction):
-        raise TrainkitError(
-            f"{type(strategy).__name__} loss_reduction: must be 'mean', 'sum' or "
-            f"'total', received {strategy.loss_reduction!r}. Name what training_step "
-            f"returns; a 'sum' is divided by the window's weight, a 'total' is not."
-        )
+    name = f"{type(strategy).__name__} loss_reduction"
+    check_choice(name, strategy.loss_reduction, get_args(LossReduction))
 
 
 def kind_of(strategy: AccumulationStrategy) -> str:

@@ -81,8 +81,8 @@ class Training:
         self.reduction = getattr(strategy, "loss_reduction", "mean")
         strategy = strategy or PerToken()
         self.optimizer = torch.optim.SGD(trained(self.net), lr=0.1)
-        options: Any = {"scaler": self.scaler, "nonfinite": "allow"}
-        self.accumulator = Accumulator(strategy, module=self.net, **options)
+        options: Any = {"module": self.net, "scaler": self.scaler}
+        self.accumulator = Accumulator(strategy, **options)
         self.moments = NoiseMoments(self.accumulator, self.optimizer)
 
     def _backward(self, loss: Tensor) -> None:
@@ -102,6 +102,8 @@ class Training:
         if self.scaler is not None and unscales:
             self.scaler.unscale_(self.optimizer)
         self.moments.add(stats, samples=sum(SIZES), **how)
+        if self.scaler is not None and unscales:
+            self.scaler.update()
         self.gradient = gradients(self.net)
         self.net.zero_grad()
         return self.moments.table[-1]
@@ -255,7 +257,7 @@ def test_a_window_without_finite_gradients_does_not_count(factor: float) -> None
     """As a gradient scaler's first ones may be."""
     found = []
     for has_broken in (False, True):
-        training = Training()
+        training = Training(scaler=a_scaler())
         for number in range(8):
             if has_broken and number == 3:
                 assert not training.window(factor).any()

@@ -281,7 +281,7 @@ LOGS_WITHOUT_NUMBER = hooked(
 )
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_reduction": "total"}, "loss_reduction: must be 'mean' or"),
-    ({"loss_reduction": "rms"}, "loss_reduction: must be 'mean', 'sum'"),
+    ({"loss_reduction": "rms"}, r"loss_reduction: must be one of \['mean', 'sum'"),
     ({"by": 3}, "by: must be a function .* received 3"),
     ({"by": "math.pi"}, "by: must be a function"),
     ({"by": "nowhere.count"}, "by: .*received 'nowhere.count' .No module named"),

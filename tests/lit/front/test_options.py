@@ -34,7 +34,7 @@ LONGER = {"accumulation_checks", "accumulation_wide_gradients", "accumulation_pr
 OTHERWISE = {"accumulation_aggregation": "aggregation"}
 """A graph network has an `aggregation` of its own, with the very same values, and it
 would change gradients without a word."""
-OF_A_LOOP = {"module", "process_group", "nonfinite", "scaler"}
+OF_A_LOOP = {"module", "process_group", "scaler"}
 """The Trainer and its parts show them."""
 OF_A_TRAINER = {"micro_batching", "hold_schedulers", "proof"}
 """A loop cuts its batches, moves its schedulers and takes its steps itself."""
