@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -81,7 +82,6 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
         "ddp over a group": find_ranks(ddp, "auto", alone),
         "sharded": find_ranks(shards),
         "sharded, of a strategy": find_ranks(Holder(shards)),
-        "replicas of shards": find_ranks(grid),
         "grid": find_ranks(grid, "mean", mesh["shard"].get_group()),
         "said": find_ranks(fresh_net(), "sum"),
         "alone": find_ranks(fresh_net(), "auto", alone),
@@ -214,10 +214,17 @@ def unknown_grid() -> None:
     find_ranks(net)
 
 
-def half_sharded() -> None:
+def replicas_of_shards() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    find_ranks(sharded(mesh=mesh))
+
+
+def half_sharded(**options: Any) -> None:
     net = fresh_net()
     fully_shard(net.head)
-    find_ranks(net)
+    accumulator = Accumulator(PerToken(), module=net, **options)
+    accumulator.backward(token_loss(net, BATCH), BATCH)
+    accumulator.finish(net.parameters())
 
 
 def divided_by_3() -> None:
@@ -240,7 +247,7 @@ def make(aggregation: Any = "auto", **options: Any) -> Accumulator:
 
 
 ASKS = "aggregation: 2 ranks are running, and"
-NOT_AVERAGED = "are not averaged by DistributedDataParallel"
+NOT_AVERAGED = "are not averaged by DDP or FSDP2"
 EMPTY = "the window is empty, so it has no gradient. Call backward() at least once"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # transformers#37110: to average what is averaged already, or not at all
@@ -249,10 +256,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no net": (lambda: make(module=object()), f"{ASKS} object does not show"),
     "a group": (lambda: make(process_group=dist.group.WORLD), "averages), 'sum'"),
     "none": (lambda: step(aggregation="none"), "='none': the module is Distributed"),
-    "sum": (lambda: step(aggregation="sum"), "='sum': the module is Distributed"),
+    "sum": (lambda: step(aggregation="sum"), "='sum': must be what DDP does to gr"),
+    "sum, torch's hook": (
+        lambda: step(hook=allreduce_hook, aggregation="sum"),
+        "allreduce_hook'] it averages them. Name what it leaves",
+    ),
     "sum by a hook": (lambda: step(hook=adding_hook, aggregation="sum"), "accepted"),
-    "noop hook": (lambda: step(hook=noop_hook), "leaves the ranks' gradients apart"),
-    "own hook": (lambda: step(hook=adding_hook), "is taken to average"),
+    "noop hook": (lambda: step(hook=noop_hook), "noop_hook'] it may not average them"),
+    "own hook": (lambda: step(hook=adding_hook), "adding_hook'] it may not average t"),
+    "torch's hook": (lambda: step(hook=allreduce_hook), "accepted"),
+    "mean by a hook": (lambda: step(hook=adding_hook, aggregation="mean"), "accepted"),
     "outside": (lambda: step(outside=True), f"the first of shape [], {NOT_AVERAGED}"),
     "frozen when wrapped": (lambda: step(frozen=True), NOT_AVERAGED),
     "ignored": (lambda: step(ignored=True), NOT_AVERAGED),
@@ -265,7 +278,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # pytorch-lightning#5243: it would hang, or mix up two messages
     "empty": (lambda: make(module=DDP(fresh_net())).finish([ROWS]), EMPTY),
     "grid": (unknown_grid, "2 dimensions ('dp', 'tp'), and which of them hold"),
-    "half sharded": (half_sharded, "embed.weight is not sharded over the data"),
+    "hsdp": (replicas_of_shards, "2 dimensions ('replicate', 'shard'), and which of"),
+    "half sharded": (
+        half_sharded,
+        f"1 to be stepped, the first of shape [13, 8], {NOT_AVERAGED}",
+    ),
+    "half sharded, by hand": (lambda: half_sharded(aggregation="mean"), "accepted"),
     "divided by 3": (divided_by_3, "makes FSDP divide by ['3.0'] over 2 ranks"),
     "saved too early": (saved_too_early, "backward pass with set_requires_gradient"),
 }

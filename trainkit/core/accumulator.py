@@ -104,7 +104,7 @@ class Accumulator:
         self._close()
         self._had_started = dist.is_initialized()
         self._reads_hooks = aggregation in ("auto", "sum")
-        self._averaged = averaged_by_ddp(module)
+        self._averaged = averaged_by_ddp(module, aggregation)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
             self.keep_wide(partial(trained, module))
@@ -347,10 +347,11 @@ class Accumulator:
             refusals.refuse_late_start()
         if not self.window.is_open and (ranks.size == 1 or ranks.backend_sums):
             raise refusals.empty()
-        if ranks.ddp is not None and ranks.backend_sums:
-            if not is_apart:
+        if self._averaged is not None and ranks.backend_sums:
+            if ranks.ddp is not None and not is_apart:
                 refusals.refuse_unfinished_reduction(ranks.ddp)
-            refusals.refuse_unreduced(self._averaged, self.gradients.parameters)
+            parameters = self.gradients.parameters
+            refusals.refuse_unreduced(self._averaged, self.module, parameters)
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(ranks)

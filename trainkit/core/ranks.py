@@ -197,8 +197,6 @@ def find_ranks(
         return _ranks("mean", group or ddp.process_group, ddp)
     if _spans_ranks(module):
         group = group or _group_of(module, ddp)
-        if dist.get_world_size(group) > 1:
-            _refuse_unsharded(module)
         return _ranks(_what_fsdp_leaves(module, group), group, ddp)
     if dist.get_world_size(group) == 1:
         return Ranks()
@@ -238,8 +236,6 @@ def _group_of(module: Any, ddp: DistributedDataParallel | None) -> Any:
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
-    if _is_hybrid(module) and mesh.size() == dist.get_world_size():
-        return None  # replicas of shards: each rank has its own data
     raise TrainkitError(
         f"aggregation='auto': the parameters are sharded over a mesh of "
         f"{mesh.ndim} dimensions {mesh.mesh_dim_names}, and which of them hold "
@@ -248,13 +244,6 @@ def _group_of(module: Any, ddp: DistributedDataParallel | None) -> Any:
         f"example mesh['dp'].get_group(), or torch.distributed.group.WORLD if that is "
         f"every rank."
     )
-
-
-def _is_hybrid(module: Any) -> bool:
-    """Whether FSDP2 replicates shards (HSDP): all parameters are replicated over the
-    first dimension of their mesh, which tensor parallelism never does."""
-    sharded = [p for p in _parameters(module).values() if isinstance(p, DTensor)]
-    return all(p.placements[0].is_replicate() for p in sharded)
 
 
 def _data_parallel_mesh(strategy: Any) -> Any:
@@ -276,18 +265,30 @@ def _sharded_mesh(module: Any) -> Any:
     return None
 
 
-def averaged_by_ddp(module: Any) -> frozenset[int]:
+def averaged_by_ddp(module: Any, aggregation: Aggregation) -> frozenset[int] | None:
     """The ids of the parameters whose gradients DDP averages: it ignores some, and
-    knows nothing of those that were frozen when it was made."""
+    knows nothing of those that were frozen when it was made. None where nothing shows
+    whose gradients are averaged: with FSDP1, and where `aggregation` says it."""
     root = _root(module)
-    wrappers = [] if root is None else root.modules()
+    modules = [] if root is None else [*root.modules()]
+    wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    is_fsdp1 = any(isinstance(m, FullyShardedDataParallel) for m in modules)
+    if not wrappers and (is_fsdp1 or aggregation != "auto"):
+        return None
     return frozenset(
         id(parameter)
         for ddp in wrappers
-        if isinstance(ddp, DistributedDataParallel)
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored_names(ddp)
     )
+
+
+def averaged_by_fsdp(parameter: Tensor, module: Any) -> bool:
+    """Whether FSDP2 shards a parameter, so that it averages its gradient."""
+    if not isinstance(parameter, DTensor):
+        return False
+    is_split_only = parameter.device_mesh.mesh_dim_names == ("tensor_parallel",)
+    return _data_parallel_mesh(module) is None or not is_split_only
 
 
 def _what_fsdp_leaves(module: Any, group: Any) -> str:
@@ -304,25 +305,6 @@ def _what_fsdp_leaves(module: Any, group: Any) -> str:
         f"{sorted(map(str, factors))} over {size} ranks, which leaves neither their "
         f"mean nor their sum everywhere. Set it to 1.0 on all modules, or nowhere."
     )
-
-
-def _refuse_unsharded(module: Any) -> None:
-    """Refuse parameters that FSDP2 does not shard: it does not average these."""
-    if _submodule(module, FullyShardedDataParallel) is not None:
-        return
-    replicas = _data_parallel_mesh(module)
-    for name, parameter in _parameters(module).items():
-        dimensions = None
-        if isinstance(parameter, DTensor):
-            dimensions = parameter.device_mesh.mesh_dim_names or ()
-        is_split_only = replicas is not None and dimensions == ("tensor_parallel",)
-        if parameter.requires_grad and (dimensions is None or is_split_only):
-            raise TrainkitError(
-                f"aggregation='auto': {name} is not sharded over the data-parallel "
-                f"ranks, so nothing shows that its gradient is averaged over them. "
-                f"Shard all parameters that train (fully_shard on the root module "
-                f"too), or name what your backend does: aggregation='mean'."
-            )
 
 
 def _submodule(module: Any, kind: type) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.nested import describe
-from trainkit.core.ranks import Ranks
+from trainkit.core.ranks import Ranks, averaged_by_fsdp
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape
 from trainkit.core.window import Window
@@ -138,51 +137,47 @@ def refuse_unfinished_reduction(ddp: DistributedDataParallel) -> None:
         )
 
 
-def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -> None:
-    """Refuse parameters that DDP does not average: they differ between ranks."""
-    left_out = [p for p in parameters if p.requires_grad and id(p) not in averaged]
+def refuse_unreduced(
+    by_ddp: AbstractSet[int], module: Any, parameters: Sequence[Tensor]
+) -> None:
+    """Refuse parameters that no backend averages: they differ between ranks."""
+    left_out = [
+        parameter
+        for parameter in parameters
+        if parameter.requires_grad and id(parameter) not in by_ddp
+        if not averaged_by_fsdp(parameter, module)
+    ]
     if left_out:
         raise TrainkitError(
             f"parameters: {len(left_out)} to be stepped, the first of shape "
-            f"{list(left_out[0].shape)}, are not averaged by DistributedDataParallel: "
-            f"they are outside of it, ignored, or were frozen when it was made. Wrap "
-            f"the module that holds them all, and wrap it again after unfreezing. If "
-            f"you average them yourself, pass aggregation='mean' and no module."
+            f"{list(left_out[0].shape)}, are not averaged by DDP or FSDP2: they are "
+            f"outside of it, ignored, not sharded, or were frozen when DDP was made. "
+            f"Wrap the module that holds them all, and wrap it again after unfreezing. "
+            f"If you average them yourself, pass aggregation='mean', and no DDP module."
         )
 
 
 def check_hooks(ranks: Ranks) -> None:
-    """Refuse communication hooks that leave ranks apart, or a missing hook.
-
-    torch's own hooks average, with two exceptions. Others are taken to average, with a
-    warning.
-    """
+    """Refuse communication hooks that may not do what `aggregation` says: torch's own
+    average, with two exceptions that leave ranks apart."""
     if ranks.ddp is None or not ranks.backend_sums:
         return
     hooks = communication_hooks(ranks.ddp)
-    if ranks.aggregation == "sum":
-        if not hooks:
-            raise TrainkitError(
-                "aggregation='sum': the module is DistributedDataParallel without a "
-                "communication hook, which averages, so the gradient would be too "
-                "small by the number of ranks. Use 'auto'."
-            )
-        return
-    for hook in hooks:
-        home = f"{hook.__module__}.{hook.__qualname__}"
-        is_torch = home.startswith("torch.distributed.algorithms.ddp_comm_hooks")
-        if is_torch and ("noop" in home or "post_localSGD" in home):
-            raise TrainkitError(
-                f"aggregation='auto': the communication hook {home} leaves the ranks' "
-                f"gradients apart, so no rank has the window's. Remove it."
-            )
-        if not is_torch:
-            warnings.warn(
-                f"aggregation='auto': the communication hook {home} is taken to "
-                f"average, as DistributedDataParallel does without one. Set "
-                f"aggregation='mean' if it does, or 'sum' if it adds up.",
-                stacklevel=2,
-            )
+    names = [f"{hook.__module__}.{hook.__qualname__}" for hook in hooks]
+    averages = all(
+        name.startswith("torch.distributed.algorithms.ddp_comm_hooks")
+        and "noop" not in name
+        and "post_localSGD" not in name
+        for name in names
+    )
+    if averages == (ranks.aggregation == "sum"):
+        raise TrainkitError(
+            f"aggregation={'sum' if averages else 'auto'!r}: must be what DDP does to "
+            f"gradients, and with the communication hooks {names} it "
+            f"{'averages them' if averages else 'may not average them'}. Name what it "
+            f"leaves on all ranks, 'mean' or 'sum'; a hook that leaves ranks apart has "
+            f"to go."
+        )
 
 
 def refuse_dividing_backward(backward: Any) -> None:

@@ -98,6 +98,8 @@ class Trained(Short):
         }[case.loss]
         super().__init__(memory, cut=case.cut, dtype=case.dtype, strategy=strategy)
         self.case, self.optimizer_name = case, case.optimizer
+        if case.ddp is not None:
+            self.accumulation_aggregation = "mean"  # its hook is one's own
         self.body = Branches(case.dtype) if case.branches else None
         if case.branches:
             del self.net

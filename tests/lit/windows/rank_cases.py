@@ -28,7 +28,16 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
-from tests.zoo.modules import Gan, Manual, Plain, Sharded, Stream, on_front, whole
+from tests.zoo.modules import (
+    Gan,
+    Manual,
+    Plain,
+    Sharded,
+    Stream,
+    hooked,
+    on_front,
+    whole,
+)
 from trainkit import PerToken
 from trainkit.lit.windows import refusals
 
@@ -173,7 +182,7 @@ def train_hooked(
     rank: int, world: int, front: str, kind: Any, made: Any
 ) -> tuple[Tensor, int]:
     """Where it ends, and how often gradients were brought together."""
-    hook = Hook()
+    hook, kind = Hook(), hooked(kind, accumulation_aggregation="mean")
     fitted = fit(rank, world, front, kind, hook, made=made)
     return weights(fitted.lightning_module), hook.number
 
