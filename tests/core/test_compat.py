@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo
 from trainkit.core import _compat
-from trainkit.core.out_of_memory import RECOGNISED, is_out_of_memory, release
+from trainkit.core.out_of_memory import is_out_of_memory, release
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,20 @@ def test_a_rank_can_be_alone_for_a_while() -> None:
 # ---- out of memory -------------------------------------------------------------------
 
 ABSURD = 2**60
+TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA out of memory",
+    "MPS backend out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "unable to find an engine to execute this computation",
+)
 
 
 def raised(call: object) -> BaseException:
@@ -184,7 +198,7 @@ def test_what_other_mistakes_raise_is_not() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         torch.cuda.OutOfMemoryError(),
         MemoryError("Unable to allocate 4.00 EiB for an array"),
-        *(RuntimeError(f"[somewhere.cpp:1] {text} (more)") for text in RECOGNISED),
+        *(RuntimeError(f"[somewhere.cpp:1] {text} (more)") for text in TEXTS),
     ],
 )
 def test_each_known_error_is_recognised(error: Exception) -> None:
@@ -192,8 +206,12 @@ def test_each_known_error_is_recognised(error: Exception) -> None:
 
 
 def test_the_text_alone_is_not_enough() -> None:
-    """An assertion of a user's that quotes the words is no failure to allocate."""
+    """An assertion of a user's that quotes the words is no failure to allocate, and a
+    collective that ran out of memory has broken its group."""
     assert not is_out_of_memory(AssertionError("CUDA out of memory"))
+    nccl = "ncclUnhandledCudaError: Last error: Cuda failure 2 'out of memory'"
+    assert not is_out_of_memory(dist.DistBackendError(nccl))
+    assert is_out_of_memory(RuntimeError(nccl))  # the control
 
 
 def test_an_error_raised_from_one_counts_and_one_beside_it_does_not() -> None:

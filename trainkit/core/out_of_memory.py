@@ -1,7 +1,7 @@
 """Recognising errors that mean out of memory, and freeing the memory they hold.
 
 torch raises `torch.OutOfMemoryError` for the caching allocators of accelerators. All
-other kinds raise a plain RuntimeError, which only its text shows: see `RECOGNISED`.
+other kinds raise a plain RuntimeError, which only its text shows: see `WORDS`.
 """
 
 from __future__ import annotations
@@ -12,37 +12,21 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 Found = TypeVar("Found")
 
-RECOGNISED = (
-    # The CPU allocator (c10/core/impl/alloc_cpu.cpp): on POSIX, then on Windows.
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    # The devices' allocators, where they do not raise torch.OutOfMemoryError: CUDA
-    # and HIP before torch 1.13, XPU, and MPS (aten/src/ATen/mps/MPSAllocator.mm).
-    "CUDA out of memory",
-    "HIP out of memory",
-    "XPU out of memory",
-    "MPS backend out of memory",
-    # A call of the driver outside the caching allocator (c10/cuda/CUDAException.h,
-    # c10/cuda/driver_api.h, Triton's launcher).
-    "CUDA error: out of memory",
-    "HIP error: out of memory",
-    "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",
-    # Libraries that could not allocate their workspace (ATen/cuda/Exceptions.h).
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
-    "CUFFT_ALLOC_FAILED",
-    # cuDNN says this where no algorithm fits in what is left (pytorch #4107; both
-    # Lightning and Accelerate read it so), newer versions in the other words.
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "Unable to find a valid cuDNN algorithm to run convolution",
-    "unable to find an engine to execute this computation",
+WORDS = (
+    "out of memory",  # allocators of devices, their drivers, Triton
+    "can't allocate memory",  # the CPU's allocator; on Windows in the next words
+    "not enough memory",
+    "alloc_failed",  # libraries that could not allocate their workspace
+    # cuDNN, where no algorithm fits in what is left (pytorch#4107).
+    "cudnn_status_not_supported",
+    "unable to find a valid cudnn algorithm",
+    "unable to find an engine",
 )
+"""What texts of RuntimeErrors have, in lower case, that mean out of memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -119,8 +103,10 @@ def in_smaller_parts(
 def _ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(part in text for part in RECOGNISED)
+    if not isinstance(error, RuntimeError) or isinstance(error, dist.DistError):
+        return False
+    text = str(error).lower()
+    return any(words in text for words in WORDS)
 
 
 def _led_to(error: BaseException, *links: str) -> list[BaseException]:
