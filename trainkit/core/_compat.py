@@ -200,7 +200,3 @@ def _several(tensors: Any) -> tuple[Any, ...]:
 uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 """Marks a function that `torch.compile` must run as it is. The public
 `torch.compiler.disable` would load the compiler at once."""
-
-
-ATTENTION = "flash", "mem_efficient", "math", "cudnn"
-"""The kernels of attention."""

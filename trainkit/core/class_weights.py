@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,11 +49,10 @@ class PerClassWeight(AccumulationStrategy):
         ignore_index: int = -100,
         loss_reduction: LossReduction = "mean",
     ) -> None:
-        self._given = weight
         if not isinstance(weight, Tensor) and not callable(weight):
-            self._given = _checked_numbers(weight)
-        else:
-            _checked_numbers(self.class_weights)
+            weight = torch.tensor(_checked_numbers(weight), dtype=torch.float64)
+        self._given = weight
+        _checked_numbers(self.class_weights)
         # It counts and checks the labels.
         self._labels = PerToken(labels=labels, ignore_index=ignore_index)
         self.labels, self.ignore_index = labels, ignore_index
@@ -64,18 +62,18 @@ class PerClassWeight(AccumulationStrategy):
     @property
     def class_weights(self) -> tuple[float, ...]:
         """The numbers at present; waits for the device."""
-        given = self._given() if callable(self._given) else self._given
-        return tuple(given.tolist() if isinstance(given, Tensor) else given)
+        return tuple(self._now().tolist())
+
+    def _now(self) -> Tensor:
+        return self._given() if callable(self._given) else self._given
 
     def weight(self, batch: Any) -> Weight:
         labels = self._labels.found(batch)
         counts = labels != self.ignore_index
-        given = self._given() if callable(self._given) else self._given
-        if isinstance(given, Tensor):
-            dtype = torch.float32 if labels.is_mps else torch.float64
-            weights = given.detach().to(labels.device, dtype)
-        else:
-            weights = _on_device(given, labels.device)
+        given = self._now().detach()
+        dtype = torch.float32 if labels.is_mps else torch.float64
+        # On the way to a device nothing waits; back from one, it would come too late.
+        weights = given.to(labels.device, dtype, non_blocking=given.is_cpu)
         try:
             # index_select, by which -1 is no label.
             found = weights.index_select(0, torch.where(counts, labels, 0).flatten())
@@ -107,10 +105,3 @@ def _checked_numbers(values: Any) -> tuple[float, ...]:
             f"class, received {values!r}. Give what cross_entropy(weight=...) gets."
         )
     return found
-
-
-@lru_cache(maxsize=8)
-def _on_device(weights: tuple[float, ...], device: torch.device) -> Tensor:
-    """Sent there once, and not with every micro-batch."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.tensor(weights, dtype=dtype, device=device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -99,7 +98,6 @@ def _function(by: Any) -> Any:
     return _located(by) if isinstance(by, str) else by
 
 
-@cache
 def _located(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
