@@ -17,7 +17,7 @@ from trainkit.core.noise.estimate import (
     per_sample,
 )
 from trainkit.core.noise.moments import NoiseMoments
-from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.options import check_choice, check_whole_number
 from trainkit.core.strategies import PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
@@ -82,11 +82,7 @@ class NoiseScale(OrderedCallback):
     ) -> None:
         super().__init__()
         check_whole_number("NoiseScale every_n_steps", every_n_steps)
-        if if_impossible not in ("raise", "say"):
-            raise TrainkitError(
-                f"NoiseScale if_impossible: must be one of ['raise', 'say'], received "
-                f"{if_impossible!r}."
-            )
+        check_choice("NoiseScale if_impossible", if_impossible, ["raise", "say"])
         self.every_n_steps = every_n_steps
         self.if_impossible = if_impossible
         self.advise = advise
