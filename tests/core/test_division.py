@@ -237,6 +237,12 @@ def test_float16_sum_that_overflows_is_left_to_a_scaler() -> None:
 # ---- a gradient scaler ---------------------------------------------------------------
 
 
+def test_a_scaler_that_is_off_lets_nothing_pass() -> None:
+    toy = Toy(checks="now", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(TrainkitError, match="the loss must be finite"):
+        toy.window((1, 1), (torch.inf, 1))
+
+
 def scaled_training(
     way: str, *, scale: int = 1, unscale_first: bool = True, steps: int = 12
 ) -> tuple[float, int, nn.Module]:
