@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from tests.helpers import (
@@ -24,25 +22,22 @@ from tests.helpers import (
     loader,
     ragged_sequences,
     token_loss,
-    trainer,
     weights,
 )
 from tests.lit.fronts import (
     RAGGED,
     SEQUENCES,
-    WINDOW,
     big_batch,
     fit,
     merged,
     micro_batches,
-    ragged,
     windows_of,
 )
 from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.windows.test_modules import Wrapper
 from tests.lit.windows.test_windows import of, stepped, without
-from tests.zoo.callbacks import SENT, Gradients, Weights
-from tests.zoo.modules import Mixed, Plain, hooked, scaled
+from tests.zoo.callbacks import Gradients, Weights
+from tests.zoo.modules import Plain, hooked, scaled
 from trainkit import AccumulationStrategy, MicroBatching, PerToken, TrainkitError
 
 pytestmark = [
@@ -309,7 +304,6 @@ def test_window_resumed_in_another_precision_keeps_its_scale(
 
 
 MADE: dict[str, Any] = {**FLOAT, "scheduler": "step"}
-STEP = "lr_scheduler_step"
 
 
 class OfTheInstance(Plain):
@@ -341,7 +335,7 @@ def test_scheduler_is_held_back_only_if_asked(
     front: str, kind: str, hold: bool, made: Any
 ) -> None:
     """keras#20878, holocron#504: a skipped step moves Lightning's scheduler. One that
-    moves by epoch is never held. After the fit nothing is left of it."""
+    moves by epoch is never held."""
     made = {**MADE, **made, "options": {"hold_schedulers": hold}}
     fitted = fit(front, KINDS[kind], made=made, max_epochs=4, **scaled(2.0**28))
     skipped = windows_of(fitted).num_skipped_steps
@@ -349,49 +343,3 @@ def test_scheduler_is_held_back_only_if_asked(
     moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch
     by_step = 12 - (skipped if hold else 0)
     assert moved == (4 if made["scheduler"] == "epoch" else by_step)
-    assert (STEP in vars(fitted.lightning_module)) is (kind == "of the instance")
-
-
-class Deaf:
-    """A scheduler that is none of torch's: its step wants a number."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.state_dict: Any = dict
-        self.load_state_dict: Any = print
-
-    def step(self, number: int) -> None: ...
-
-
-def test_a_scheduler_of_another_kind_is_refused_before_training() -> None:
-    """By Lightning's own check, which takes a module with a hook to know better."""
-
-    def deaf(self: Any) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": Deaf(optimizer), "interval": "step"}]
-
-    made = {**MADE, "options": {"hold_schedulers": True}}
-    with pytest.raises(MisconfigurationException, match="scheduler `Deaf` doesn't fol"):
-        fit("mixin", hooked(Plain, configure_optimizers=deaf), made=made, **scaled())
-
-
-@pytest.mark.parametrize("is_scaled", [True, False])
-def test_nothing_stays_after_an_error_nor_in_a_copy(is_scaled: bool) -> None:
-    """And without a scaler nothing is put between."""
-    seen, copies = list[bool](), list[Any]()
-
-    def fail(trainer: Any, module: Any) -> None:
-        seen.append(STEP in vars(module))
-        copies.extend(send(module) for send in SENT.values())
-        raise RuntimeError("on purpose")
-
-    module = Mixed(**MADE)
-    module.hold_schedulers = True
-    fails = LambdaCallback(on_train_epoch_end=fail)
-    how = scaled() if is_scaled else {}
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trainer(WINDOW, callbacks=[fails], **how).fit(module, ragged(RAGGED))
-    assert seen == [is_scaled]
-    for each in copies:
-        trainer(WINDOW, max_epochs=1, **how).fit(each, ragged(RAGGED))
-    assert not any(STEP in vars(each) for each in (module, *copies))

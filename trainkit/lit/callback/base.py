@@ -7,7 +7,8 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import Callback
@@ -23,7 +24,7 @@ from trainkit.core.tape.forward import TapedForward
 from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import unwrapped
+from trainkit.lit._compat import replaced, unwrapped
 from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row, clipping, resumed, say, show
 
@@ -175,6 +176,7 @@ class WindowOwner(OrderedCallback):
         self._step_hooks: list[Any] = []
         self.wants_weights: list[Callable[[int], bool]] = []
         self._skipped_before, self._shown = 0, None
+        self._taken, self._may_search = ExitStack(), False
 
     def __getstate__(self) -> dict[str, Any]:
         """What was said to it, and the numbers that it shows after a `fit`: a Trainer
@@ -287,6 +289,33 @@ class WindowOwner(OrderedCallback):
             f"{type(wanted).__name__}. Take it from self.optimizers()."
         )
 
+    def _take(self, trainer: Any, owner: Any, **mine: Callable[..., Any]) -> None:
+        """Let Lightning call our methods in place of an object's own, until training
+        ends. Methods of its strategy object run right around `training_step`, after all
+        hooks that may edit the batch; no hook of a callback runs there."""
+        calls = {
+            name: partial(self._call, trainer, own, getattr(owner, name))
+            for name, own in mine.items()
+        }
+        self._taken.enter_context(replaced(owner, **calls))
+
+    def _call(
+        self, trainer: Any, own: Any, plain: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call our method; or Lightning's, while one of its finders has taken all
+        callbacks out, which was announced before training."""
+        if not self._may_search or self in trainer.callbacks:
+            return own(*args, **kwargs)
+        each = self.accumulators.values()
+        if held := sum(a.num_micro_batches for a in each if a.is_open):
+            raise TrainkitError(
+                f"trainer.callbacks: {type(self).__name__} was taken out of it, inside "
+                f"a window of {held} micro-batches so far. A search by one of "
+                f"Lightning's finders may do so between two windows, for example in "
+                f"on_train_epoch_start; nothing else may."
+            )
+        return plain(*args, **kwargs)
+
     def join_statistics(self, trainer: Any, pl_module: Any) -> None:
         """Let BatchNorm see whole windows, each of one loader batch, until training
         ends.
@@ -357,20 +386,9 @@ def has_schedule(trainer: Any) -> bool:
     return has_callback(trainer.callbacks, *names)
 
 
-def is_taken_out(callback: Any, trainer: Any) -> bool:
-    """Whether Lightning has taken a callback out of the Trainer for a while, as its
-    finders do with all of them while they search, within a training too."""
-    return callback not in trainer.callbacks
-
-
 def is_rehearsal(trainer: Any) -> bool:
     """Whether it trains a copy for one step, for the proof."""
     return getattr(trainer, "is_rehearsal", False)
-
-
-def has_finder(trainer: Any) -> bool:
-    """Whether one of Lightning's finders is among the callbacks."""
-    return has_callback(trainer.callbacks, "LearningRateFinder", "BatchSizeFinder")
 
 
 def averages_statistics(trainer: Any) -> bool:

@@ -27,7 +27,6 @@ from trainkit.lit.callback.base import (
     WindowOwner,
     fetches_batches,
     is_rehearsal,
-    is_taken_out,
 )
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.documents import of_documents
@@ -64,9 +63,9 @@ def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
     convert, proof = plugin.convert_input, ProofAtStart(trainer, pl_module, windows)
 
     def look(batch: Any) -> Any:
-        if trainer.training and not is_taken_out(windows, trainer):
-            if proof.look(batch):
-                tap.close()
+        # Finders take all callbacks out while they search, within a training too.
+        if trainer.training and windows in trainer.callbacks and proof.look(batch):
+            tap.close()
         return convert(batch)
 
     with tap:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,13 +35,8 @@ from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.pools import Pools, num_cuts
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
-from trainkit.lit.windows.skipped_steps import (
-    SkippedSteps,
-    hold_schedulers,
-    release_schedulers,
-)
+from trainkit.lit.windows.skipped_steps import SkippedSteps
 from trainkit.lit.windows.streamed import Streamed
-from trainkit.lit.windows.taken_calls import taken_calls
 
 
 class WindowCallback(WindowOwner):
@@ -77,7 +72,6 @@ class WindowCallback(WindowOwner):
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
         self._has_begun = False
-        self._taken = ExitStack()
         self._pools = Pools()
 
     # ---- what others ask -------------------------------------------------------------
@@ -90,7 +84,6 @@ class WindowCallback(WindowOwner):
     # ---- before training -------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        release_schedulers(pl_module)  # a copy that was made within a fit
         refusals.refuse_two_drivers(trainer, self, WindowCallback)
         if stage != "fit":
             return
@@ -98,7 +91,7 @@ class WindowCallback(WindowOwner):
         if trainer.global_step == 0:
             self._ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_unknown_backend(trainer)
-        refusals.announce_finders(trainer)
+        self._may_search = refusals.announce_finders(trainer)
         self.move_to_front(trainer)
         self._pools.begin(trainer, self.asked_of(pl_module))
 
@@ -143,11 +136,19 @@ class WindowCallback(WindowOwner):
         else:
             of = trainer, pl_module, split, self, self._pools
             self.driver = Split(*of, self._found)
-        self._taken.enter_context(taken_calls(trainer, self, self.driver.calls()))
+        self._take(trainer, trainer.strategy, **self.driver.calls())
         self._taken.enter_context(first_batches(trainer, pl_module, self))
         if self.scaler is not None and self.hold_schedulers:
-            hold_schedulers(pl_module)
+            loop = trainer.fit_loop.epoch_loop
+            move = partial(self._move_schedulers, loop.update_lr_schedulers)
+            self._take(trainer, loop, update_lr_schedulers=move)
         self.show_table(trainer, pl_module)
+
+    def _move_schedulers(self, plain: Any, interval: str, **how: Any) -> None:
+        """Let Lightning move the schedulers, unless a scaler has skipped the step."""
+        is_step = interval == "step" and self._num_closed > 0
+        if not (is_step and self.skipped_last_step()):
+            plain(interval, **how)
 
     def _accumulate(self, index: int, optimizer: Any, trainer: Any) -> None:
         """Make the accumulator of an optimizer."""
@@ -343,7 +344,6 @@ class WindowCallback(WindowOwner):
 
     def _stop(self, trainer: Any, pl_module: Any) -> None:
         """Give back what was taken for a `fit`."""
-        release_schedulers(pl_module)
         self._taken.close()
         for shared in self._shared:
             shared.remove()

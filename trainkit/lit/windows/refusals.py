@@ -268,7 +268,8 @@ def announce_scaled_gradients(optimizer: Any) -> None:
     )
 
 
-def announce_finders(trainer: Any) -> None:
+def announce_finders(trainer: Any) -> bool:
+    """Warn of finders; returns whether there are any."""
     finders = [
         type(callback).__name__
         for callback in trainer.callbacks
@@ -281,6 +282,7 @@ def announce_finders(trainer: Any) -> None:
             f"big batch's. What it suggests may not suit the training that follows.",
             stacklevel=2,
         )
+    return bool(finders)
 
 
 def announce_short_epoch(trainer: Any) -> None:

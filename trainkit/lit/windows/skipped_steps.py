@@ -1,25 +1,13 @@
-"""Steps that a gradient scaler skips: they are counted, and hold schedulers where they
-are.
-
-While `fit` runs under a gradient scaler, a module whose schedulers are to be held has
-an `lr_scheduler_step` that asks the window callback. That is put there once Lightning
-has looked at the schedulers: it takes a module with a hook of its own to know how they
-step.
-"""
+"""Counts the steps that a gradient scaler skips."""
 
 from __future__ import annotations
 
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.lit._compat import unscales_itself
-from trainkit.lit.callback.base import windows_of
-
-STEP = "lr_scheduler_step"
 
 
 class SkippedSteps:
@@ -75,31 +63,3 @@ class SkippedSteps:
 
     def _factor(self) -> Tensor:
         return self._scaler.scale(torch.ones((), device=self._device))
-
-
-def hold_schedulers(module: Any) -> None:
-    """Let the schedulers of a module ask before they step."""
-    own = vars(module).get(STEP)
-    # A partial, since it can be sent and copied along with the module.
-    setattr(module, STEP, partial(_step_unless_held, module, own))
-
-
-def release_schedulers(module: Any) -> None:
-    """Give the module its own hook back, if it was replaced."""
-    found = vars(module).get(STEP)
-    if isinstance(found, partial) and found.func is _step_unless_held:
-        delattr(module, STEP)
-        if (own := found.args[1]) is not None:
-            setattr(module, STEP, own)
-
-
-def _step_unless_held(module: Any, own: Any, scheduler: Any, metric: Any) -> None:
-    windows: Any = windows_of(module.trainer)  # none under lr_find
-    by_step = any(
-        config.scheduler is scheduler and config.interval == "step"
-        for config in module.trainer.lr_scheduler_configs
-    )
-    if windows is not None and by_step and windows.skipped_last_step():
-        return
-    step = MethodType(type(module).lr_scheduler_step, module) if own is None else own
-    step(scheduler, metric)
