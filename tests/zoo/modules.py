@@ -120,15 +120,13 @@ class Mixed(AccumulationMixin, Plain):
 
 
 class Manual(Mixed):
-    """Closes its windows itself, each as long as `every`, or as the Trainer says.
+    """Closes its windows itself, each as long as the Trainer says.
 
     Attributes:
-        every: micro-batches in a window.
         clip: the norm to which gradients are clipped.
         apart: whether ranks exchange gradients with a window's last batch alone.
     """
 
-    every: int | None = None
     clip: float | None = None
     apart = False
 
@@ -138,7 +136,7 @@ class Manual(Mixed):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        ends = self.window_ends(batch_idx, self.every)
+        ends = self.window_ends(batch_idx)
         self.accumulate(self.loss_of(batch), batch, sync=ends or not self.apart)
         if ends:
             self.finish_window()
@@ -177,7 +175,8 @@ class Gan(AccumulationMixin, pl.LightningModule):
         for index, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
             self.toggle_optimizer(optimizer)
             self.accumulate(self.loss(batch, index), batch, optimizer=optimizer)
-            if self.window_ends(batch_idx, self.lengths[index]):
+            is_full = (batch_idx + 1) % self.lengths[index] == 0
+            if is_full or self.trainer.is_last_batch:
                 self.finish_window(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()

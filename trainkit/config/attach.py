@@ -65,8 +65,7 @@ def attach_accumulation(
         if strategy is not None:
             module.accumulation = strategy
         for name, value in asked.items():
-            is_long = name != "micro_batching"
-            setattr(module, f"accumulation_{name}" if is_long else name, value)
+            setattr(module, name, value)
         return []
     if strategy is not None or is_inside(micro_batching):
         return [AccumulationCallback(strategy, **asked)]  # type: ignore[arg-type]

@@ -111,8 +111,8 @@ def accumulation_callback(
     *, _root_: DictConfig, _parent_: DictConfig
 ) -> DictConfig | None:
     """The callback of `accumulation` and `micro_batching`: None if both are `none`."""
-    groups = ("accumulation", "micro_batching")
-    options = {group: chosen(group, _root_=_root_) for group in groups}
+    groups = {"strategy": "accumulation", "micro_batching": "micro_batching"}
+    options = {name: chosen(group, _root_=_root_) for name, group in groups.items()}
     if not any(options.values()):
         return None
     node = {TARGET: "trainkit.AccumulationCallback", **options}

@@ -74,23 +74,9 @@ def find_effective_batch(
     )
 
 
-def window_size(trainer: Any) -> int:
-    """How many micro-batches a window has now.
-
-    Manual optimization may choose a size that is not the Trainer's.
-    """
-    return max(own_sizes(trainer), default=trainer.accumulate_grad_batches)
-
-
-def own_sizes(trainer: Any) -> frozenset[int]:
-    """The sizes of windows that manual optimization has chosen; empty without it."""
-    windows = windows_of(trainer)
-    return frozenset() if windows is None else windows.own_sizes
-
-
 def longest_window(trainer: Any) -> int:
     """How many micro-batches a full window has, but at most those of an epoch."""
-    size = int(window_size(trainer))
+    size = int(trainer.accumulate_grad_batches)
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
 

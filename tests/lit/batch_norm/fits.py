@@ -120,12 +120,8 @@ class MixinBuilds(AccumulationMixin, Builds):
     accumulation = PerSample()
 
 
-class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup):
-    accumulation = PerSample()
-
-
-class StepsByTwo(AccumulationMixin, ConvModule):
-    """Manual optimization with windows of a size of its own."""
+class ByHand(AccumulationMixin, ConvModule):
+    """Manual optimization in windows of the Trainer's size."""
 
     accumulation = PerSample()
 
@@ -135,7 +131,7 @@ class StepsByTwo(AccumulationMixin, ConvModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx, every=2):
+        if self.window_ends(batch_idx):
             self.finish_window()
             optimizer: Any = self.optimizers()
             optimizer.step()

@@ -16,10 +16,10 @@ from tests.helpers import NAIVE, TOLERANCE, deviation, run_ranks, weights
 from tests.lit.batch_norm.fits import (
     BATCH,
     At,
+    ByHand,
     ConvModule,
     ConvNet,
     MixedConv,
-    StepsByTwo,
     batches,
     dataset,
     fit,
@@ -93,9 +93,9 @@ TOLD: dict[str, tuple[str, dict[str, Any]]] = {
         {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "more": [SPLIT]},
     ),
     "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
-    "own windows": (
+    "by hand": (
         "a window has 2 micro-batches",
-        {"module": StepsByTwo, "accumulate": 1},
+        {"module": ByHand, "accumulate": 2},
     ),
     "schedule": (
         FEW,
@@ -280,7 +280,7 @@ ONE_THEN_TWO = {**ONE, "more": [AccumulationSchedule({0: 1, 1: 2})]}
         (True, {}),
         (True, BY_MIXIN),
         (True, {**ONE, "more": [SPLIT], "exact": False}),
-        (True, {**ONE, "module": StepsByTwo, "exact": False}),
+        (True, {"module": ByHand, "exact": False}),
         (True, ONE_THEN_TWO),
         (True, {**ONE, "more": [GradientAccumulationScheduler({1: 2})]}),
         (False, {**ONE, **BY_MIXIN}),

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from tests.helpers import raise_rank_errors, run_ranks
 from tests.lit.batch_norm.fits import (
     At,
+    ByHand,
     ConvModule,
     ConvNet,
     FromWhereItWas,
-    StepsByTwo,
     dataset,
     fit,
 )
@@ -72,8 +72,8 @@ class Still(ConvModule):
         return super().training_step(batch, batch_idx)
 
 
-class ByHand(StepsByTwo, Still):
-    """Steps by itself, with windows of two."""
+class StillByHand(ByHand, Still):
+    """Steps by itself."""
 
 
 def synchronised() -> Still:
@@ -157,12 +157,11 @@ def test_forgetting_on_ranks_of_unlike_cuts() -> None:
         assert left == pytest.approx([0.9**6] * 3, abs=1e-12)
 
 
-def test_windows_of_the_modules_own_size_are_the_ones_that_count() -> None:
+def test_windows_by_hand_are_the_trainers() -> None:
     seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    fit("momentum", note, module=ByHand(), accumulate=1)
-    # From the second batch on: the first has said what a window is.
-    assert seen[1:6] == pytest.approx([1 - 0.9**0.5] * 5)
+    fit("momentum", note, module=StillByHand(), accumulate=2)
+    assert seen[:6] == pytest.approx([1 - 0.9**0.5] * 6)
     assert seen[6] == pytest.approx(0.1)  # the short last window
 
 

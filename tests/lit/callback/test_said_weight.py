@@ -87,7 +87,6 @@ class ByHand(Manual, Keeping):
         times: how often the loss is accumulated.
     """
 
-    every = WINDOW
     says, passes, times = True, False, 1
 
     def accumulate(self, loss: Tensor, batch: Any = None, **how: Any) -> None:
@@ -104,7 +103,6 @@ def run(
 ) -> Run:
     """Train for two epochs."""
     kept = Run(weights(module))
-    window = window if module.automatic_optimization else 1
     fitted = trainer(window, callbacks=[*callbacks, Recorder(kept)], **how)
     fitted.fit(module, loader_batches(sizes))
     return kept
@@ -299,16 +297,16 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     },
     "nobody asked": (
         lambda: run(weighed_by(PerToken())),
-        "weighed by PerToken, which asks the batch",
+        r"in training_step with accumulation=PerToken\(.* would be lost",
     ),
     "a function is asked": (
         lambda: run(weighed_by(Weighed(by=count_kept))),
-        r"Weighed\(by=...\) is set",
+        r"in training_step with accumulation=Weighed\(by=<function",
     ),
     **{
         hook: (
             lambda hook=hook: run(Keeping(), LambdaCallback(**{hook: says_in_hook})),
-            "called outside of training_step",
+            rf"called in {hook} with accumulation=Weighed\(.*, so this",
         )
         for hook in ("on_train_batch_start", "on_train_epoch_end")
     },
@@ -340,7 +338,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: trainer().fit(
             LOGS_WITHOUT_NUMBER(), loader_batches(), loader_batches()
         ),
-        r"log_exact\(\): .* Pass weight=n",
+        r"log_exact\(\): .* pass weight=n",
     ),
     "without a Trainer": (lambda: Keeping().weigh(-1), "received -1"),
     "a loop of one's own": (

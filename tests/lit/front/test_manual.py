@@ -77,7 +77,6 @@ LATE = hooked(Manual, clip_gradients=clips_late, on_before_optimizer_step=clips)
 SUM: Any = {"reduction": "sum", "strategy": PerToken(loss_reduction="sum")}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (Manual, {"optimizer": name}) for name in ("sgd", "momentum", "adamw")},
-    "own length": (hooked(Manual, every=WINDOW), {}),
     "sums": (Manual, SUM),
     "own weight": (hooked(Manual, accumulate=own_weight, accumulation=PerSample()), {}),
     "two losses": (hooked(Manual, accumulate=two_losses), {}),
@@ -103,7 +102,7 @@ def test_manual_windows_equal_big_batches(name: str, clip: float | None) -> None
     module = kind(**made)
     module.clip = clip
     how = scaled(1024.0) if name.startswith("scaled") else {}
-    fitted(module, 1 if name == "own length" else WINDOW, **how)
+    fitted(module, WINDOW, **how)
     # clip_grad_norm_ adds 1e-6 to the norm, here to one that is 1024 times as large
     tolerance = 1e-5 if clip and name == "scaled" else EXACT
     assert off(module) > NAIVE if name == "as documented" else off(module) <= tolerance
@@ -158,10 +157,6 @@ def nameless(self: Any, batch: Any, batch_idx: int) -> None:
     self.accumulate(self.loss(batch, 0), batch)
 
 
-def shortest(self: Any, batch: Any, batch_idx: int) -> None:
-    self.window_ends(batch_idx, every=0)
-
-
 def taken_out(self: Any, batch: Any, batch_idx: int) -> None:
     """As lr_find does."""
     self.trainer.callbacks = []
@@ -176,7 +171,6 @@ def taken_out(self: Any, batch: Any, batch_idx: int) -> None:
         (apart, r"finish_window\(\): the last micro-batch of optimizer 0 was"),
         (automatic, r"accumulate\(\): it is for manual optimization"),
         (empty, r"finish\(\): the window is empty"),
-        (shortest, r"at least one micro-batch, received 0\. Leave it out"),
         (taken_out, "the callback that its AccumulationMixin brings is not among tra"),
         (nameless, "must be named where there are several, and there are 2"),
     ],
@@ -268,7 +262,7 @@ class Scalars(AccumulationMixin, pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for index, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
             self.accumulate(2 * self.both[index], batch, optimizer=optimizer)
-            if self.window_ends(batch_idx, (2, 4)[index]):
+            if (batch_idx + 1) % (2, 4)[index] == 0:
                 self.finish_window(optimizer)
                 self.take(index)
 
@@ -292,7 +286,7 @@ class OneLoss(Scalars):
         both: Any = self.optimizers()
         loss = 2 * batch.mean() * (self.both[0] + self.both[1])
         self.accumulate(loss, batch, optimizer=both[0])
-        if self.window_ends(batch_idx, 4):
+        if self.window_ends(batch_idx):
             self.finish_window(both[: self.closed])
             self.take(0, 1)
 
@@ -313,6 +307,6 @@ def test_one_loss_for_two_optimizers_equals_the_law(closed: int) -> None:
     """An optimizer that is left out of the division is told."""
     module = hooked(OneLoss, closed=closed)()
     with told("optimizer 1: it stepped with gradients that") as said:
-        trainer(max_epochs=1).fit(module, uneven(3, 50, 50, 50))
+        trainer(4, max_epochs=1).fit(module, uneven(3, 50, 50, 50))
     assert len(said) == 2 - closed
     assert (module.seen == [[2.0], [2.0]]) is (closed == 2)

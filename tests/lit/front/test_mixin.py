@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -24,7 +23,6 @@ from tests.lit.fronts import (
     merged,
     ragged,
 )
-from tests.zoo.callbacks import SENT
 from tests.zoo.modules import Manual, Mixed, OldMixed, Plain, hooked, old_trainer
 from trainkit import (
     AccumulationCallback,
@@ -157,20 +155,15 @@ def test_what_no_module_may_do_is_refused(make: Any, callbacks: Any, text: str) 
         fitted(make(), *callbacks)
 
 
-# ---- configure_callbacks on the instance ---------------------------------------------
-
-
-def some_callbacks() -> list[pl.Callback]:
-    return [Counter()]
+# ---- configure_callbacks -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("own", "number"), [(some_callbacks, 1), (Counter, 1), (lambda: None, 0)]
+    ("own", "number"), [(lambda: [Counter()], 1), (Counter, 1), (lambda: None, 0)]
 )
-def test_callbacks_of_the_instance_are_extended(own: Any, number: int) -> None:
+def test_callbacks_of_the_class_are_extended(own: Any, number: int) -> None:
     """Several, one or no one, as Lightning takes them."""
-    module = Extends()
-    module.configure_callbacks = own
+    module = hooked(Extends, configure_callbacks=lambda self: own())()
     fit = fitted(module)
     assert is_exact(module)
     assert len(drivers_of(fit)) == 1
@@ -178,36 +171,15 @@ def test_callbacks_of_the_instance_are_extended(own: Any, number: int) -> None:
     assert [each.num_batches for each in counters] == [20] * number
 
 
-def test_an_instance_that_extends_or_patches_its_class_has_one_driver() -> None:
-    """As Lightning's own tests give a module callbacks."""
-    module, counter = Extends(), Counter()
-    before = module.configure_callbacks
-    module.configure_callbacks = lambda: [*before(), Counter()]
-    assert len(drivers_of(fitted(module))) == 1
-    assert is_exact(module)
-    del module.configure_callbacks
-    with patch.object(module, "configure_callbacks", return_value=[counter]) as asked:
-        fit = fitted(module)
-    asked.assert_called_once_with()
-    assert len(drivers_of(fit)) == 1
-    assert counter.num_batches == 20
-    assert "configure_callbacks" not in vars(module)
+def test_those_of_an_instance_are_refused() -> None:
+    """It would train as plain Lightning, without a word."""
+    with pytest.raises(TrainkitError, match=r"Mixed\.configure_callbacks: it was"):
+        Mixed().configure_callbacks = Counter  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("way", SENT)
-def test_such_a_module_can_be_sent(way: str) -> None:
-    module: Any = Mixed()
-    module.configure_callbacks = some_callbacks
-    sent = SENT[way](module)
-    assert vars(sent)["configure_callbacks"] is some_callbacks
-    assert len(drivers_of(fitted(sent))) == 1
-    assert is_exact(sent)
-
-
-def test_callbacks_of_an_instance_of_the_other_namespace() -> None:
-    module = OldMixed("sgd")
-    module.configure_callbacks = lambda: [old.Callback()]
-    fit = old_trainer(WINDOW)
+def test_callbacks_of_the_other_namespace() -> None:
+    own = hooked(OldMixed, configure_callbacks=lambda self: [old.Callback()])
+    module, fit = own("sgd"), old_trainer(WINDOW)
     fit.fit(module, ragged(RAGGED))
     assert len(drivers_of(fit)) == 1
     assert is_exact(module)

@@ -29,9 +29,7 @@ from trainkit import (
     Uniform,
 )
 
-LONGER = {"accumulation_checks", "accumulation_wide_gradients", "accumulation_proof"}
-"""For a module that has attributes of the shorter names for itself."""
-OTHERWISE = {"accumulation_aggregation": "aggregation"}
+OTHERWISE = {"accumulation_aggregation": "aggregation", "accumulation": "strategy"}
 """A graph network has an `aggregation` of its own, with the very same values, and it
 would change gradients without a word."""
 OF_A_LOOP = {"module", "process_group", "scaler"}
@@ -58,13 +56,11 @@ def arguments(made: Any) -> dict[str, Any]:
 def test_all_have_the_same_options() -> None:
     """And the same defaults."""
     names = set(AccumulationMixin.__annotations__)
-    assert names == set(OTHERS) | LONGER
-    assert all(getattr(AccumulationMixin, name) is None for name in LONGER)
-    mixin = {OTHERWISE.get(n, n): getattr(AccumulationMixin, n) for n in names - LONGER}
+    assert names == set(OTHERS)
+    mixin = {OTHERWISE.get(n, n): getattr(AccumulationMixin, n) for n in names}
     callback, loop = arguments(AccumulationCallback), arguments(Accumulator)
-    assert callback.pop("strategy") is None  # as the accumulator calls it
     assert mixin == callback
-    del callback["accumulation"], loop["strategy"]
+    del callback["strategy"], loop["strategy"]
     assert set(callback) - set(loop) == OF_A_TRAINER
     assert set(loop) - set(callback) == OF_A_LOOP
     assert all(callback[name] == loop[name] for name in set(callback) & set(loop))
@@ -94,26 +90,19 @@ def test_what_the_mixin_says_is_what_the_callback_is_told() -> None:
     assert all(nothing[name] != callback[name] for name in OTHERS)  # the control
 
 
-def test_the_longer_names_come_first() -> None:
-    """Something of the module's own under the shorter names does no harm then."""
-    short = {name: name.removeprefix("accumulation_") for name in LONGER}
-    found = seen_of({name: OTHERS[short[name]] for name in LONGER})
-    assert {name: found[name] for name in short.values()} == {
-        name: OTHERS[name] for name in short.values()
-    }
-    plain = {name: getattr(AccumulationMixin, short[name]) for name in LONGER}
-    found = seen_of({**plain, **dict.fromkeys(short.values(), ["its own"])})
-    assert all(found[short[name]] == plain[name] for name in LONGER)
-
-
-def test_strategy_is_another_name_of_accumulation() -> None:
+def test_the_strategy_may_be_named() -> None:
     for said in (PerSample(), {"ce": PerToken(), "kl": PerSample()}):
         one, other = AccumulationCallback(said), AccumulationCallback(strategy=said)
         assert one.strategies == other.strategies
-    with pytest.raises(TrainkitError, match="two names of one option, received Per"):
-        AccumulationCallback(PerSample(), strategy=PerToken())
     with pytest.raises(TrainkitError, match="must say what .*, received None"):
         AccumulationCallback()
+
+
+def test_an_attribute_of_ones_own_with_an_options_name_is_refused() -> None:
+    for name in ("checks", "proof"):
+        module = hooked(Mixed, **{name: lambda self: None})()
+        with pytest.raises(TrainkitError, match=f"{name}: must be"):
+            trainer(max_steps=1).fit(module, ragged(RAGGED))
 
 
 # ---- what check is given -------------------------------------------------------------

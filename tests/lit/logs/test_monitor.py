@@ -137,7 +137,6 @@ double = partial(TokenModule, dtype=torch.float64)
             1e-6,
         ),
         (Manual, None, dict, 3, 1e-12),
-        (hooked(Manual, every=WINDOW), None, lambda: {"accumulate": 1}, 3, 1e-12),
     ],
 )
 def test_every_key_equals_the_number_computed_by_hand(

@@ -31,7 +31,7 @@ from tests.lit.proof.starting import (
 )
 from tests.zoo import causes, wrongs
 from tests.zoo.causes import Attending, Images, Noisy, Positioned, Tokens, TwoTerms
-from tests.zoo.modules import Manual, Stream, hooked
+from tests.zoo.modules import Manual, Stream
 from trainkit import (
     AccumulationMixin,
     MicroBatching,
@@ -203,7 +203,7 @@ def test_what_is_not_exact_is_refused_before_anything_moves(name: str) -> None:
     module, data, strategy, cut, cause = OFF[name]
     made = module()
     if isinstance(made, AccumulationMixin):
-        made.accumulation_proof = "require"
+        made.proof = "require"
     before = [each.detach().clone() for each in made.parameters()]
     with pytest.raises(TrainkitError, match=f'proof="require": .*{ALARM}') as caught:
         fit(made, data(), strategy, cut, proof="require")
@@ -323,15 +323,15 @@ def test_nobody_knows_the_sizes_of_the_batches_of_a_stream(capsys: Any) -> None:
     fit(IMAGES(), equal, Uniform(), proof="require")
 
 
-@pytest.mark.parametrize("every", [None, 2, 5])
-def test_windows_by_hand_are_proved_in_any_size(every: int | None, capsys: Any) -> None:
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_windows_by_hand_are_proved_in_any_size(window: int, capsys: Any) -> None:
     """All batches of a rehearsal are one window. The control: a wrong strategy."""
     rows: Any = ragged_sequences(24)
-    data, kind = DataLoader(rows, 4, collate_fn=pad), hooked(Manual, every=every)
-    fit(kind(), data)
+    data = DataLoader(rows, 4, collate_fn=pad)
+    fit(Manual(), data, accumulate=window)
     assert said(capsys).startswith("exact on ")
     with pytest.warns(UserWarning, match=r"not by PerSample\(\)"):
-        fit(kind(strategy=PerSample()), data)
+        fit(Manual(strategy=PerSample()), data, accumulate=window)
 
 
 def test_a_mask_in_whose_name_labels_stand_is_a_mask() -> None:

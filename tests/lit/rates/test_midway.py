@@ -44,7 +44,6 @@ from trainkit import (
     PerSample,
     Uniform,
 )
-from trainkit.errors import TrainkitError
 
 # ---- another loader ------------------------------------------------------------------
 
@@ -73,30 +72,30 @@ def test_curve_over_loaders_of_other_sizes_equals_each_factor(
     assert scaling.k == 2 * SIZES[-1] / REFERENCE
 
 
-# ---- several optimizers, and windows of one's own size, by hand ----------------------
+# ---- several optimizers, by hand -----------------------------------------------------
 
 
 class ByHand(AccumulationMixin, pl.LightningModule):
-    """An optimizer for each size of its windows, and its scheduler."""
+    """Several optimizers, and their schedulers."""
 
     accumulation = PerSample()
 
-    def __init__(self, *sizes: int, schedule: bool = False) -> None:
+    def __init__(self, number: int, schedule: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.sizes, self.schedule = sizes, schedule
-        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in sizes)
+        self.schedule = schedule
+        self.nets = nn.ModuleList(nn.Linear(1, 1) for _ in range(number))
         self.curve: list[list[float]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        schedulers: Any = self.lr_schedulers() or [None] * len(self.sizes)
-        made = zip(self.nets, optimizers, schedulers, self.sizes, strict=True)
-        for index, (net, optimizer, scheduler, size) in enumerate(made):
+        schedulers: Any = self.lr_schedulers() or [None] * len(self.nets)
+        made = zip(self.nets, optimizers, schedulers, strict=True)
+        for index, (net, optimizer, scheduler) in enumerate(made):
             loss = net(batch.float()).square().mean()
             self.accumulate(loss, batch, optimizer=optimizer)
-            if self.window_ends(batch_idx, every=size):
+            if self.window_ends(batch_idx):
                 self.curve.append([index, optimizer.param_groups[0]["lr"]])
                 self.finish_window(optimizer)
                 optimizer.step()
@@ -105,7 +104,7 @@ class ByHand(AccumulationMixin, pl.LightningModule):
                     scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        makers = [SGD, torch.optim.Adam] if self.schedule else [SGD] * len(self.sizes)
+        makers = [SGD, torch.optim.Adam] if self.schedule else [SGD] * len(self.nets)
         pairs = zip(makers, self.nets, strict=True)
         optimizers = [make(net.parameters(), lr=0.05) for make, net in pairs]
         if not self.schedule:
@@ -118,8 +117,8 @@ class ByHand(AccumulationMixin, pl.LightningModule):
 def test_curves_of_two_optimizers_by_hand_equal_the_plain_ones(warmup: int) -> None:
     """Each by its own rule; Lightning counts the steps of both, a warm-up one's."""
     scaling = LRScaling("auto", reference_batch=REFERENCE, warmup_steps=warmup)
-    module = fit(ByHand(2, 2, schedule=True), scaling, window=1)
-    reference = fit(ByHand(2, 2, schedule=True), window=1)
+    module = fit(ByHand(2, schedule=True), scaling, window=2)
+    reference = fit(ByHand(2, schedule=True), window=2)
     assert len(module.curve) == 20
     for index, factor in enumerate((4.0, 2.0)):
         shares = [min(step / warmup, 1) if warmup else 1.0 for step in range(10)]
@@ -132,34 +131,9 @@ def test_curves_of_two_optimizers_by_hand_equal_the_plain_ones(warmup: int) -> N
     assert [scaled.rule.name for scaled in scaling.scaled] == ["linear", "sqrt"]
 
 
-@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
-def test_windows_of_several_sizes_are_refused() -> None:
-    """By Lightning's count a step; k would be that of one of them."""
-    with pytest.raises(TrainkitError, match=r"windows have \[2, 6\] micro-batches"):
-        fit(ByHand(2, 6), linear(), window=1)
-    module = fit(ByHand(2, 6), window=1)
-    assert len(module.curve) == 2 * (5 + 2)
-
-
-@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
-def test_table_of_windows_of_their_own_size_is_shown_again_once(
-    sizes: tuple[int, ...], capsys: Any
-) -> None:
-    module = fit(ByHand(*sizes), linear(reference_batch=3), window=1)
-    said = capsys.readouterr().out
-    first, again = _after(said, "step: ")
-    assert first.startswith("per-device batch 3 x accumulation 1 x ranks 1 = 3 ")
-    assert again == "per-device batch 3 x accumulation 6 x ranks 1 = 18 samples a step"
-    label = "learning rate: " if len(sizes) == 1 else "optimizer 1: "
-    _, rate = _after(said, label)
-    assert rate == "lr 0.05 -> 0.3 (linear, reference 3)"
-    assert module.effective_batch.accumulate == 6
-    assert [rate for _, rate in module.curve] == [0.05 * 6] * 4 * len(sizes)
-
-
 def test_table_of_the_trainers_size_or_a_schedule_is_shown_once(capsys: Any) -> None:
     """A schedule says the sizes beforehand."""
-    fit(ByHand(2, 2), linear(), window=2)
+    fit(ByHand(2), linear(), window=2)
     assert len(_after(capsys.readouterr().out, "step: ")) == 1
     schedule = AccumulationSchedule({0: 1, 1: 5})
     fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)

@@ -174,7 +174,7 @@ def train(
     }
     trainer = pl.Trainer(callbacks=used, **{**how, **options})
     module: Any = kind(scheduler=scheduler, logs_late=logs_late)
-    module.accumulation_proof = proof
+    module.proof = proof
     rows = shuffled(num_workers=num_workers) if loader is None else loader
     validation = ResumableLoader(VALIDATION, 4, collate_fn=pad)
     trainer.fit(module, rows, validation, ckpt_path=start, weights_only=True)

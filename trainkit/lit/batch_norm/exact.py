@@ -18,7 +18,6 @@ from trainkit.lit.batch_size import (
     micro_batch_of,
     num_replicas,
     scheduled_sizes,
-    window_size,
 )
 from trainkit.lit.callback.base import WindowOwner, windows_of
 
@@ -60,7 +59,8 @@ class ExactStatistics(Policy):
 
     def _refuse_several(self, windows: WindowOwner | None) -> None:
         """Refuse windows of which only a part is at hand at a time."""
-        trainer, size = self._trainer, window_size(self._trainer)
+        trainer = self._trainer
+        size = trainer.accumulate_grad_batches
         is_manual = not trainer.lightning_module.automatic_optimization
         has_inside = windows is not None and windows.inside is not None
         if size > 1 or is_manual and not has_inside:

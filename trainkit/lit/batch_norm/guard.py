@@ -21,7 +21,6 @@ from trainkit.lit.batch_norm.policies import (
     Policy,
 )
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
-from trainkit.lit.batch_size import window_size
 from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
 
@@ -162,8 +161,8 @@ class BatchNormGuard(OrderedCallback):
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, if the policy does that.
 
-        This is called in the guard's `setup`, and again after the `setup` and the
-        `configure_model` of a module with `AccumulationMixin`.
+        This is called in the guard's `setup`. Layers that the module's own `setup` or
+        `configure_model` makes come later: call it there.
         """
         self._policy.convert(module, trainer)
 
@@ -223,7 +222,7 @@ class BatchNormGuard(OrderedCallback):
             self._policy.note_modes(pl_module)
         if is_first:
             self._start(trainer, pl_module)
-        size = window_size(trainer)
+        size = trainer.accumulate_grad_batches
         inside = batch_idx % size
         if inside == 0 or size != self._window:
             self._window = size
@@ -249,7 +248,7 @@ class BatchNormGuard(OrderedCallback):
         self._policy.end_batch(trainer, layers, batch, self._num_parts)
         # Callbacks are not called when a checkpoint of weights alone is written.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
-            if window_ends(trainer, batch_idx, window_size(trainer)):
+            if window_ends(trainer, batch_idx, trainer.accumulate_grad_batches):
                 self._policy.before_use(trainer, pl_module)
 
     # ---- where statistics are used or kept -------------------------------------------

@@ -187,8 +187,7 @@ def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
             f"BatchNormGuard({policy!r}): {listed(names)} came into "
             f"{type(module).__name__} in its setup or configure_model. That is too "
             f"late, since no callback is called between these and "
-            f"configure_optimizers. Let the module inherit AccumulationMixin, or call "
-            f"guard.convert(self) where it makes them."
+            f"configure_optimizers. Call guard.convert(self) where it makes them."
         )
 
 

@@ -105,7 +105,6 @@ class Recalibrate(Policy):
         with (
             Kept(module, device=module.device),
             muted(module),
-            _unheard(trainer),
             self._as_in_training(trainer, module),
             trainer.strategy.precision_plugin.train_step_context(),
         ):
@@ -146,7 +145,10 @@ class Recalibrate(Policy):
     def _run(self, module: Any, batch: Any, batch_idx: int) -> object:
         if self._forward is not None:
             return self._forward(module, batch)
-        return module.training_step(*step_arguments(module, batch, batch_idx))
+        windows = windows_of(module.trainer)
+        # It may say weights, which count nothing.
+        with contextlib.nullcontext() if windows is None else windows.said.open():
+            return module.training_step(*step_arguments(module, batch, batch_idx))
 
     @contextlib.contextmanager
     def _as_in_training(self, trainer: Any, module: Any) -> Iterator[None]:
@@ -166,12 +168,6 @@ class Recalibrate(Policy):
             trainer.state.stage = stage
             for each, mode in modes.items():
                 each.training = mode
-
-
-def _unheard(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which `training_step` may say weights, which count nothing."""
-    windows = windows_of(trainer)
-    return contextlib.nullcontext() if windows is None else windows.said.unheard()
 
 
 def _refuse_unusable_step(module: Any) -> None:

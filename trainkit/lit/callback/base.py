@@ -128,8 +128,6 @@ class WindowOwner(OrderedCallback):
         inside: the submodules that run in chunks of rows, if some do.
         has_strategy: whether somebody has said what a micro-batch weighs. Without, a
             window is one loader batch of each rank, and these count alike.
-        own_sizes: of the windows that manual optimization has asked for in the last
-            batch; none where Lightning ends them.
         micro_batching: how the user lets loader batches be cut.
         shares_statistics: whether BatchNorm sees whole windows, so that no micro-batch
             has a gradient of its own.
@@ -169,8 +167,6 @@ class WindowOwner(OrderedCallback):
         self.counts_samples = self.shares_statistics = False
         self.num_unmeasured = NUM_MEASURED
         self.batch_is_unfinished = self.gradients_are_fresh = False
-        self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
-        self.longest_window = 0
         self.moved_inside: MicroBatching | None = None
         self._skipped: list[Any] = []
         self._step_hooks: list[Any] = []
@@ -354,7 +350,7 @@ class WindowOwner(OrderedCallback):
 
 
 def no_callbacks() -> list[Any]:
-    """A `configure_callbacks` to which a mixin's callback is not added."""
+    """A `configure_callbacks` of a module that brings none."""
     return []
 
 

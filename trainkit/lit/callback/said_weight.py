@@ -21,54 +21,35 @@ class SaidWeight:
 
     def __init__(self) -> None:
         self._said: Weight | None = None
-        self._is_open = self._is_unheard = False
-
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """A context for runs of `training_step` aside, whose weights count nothing."""
-        self._is_unheard = True
-        try:
-            yield
-        finally:
-            self._is_unheard = False
+        self._is_open = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """A context for one run of `training_step`, in which a weight may be said."""
+        """A context for one run of `training_step`, in which a weight may be said; what
+        nobody takes is dropped at its end."""
         self._is_open = True
         try:
             yield
         finally:
             self._said, self._is_open = None, False
 
-    def say(self, number: Any, strategy: AccumulationStrategy) -> None:
+    def say(self, number: Any, strategy: AccumulationStrategy, hook: str) -> None:
         """Take a weight from the module.
 
         Args:
             number: the weight.
             strategy: weighs the micro-batch.
+            hook: the module's hook that runs.
         """
         said = said_weight(number, "self.weigh(n)")
-        if self._is_unheard:
-            return
-        if not isinstance(strategy, Weighed):
+        is_asked = isinstance(strategy, Weighed) and strategy.is_said
+        if not (is_asked and self._is_open):
             raise TrainkitError(
-                f"self.weigh({_shown(said)}): micro-batches are weighed by "
-                f"{type(strategy).__name__}, which asks the batch, so this number "
-                f"would be lost. Set self.accumulation = Weighed(), or leave "
-                f"self.weigh() out."
-            )
-        if not strategy.is_said:
-            raise TrainkitError(
-                f"self.weigh({_shown(said)}): Weighed(by=...) is set, so a loss would "
-                f"have two weights. Leave one of them out."
-            )
-        if not self._is_open:
-            raise TrainkitError(
-                f"self.weigh({_shown(said)}): it was called outside of training_step, "
-                f"where there is no loss to weigh. Call it in training_step, beside "
-                f"the loss; in validation pass the number to "
-                f"self.log_exact(..., weight=n)."
+                f"self.weigh({_shown(said)}): it says in training_step what the loss "
+                f"divides by, with accumulation=Weighed(), and was called in "
+                f"{hook or 'no hook'} with accumulation={strategy!r}, so this number "
+                f"would be lost. Leave it out; to log a mean in validation, pass the "
+                f"number to self.log_exact(..., weight=n)."
             )
         if self._said is not None:
             raise TrainkitError(
@@ -88,25 +69,19 @@ class SaidWeight:
         """
         if not strategy.is_said:
             return strategy.counted(pl_module, batch)
-        said, self._said = self._said, None
-        if said is None:
-            name = type(pl_module).__name__
-            raise TrainkitError(
-                f"{name}.training_step: with accumulation=Weighed() it must say what "
-                f"its loss divides by, and self.weigh() was not called for this loss. "
-                f"Call self.weigh(n) before the loss is returned (in manual "
-                f"optimization: before accumulate()), with 0 where nothing counts; or "
-                f"name a function that counts: Weighed(by=...)."
-            )
+        said = self.look(f"{type(pl_module).__name__}.training_step")
+        self._said = None
         return said
 
-    def look(self) -> Weight:
-        """The weight said so far, for a log in `training_step`."""
+    def look(self, who: str = "log_exact()") -> Weight:
+        """The weight said so far; `who` wants it, for an error."""
         if self._said is None:
             raise TrainkitError(
-                "log_exact(): with accumulation=Weighed() it needs the number that its "
-                "loss divides by. Pass weight=n; in training_step, self.weigh(n) "
-                "before it is enough."
+                f"{who}: with accumulation=Weighed() it needs what its loss divides "
+                f"by, and self.weigh() was not called for this loss. Call "
+                f"self.weigh(n) in training_step before the loss is used, with 0 where "
+                f"nothing counts; pass weight=n to self.accumulate() or "
+                f"self.log_exact(); or name a function that counts: Weighed(by=...)."
             )
         return self._said
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from inspect import getattr_static
-from types import MethodType
 from typing import Any
 
 from trainkit.core.checks import Checks
@@ -15,8 +13,7 @@ from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
-from trainkit.errors import TrainkitError
-from trainkit.lit.callback.base import OrderedCallback, no_callbacks
+from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.logs.exact_log import KEY, ExactMeans
 from trainkit.lit.proof.report import Proof
@@ -29,40 +26,18 @@ from trainkit.lit.windows.callback import WindowCallback
 CALLBACKS = "configure_callbacks"
 
 
-class BringsCallback:
-    """A `configure_callbacks` to whose result the mixin's callback is added, also where
-    a subclass or an instance has a function of its own.
+def with_mixin_callback(hook: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    """A `configure_callbacks` that adds the mixin's callback to what a hook returns."""
 
-    A data descriptor, since an instance's function would hide anything else. What was
-    set stays in the instance as it is, which can be sent and copied as before.
-    """
+    @functools.wraps(hook)
+    def configure_callbacks(module: Any) -> list[Any]:
+        found: Any = hook(module)
+        if not isinstance(found, Sequence):
+            found = [found] if found else []
+        has_ours = any(isinstance(each, MixinCallback) for each in found)
+        return [*found] if has_ours else [*found, MixinCallback(module)]
 
-    def __init__(self, hook: Callable[[Any], Any]) -> None:
-        self.hook = hook
-
-    def __get__(self, module: Any, kind: Any = None) -> Any:
-        if module is None:
-            return self.hook
-        # By super() a base class is asked for its own.
-        is_asked_first = getattr_static(type(module), CALLBACKS) is self
-        if not is_asked_first or CALLBACKS not in vars(module):
-            return partial(_extended, module, MethodType(self.hook, module))
-        return partial(_extended, module, vars(module)[CALLBACKS])
-
-    def __set__(self, module: Any, function: Any) -> None:
-        vars(module)[CALLBACKS] = function
-
-    def __delete__(self, module: Any) -> None:
-        del vars(module)[CALLBACKS]
-
-
-def _extended(module: Any, hook: Any) -> list[Any]:
-    """What a hook returns, as a list, and the mixin's callback."""
-    found: Any = hook() if callable(hook) else None
-    found = [found] if found and not isinstance(found, Sequence) else [*(found or ())]
-    if hook is no_callbacks or any(isinstance(each, MixinCallback) for each in found):
-        return found
-    return [*found, MixinCallback(module)]
+    return configure_callbacks
 
 
 class MixinCallback(WindowCallback):
@@ -72,9 +47,9 @@ class MixinCallback(WindowCallback):
         super().__init__(
             module.accumulation,
             aggregation=module.accumulation_aggregation,
-            checks=_option(module, "checks"),
-            wide_gradients=_option(module, "wide_gradients"),
-            proof=_option(module, "proof"),
+            checks=module.checks,
+            wide_gradients=module.wide_gradients,
+            proof=module.proof,
         )
         for each in module.trainer.callbacks:
             if isinstance(each, MixinCallback):
@@ -97,7 +72,7 @@ class MixinCallback(WindowCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
-        if isinstance(getattr_static(type(pl_module), CALLBACKS), BringsCallback):
+        if hasattr(pl_module, "accumulation_aggregation"):
             super().setup(trainer, pl_module, stage)
         else:  # left in the list by the module of an earlier fit
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
@@ -122,10 +97,11 @@ class MixinCallback(WindowCallback):
         self._chosen = pl_module.accumulation
 
     def for_copy(self, module: Any, strategies: Any, options: Any) -> None:
-        """Let windows of a module's copy be divided as those of the module: a copy
-        brings a callback of its own."""
+        """Let windows of a module's copy be divided as those of the module, by a
+        callback that the copy brings, and no other of the module's."""
+        vars(module)[CALLBACKS] = lambda: [MixinCallback(module)]
         own = {"accumulation": strategies, "micro_batching": options}
-        own |= {"accumulation_proof": "off", "accumulation_aggregation": "auto"}
+        own |= {"proof": "off", "accumulation_aggregation": "auto"}
         kind = type(module)
         fixed = [n for n in own if isinstance(getattr(kind, n), property)]
         if fixed:  # the user's, perhaps without a setter
@@ -226,12 +202,6 @@ class MixinCallback(WindowCallback):
         self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
 
 
-def _option(module: Any, name: str) -> Any:
-    """The value of a module's option; its longer name comes first."""
-    longer = getattr(module, f"accumulation_{name}", None)
-    return getattr(module, name) if longer is None else longer
-
-
 def strategies_of(pl_module: Any) -> Strategies:
     """The strategies of a mixin module, by term."""
     if pl_module.accumulation is None and is_inside(pl_module.micro_batching):
@@ -262,8 +232,8 @@ class AccumulationCallback(WindowCallback):
         Trainer(accumulate_grad_batches=8, callbacks=[AccumulationCallback(PerToken())])
 
     Args:
-        accumulation: says what a micro-batch weighs: a strategy, or for a loss of
-            several terms a dict of strategies by the terms' names.
+        strategy: says what a micro-batch weighs; for a loss of several terms, a dict of
+            strategies by the terms' names.
         aggregation: what the backend does to gradients across ranks, where the
             Trainer's strategy does not show it: `"mean"`, `"sum"` or `"none"`.
         checks: `"late"` costs nothing and complains one window late; `"now"` waits for
@@ -274,7 +244,6 @@ class AccumulationCallback(WindowCallback):
             `inside=` it needs no strategy.
         hold_schedulers: keep a learning-rate scheduler with `interval="step"` where it
             is when a gradient scaler has skipped the optimizer's step.
-        strategy: another name for `accumulation`.
         proof: what follows if a window is found not to be the big batch, on a few rows
             of the first batch: `"warn"` warns; `"require"` refuses to train, also if it
             cannot be measured; `"off"` measures nothing.
@@ -282,28 +251,21 @@ class AccumulationCallback(WindowCallback):
 
     def __init__(
         self,
-        accumulation: AccumulationStrategy | Strategies | None = None,
+        strategy: AccumulationStrategy | Strategies | None = None,
         *,
         aggregation: Aggregation = "auto",
         checks: Checks = "late",
         wide_gradients: bool = False,
         micro_batching: MicroBatching | None = None,
         hold_schedulers: bool = False,
-        strategy: AccumulationStrategy | Strategies | None = None,
         proof: Proof = "warn",
     ) -> None:
-        if accumulation is not None and strategy is not None:
-            raise TrainkitError(
-                f"AccumulationCallback: accumulation and strategy are two names of one "
-                f"option, received {accumulation!r} and {strategy!r}. Leave one out."
-            )
-        chosen = strategy if accumulation is None else accumulation
-        self.has_strategy = chosen is not None
+        self.has_strategy = strategy is not None
         if not self.has_strategy and is_inside(micro_batching):
-            chosen = Uniform()
-        refusals.refuse_no_strategy(chosen, "AccumulationCallback: accumulation")
+            strategy = Uniform()
+        refusals.refuse_no_strategy(strategy, "AccumulationCallback: strategy")
         super().__init__(
-            chosen,
+            strategy,
             aggregation=aggregation,
             checks=checks,
             wide_gradients=wide_gradients,

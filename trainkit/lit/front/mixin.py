@@ -24,15 +24,14 @@ from trainkit.core.strategies import (
 from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import is_scaled, scaler_of
-from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit._compat import current_hook, is_scaled, scaler_of
 from trainkit.lit.batch_size import find_effective_batch, read_effective_batch
-from trainkit.lit.callback.base import find_callback, is_rehearsal, window_ends
+from trainkit.lit.callback.base import find_callback, window_ends
 from trainkit.lit.front.callbacks import (
     CALLBACKS,
-    BringsCallback,
     MixinCallback,
     strategies_of,
+    with_mixin_callback,
 )
 from trainkit.lit.logs.exact_log import one_number, stage_of
 from trainkit.lit.proof.report import Proof
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _Base
 else:
     _Base = object
-
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 class AccumulationMixin(_Base):
@@ -75,10 +72,6 @@ class AccumulationMixin(_Base):
             with the very values "mean" and "sum"; hence the longer name.
         proof: what follows if a window is found not to be the big batch, on a few rows
             of the first batch: `"warn"`, `"require"` to refuse, or `"off"`.
-
-    A module that has a `checks`, `wide_gradients` or `proof` of its own says the option
-    as `accumulation_checks`, `accumulation_wide_gradients` or `accumulation_proof`,
-    which comes first.
     """
 
     accumulation: AccumulationStrategy | Strategies | None = None
@@ -88,18 +81,22 @@ class AccumulationMixin(_Base):
     hold_schedulers: bool = False
     proof: Proof = "warn"
     accumulation_aggregation: Aggregation = "auto"
-    accumulation_checks: Checks | None = None
-    accumulation_wide_gradients: bool | None = None
-    accumulation_proof: Proof | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
         hook = getattr_static(cls, CALLBACKS, None)  # none without a LightningModule
         if callable(hook):
-            setattr(cls, CALLBACKS, BringsCallback(hook))
-        for name in ("setup", "configure_model"):
-            _replace_after(cls, name)
+            setattr(cls, CALLBACKS, with_mixin_callback(hook))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == CALLBACKS:
+            raise TrainkitError(
+                f"{type(self).__name__}.{CALLBACKS}: it was set on the instance, where "
+                f"it would hide the callback that AccumulationMixin brings, received "
+                f"{value!r}. Define it in the class, or give the Trainer its callbacks."
+            )
+        super().__setattr__(name, value)
 
     @property
     @torch.jit.unused
@@ -134,7 +131,7 @@ class AccumulationMixin(_Base):
             return
         windows = find_callback(trainer, MixinCallback)
         if windows is not None and trainer.training:
-            windows.said.say(number, windows.strategy)
+            windows.said.say(number, windows.strategy, current_hook(self))
 
     # ---- logging ---------------------------------------------------------------------
 
@@ -202,26 +199,16 @@ class AccumulationMixin(_Base):
         held_back = windows.accumulators[index].ranks.holds_back_gradients
         windows.is_apart[index] = held_back or not sync
 
-    def window_ends(self, batch_idx: int, every: int | None = None) -> bool:
-        """Whether a window closes with this batch: it is full, or the epoch is over.
+    def window_ends(self, batch_idx: int) -> bool:
+        """Whether a window closes with this batch: it is full, as the Trainer's
+        `accumulate_grad_batches` says, or the epoch is over.
 
         Args:
             batch_idx: as `training_step` got it.
-            every: how many micro-batches make a full window; default: what
-                `Trainer(accumulate_grad_batches=...)` says.
         """
-        if every is not None and every < 1:
-            raise TrainkitError(
-                f"window_ends(every=...): a window must have at least one micro-batch, "
-                f"received {every!r}. Leave it out to go by the Trainer."
-            )
-        windows = self._windows()
-        if is_rehearsal(self.trainer):
-            every = None  # all batches of a rehearsal are one window
-        num_expected = every or self.trainer.accumulate_grad_batches
-        windows.asked_sizes.add(int(num_expected))
-        windows.longest_window = max(windows.longest_window, num_expected)
-        return window_ends(self.trainer, batch_idx, num_expected)
+        self._windows()
+        trainer = self.trainer
+        return window_ends(trainer, batch_idx, trainer.accumulate_grad_batches)
 
     def finish_window(self, optimizer: Any = None) -> WindowStats:
         """Close an optimizer's window: its gradients become the big batch's gradients.
@@ -360,25 +347,3 @@ def _refuse_wrong_order(cls: type) -> None:
             f"LightningModule, whose hooks hide the mixin's otherwise. Write "
             f"class {cls.__name__}(AccumulationMixin, LightningModule)."
         )
-
-
-def _replace_after(cls: type[AccumulationMixin], name: str) -> None:
-    """Let `BatchNormGuard` see the layers that a `setup` or `configure_model` makes: no
-    hook of a callback stands between them and the optimizer."""
-    owners = [base for base in cls.__mro__ if name in base.__dict__]
-    if not owners or owners[0].__module__.startswith(_LIGHTNING):
-        return  # Lightning's own, which makes nothing
-    hook = getattr(cls, name)
-
-    @functools.wraps(hook)
-    def replacing(self: AccumulationMixin, *args: Any, **kwargs: Any) -> None:
-        hook(self, *args, **kwargs)
-        try:
-            trainer: Any = self.trainer
-        except RuntimeError:  # not attached to one
-            return
-        for callback in getattr(trainer, "callbacks", ()):
-            if isinstance(callback, BatchNormGuard):
-                callback.convert(self, trainer)
-
-    setattr(cls, name, replacing)

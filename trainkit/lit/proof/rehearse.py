@@ -138,7 +138,7 @@ class Rehearsal:
             copies = Copies(self.trainer, self.module, **how)
             callbacks = self._callbacks(copies, has_driver=has_driver)
         module = copies.module
-        self._prepare(module, has_driver=has_driver)
+        self._prepare(module)
         move_weights(module, copies.shared)
         own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, self.trainer.train_dataloader)
@@ -178,10 +178,10 @@ class Rehearsal:
             raise NotMeasured("the optimizer took no step after these rows")
         return taken
 
-    def _prepare(self, module: Any, *, has_driver: bool) -> None:
+    def _prepare(self, module: Any) -> None:
         """Let a copy be what a step needs, and no more."""
         own = vars(module)
-        own["configure_callbacks"] = _no_callbacks if has_driver else no_callbacks
+        own["configure_callbacks"] = no_callbacks
         own.update(dict.fromkeys({*NOT_AGAIN} & {*dir(module)}, _nothing))
         self._take_away(module, LightningModule)
         is_narrow = any(p.dtype.itemsize < 4 for p in module.parameters())
@@ -367,11 +367,6 @@ def _own_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _no_callbacks() -> list[Any]:
-    """A `configure_callbacks` to which a mixin adds its own."""
-    return []
 
 
 @contextlib.contextmanager

@@ -25,11 +25,9 @@ from trainkit.lit.batch_size import (
     check_measurable,
     find_effective_batch,
     longest_window,
-    own_sizes,
     scheduled_sizes,
     steps_taken,
     why_unknown,
-    window_size,
 )
 from trainkit.lit.callback.base import (
     OrderedCallback,
@@ -269,8 +267,6 @@ class LRScaling(OrderedCallback):
         self._follow(trainer)
         if self._is_known() and self._logged_k != self.k:
             self._log(trainer)
-            if window_size(trainer) != trainer.accumulate_grad_batches:
-                self._show_again(trainer)
 
     def _follow(self, trainer: Any) -> bool:
         """Scale to the window under way; False while its size is not known."""
@@ -278,14 +274,6 @@ class LRScaling(OrderedCallback):
         now = longest_window(trainer), min(step, self.warmup_steps)
         if now == self._followed or averages_statistics(trainer):
             return True
-        sizes = sorted(own_sizes(trainer))
-        if len(sizes) > 1:
-            raise TrainkitError(
-                f"LRScaling: one effective batch serves all optimizers, and their "
-                f"windows have {sizes} micro-batches (window_ends(every=...)). Give "
-                f"them one size, or scale their rates yourself, by "
-                f"self.effective_batch."
-            )
         batch = self._find(trainer)
         if batch is None:
             return False

@@ -294,8 +294,6 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batch_is_unfinished = False
-        if self.asked_sizes:
-            self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         if self.scaler is not None:
             for each in self._skipped:
                 each.count_step()

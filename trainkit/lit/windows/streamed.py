@@ -112,7 +112,7 @@ class Streamed:
         how many loader batches it had on all ranks where these were cut."""
         windows, slots = self._windows, 0
         if windows.wants_weights:
-            most = max(self._trainer.accumulate_grad_batches, windows.longest_window)
+            most = self._trainer.accumulate_grad_batches
             slots = windows.slots_of(most, accumulator)
         return accumulator.finish(owners, slots=slots), None
 
