@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +19,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -81,12 +79,6 @@ def test_a_scaler_unscales_before_the_step_or_in_it(fused: bool) -> None:
     assert _compat.is_scaled(scaler, optimizer)
     assert seen == [4.0 if fused else 1.0]
     assert weight.item() == 0.0
-
-
-def test_averages_models_finds_the_averaging_period() -> None:
-    assert _compat.averages_models(DDPStrategy(model_averaging_period=4))
-    assert not _compat.averages_models(DDPStrategy())
-    assert not _compat.averages_models(SimpleNamespace())
 
 
 def test_what_a_running_fit_tells() -> None:

@@ -42,11 +42,6 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def averages_models(strategy: Any) -> bool:
-    """Whether DDP's ranks average weights at intervals, and not gradients."""
-    return getattr(strategy, "_model_averaging_period", None) is not None
-
-
 def num_batches_seen(trainer: Any) -> int:
     """How many batches the loader has yielded in this epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready

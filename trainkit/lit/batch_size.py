@@ -230,7 +230,7 @@ def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     num_batches = trainer.num_training_batches
     is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
     if num_batches != float("inf") and not is_scheduled:
-        text = _windows_of_epoch(num_batches, longest_window(trainer))
+        text = _windows_of_epoch(num_batches, int(trainer.accumulate_grad_batches))
         rows.append(("windows", f"{text} an epoch"))
     if any(isinstance(each, Uniform) for each in strategies.values()):
         text = "every micro-batch has weight 1, so the step is the big batch's only if"
@@ -253,6 +253,8 @@ def _windows_of_epoch(num_batches: int, size: int) -> str:
     """
     >>> _windows_of_epoch(391, 4)
     '97 full windows + 1 short one (3 of 4 micro-batches)'
+    >>> _windows_of_epoch(3, 8)
+    '0 full windows + 1 short one (3 of 8 micro-batches)'
     """
     num_full, left = divmod(num_batches, size)
     text = f"{num_full} full window{'s' * (num_full != 1)}"

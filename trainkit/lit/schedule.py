@@ -27,7 +27,6 @@ from trainkit.lit.callback.base import (
     windows_of,
 )
 from trainkit.lit.callback.table import Row
-from trainkit.lit.windows.refusals import refuse_unseen_batches
 
 
 class AccumulationSchedule(OrderedCallback):
@@ -177,7 +176,6 @@ class AccumulationSchedule(OrderedCallback):
             )
         # What the largest window would be refused for is refused before the first.
         largest, aggregation = max(self.stages.sizes), windows.aggregation
-        refuse_unseen_batches(pl_module, windows.strategy, largest)
         refuse_static_graph(find_ranks(trainer.strategy, aggregation).ddp, largest)
         if self.stages.unit == "tokens":
             check_measurable(trainer, "tokens")

@@ -330,17 +330,11 @@ def test_ranks_equal_all_rows_as_one_batch() -> None:
 # ---- refusals ------------------------------------------------------------------------
 
 
-class Fetches(ConvModule):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        raise AssertionError
-
-
 REFUSED: dict[str, tuple[Any, str]] = {
     "manual": (
         lambda: {"module": Manual(), "accumulate": 1},
         r"Manual steps its optimizers itself.*forward=lambda module, batch",
     ),
-    "fetches": (lambda: {"module": Fetches()}, "Fetches fetches its own batches"),
     "once": (
         lambda: {"data": (batch for batch in batches()), "max_epochs": 1},
         "are a generator, which can be read only",
@@ -348,7 +342,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_run_once_more_is_refused(name: str) -> None:
     how, words = REFUSED[name]

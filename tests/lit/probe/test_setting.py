@@ -178,11 +178,6 @@ class Splitting(Net):
     micro_batching = "auto"
 
 
-class Fetching(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return None
-
-
 class Lazy(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -203,10 +198,6 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
     "splits": (
         *(Splitting, {}, {}),
         "Splitting.micro_batching cuts loader batches by itself",
-    ),
-    "fetches": (
-        *(Fetching, {}, {}),
-        r"Fetching.training_step\(dataloader_iter\) fetches its batches",
     ),
     "lazy": (Lazy, {}, {}, "head.weight gets its shape in the first forward pass"),
     "terms": (Terms, {}, {}, r"returned the terms \['ce', 'kl'\]"),
@@ -241,7 +232,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*", "ignore:.*Lazy modules.*")
+@pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
 @pytest.mark.filterwarnings("ignore:.*`max_steps=0`.*", "ignore:.*max_epochs=0.*")
 def test_where_no_size_can_be_found_it_is_refused_by_name(name: str) -> None:
     kind, of_trainer, options, message = REFUSED[name]

@@ -26,21 +26,16 @@ from tests.lit.split.common import (
     on_the_way,
     samples,
 )
-from tests.lit.windows.test_windows import Fetching
 from tests.zoo.modules import Manual, hooked, pad_and_mask
 from trainkit import (
     AccumulationStrategy,
     MicroBatching,
-    PerSample,
     PerToken,
     TrainkitError,
     Uniform,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
-    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,6 @@ def none_for_long_rows(module: Any, batch: Any) -> Any:
     return None if is_long else module.loss_of(batch)
 
 
-FETCHING = hooked(Split, training_step=Fetching.training_step)
 UNIFORM, A_TENSOR = r"Uniform\(\) counts micro-batches", "must be a tensor with one"
 WRONG_TYPES: list[Any] = [4, {"size": 4}, "auto"]
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -83,13 +77,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         for options in WRONG_TYPES
     ],
     (lambda: Manual(cut=FIXED), "with automatic_optimization=False Manual runs its"),
-    *[
-        (
-            lambda by=strategy: FETCHING(strategy=by),
-            r"\(dataloader_iter\): .* none can be cut. .* or leave micro_batching out",
-        )
-        for strategy in (PerSample(), Uniform())
-    ],
     # What it counts is what is cut at will.
     (lambda: Split(strategy=Uniform(), cut=AUTO), UNIFORM),
     (lambda: Split(strategy={"ce": PerToken(), "aux": Uniform()}, cut=AUTO), UNIFORM),

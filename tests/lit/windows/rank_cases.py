@@ -256,7 +256,6 @@ TWO: dict[Any, Any] = {
     "printed": (train_printing,),
     "static graph, 2": (train_ddp, "callback", {}, STATIC),
     "static graph, 1": (train_ddp, "callback", {"window": 1}, STATIC),
-    "averaging": (train_ddp, "callback", {}, {"model_averaging_period": 4}),
     "equal streams": (train_stream, [5, 5]),
     "cut streams": (train_limited, [4, 6]),
     "lists": (train_lists, [3, 5]),

@@ -24,7 +24,7 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.callback.base import fetches_batches, has_callback, windows_of
+from trainkit.lit.callback.base import has_callback, windows_of
 
 SEED = 20050709
 """Fixed, so that every pass sees equal batches with equal augmentation."""
@@ -171,15 +171,11 @@ class Recalibrate(Policy):
 
 
 def _refuse_unusable_step(module: Any) -> None:
-    why = None
     if not module.automatic_optimization:
-        why = "steps its optimizers itself (automatic_optimization=False)"
-    elif fetches_batches(module):
-        why = "fetches its own batches (dataloader_iter)"
-    if why is not None:
         raise TrainkitError(
             f"BatchNormGuard('recalibrate'): it runs training_step without training, "
-            f"but {type(module).__name__} {why}. Give it something else to run: "
+            f"but {type(module).__name__} steps its optimizers itself "
+            f"(automatic_optimization=False). Give it something else to run: "
             f"BatchNormGuard('recalibrate', forward=lambda module, batch: "
             f"module(batch[0]))."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -362,11 +361,6 @@ def find_callback(trainer: Any, kind: type[Found]) -> Found | None:
 def windows_of(trainer: Any) -> WindowOwner | None:
     """The callback that divides windows, or None."""
     return find_callback(trainer, WindowOwner)
-
-
-def fetches_batches(pl_module: Any) -> bool:
-    """Whether `training_step` takes Lightning's `dataloader_iter` for its batches."""
-    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:

@@ -15,7 +15,7 @@ from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import starts_processes_for_fit, write_batch_size
 from trainkit.lit.batch_size import loader_batch_size
-from trainkit.lit.callback.base import fetches_batches, has_callback
+from trainkit.lit.callback.base import has_callback
 
 BY_HAND = "Choose it by hand: trainkit plan --target ... --max-micro-batch ..."
 
@@ -133,8 +133,6 @@ def _why_not(trainer: Any, module: Any) -> Iterator[str]:
             )
     if not module.automatic_optimization:
         yield f"{name} optimizes manually, and decides itself how long its windows are"
-    if fetches_batches(module):
-        yield f"{name}.training_step(dataloader_iter) fetches its batches itself"
     for path, parameter in module.named_parameters():
         if trainer.training and is_lazy(parameter):
             yield f"{path} gets its shape in the first forward pass, which stays"

@@ -25,7 +25,6 @@ from trainkit.lit.batch_size import (
 )
 from trainkit.lit.callback.base import (
     WindowOwner,
-    fetches_batches,
     is_rehearsal,
 )
 from trainkit.lit.callback.table import say
@@ -69,11 +68,7 @@ def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
         return convert(batch)
 
     with tap:
-        if fetches_batches(pl_module):
-            text = "training_step takes its batches from dataloader_iter itself"
-            proof.tell(Report.of_nothing(text))
-        else:
-            tap.enter_context(replaced(plugin, convert_input=look))
+        tap.enter_context(replaced(plugin, convert_input=look))
         yield
 
 

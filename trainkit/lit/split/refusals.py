@@ -26,7 +26,6 @@ from trainkit.core.terms import ONE
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader
-from trainkit.lit.callback.base import fetches_batches
 from trainkit.lit.split.pools import num_cuts
 
 
@@ -50,11 +49,6 @@ def refuse_before_training(
             f"backward passes, inside training_step, where no batch can be cut. Leave "
             f"micro_batching out and call self.accumulate() for each micro-batch, or "
             f"leave the optimization to Lightning."
-        )
-    if fetches_batches(pl_module):
-        raise TrainkitError(
-            f"{name}.training_step(dataloader_iter): it fetches its batches itself, so "
-            f"none can be cut. Take (batch, batch_idx), or leave micro_batching out."
         )
     if options.shapes is not None:
         _refuse_what_counts_fillers(pl_module, strategies)

@@ -91,6 +91,7 @@ class WindowCallback(WindowOwner):
         if trainer.global_step == 0:
             self._ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_unknown_backend(trainer)
+        refusals.refuse_unseen_batches(pl_module)
         self._may_search = refusals.announce_finders(trainer)
         self.move_to_front(trainer)
         self._pools.begin(trainer, self.asked_of(pl_module))
@@ -113,13 +114,9 @@ class WindowCallback(WindowOwner):
         of_split.refuse_fillers_that_count(trainer, pl_module, self.strategies)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
-        if split is None:
-            refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         if pl_module.automatic_optimization:
             refusals.refuse_other_windows(trainer, num_expected)
         refusals.refuse_no_optimizer(trainer)
-        refusals.announce_short_epoch(trainer)
-        refusals.announce_frequency(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             self._accumulate(index, optimizer, trainer)
         if pl_module.automatic_optimization:
@@ -179,7 +176,6 @@ class WindowCallback(WindowOwner):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
-        rows += refusals.rows_of_zeroing(pl_module)
         if self.is_split:
             is_step = num_cuts(trainer, self.cut) == 1
             how = documents_option(self.cut, *self.strategies.values())

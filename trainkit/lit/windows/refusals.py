@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -13,18 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
-from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import (
-    averages_models,
-    has_own,
-    num_batches_seen,
-    unwrapped,
-)
-from trainkit.lit.callback.base import fetches_batches, has_callback, has_schedule
-from trainkit.lit.callback.table import Row
+from trainkit.lit._compat import num_batches_seen, unwrapped
+from trainkit.lit.callback.base import has_callback, has_schedule
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has run out of batches waits for the others to run out too."""
@@ -48,19 +40,6 @@ def refuse_other_windows(trainer: Any, num_expected: int) -> None:
                 f"on each rank; a schedule of the window would cut them otherwise. "
                 f"Leave the schedule out."
             )
-
-
-def rows_of_zeroing(pl_module: Any) -> list[Row]:
-    """A row of the table for a module that zeroes gradients in its own way."""
-    if not has_own(pl_module, "optimizer_zero_grad"):
-        return []
-    return [
-        (
-            "zeroing",
-            f"{type(pl_module).__name__}.optimizer_zero_grad must zero all gradients "
-            f"at each step: what it keeps would be divided once more, or dropped",
-        )
-    ]
 
 
 def undivided_step(optimizer: Any, accumulator: Accumulator) -> TrainkitError:
@@ -116,13 +95,6 @@ def refuse_unknown_backend(trainer: Any) -> None:
             f"and divides by its own count, so on_before_optimizer_step cannot correct "
             f"them. Use ddp, fsdp or ModelParallelStrategy."
         )
-    if averages_models(strategy):
-        raise TrainkitError(
-            f"strategy {type(strategy).__name__}(model_averaging_period=...): with "
-            f"post-local SGD the ranks average weights, not gradients, so no rank has "
-            f"the window's gradient. Remove the averaging period and its communication "
-            f"hook."
-        )
     if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise TrainkitError(
             f"strategy {type(strategy).__name__}: it runs {trainer.world_size} ranks "
@@ -149,23 +121,12 @@ def refuse_manual_optimization(pl_module: Any) -> None:
         )
 
 
-def refuse_unseen_batches(
-    pl_module: Any, strategy: AccumulationStrategy, num_micro_batches: int
-) -> None:
-    if not fetches_batches(pl_module) or not pl_module.automatic_optimization:
-        return
-    is_said = isinstance(strategy, Weighed) and strategy.is_said
-    if not is_said and not isinstance(strategy, Uniform):
+def refuse_unseen_batches(pl_module: Any) -> None:
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise TrainkitError(
-            f"training_step(dataloader_iter): it fetches its batches itself, so "
-            f"{type(strategy).__name__} cannot weigh them. Take (batch, batch_idx), or "
-            f"use Uniform()."
-        )
-    if num_micro_batches > 1:
-        raise TrainkitError(
-            f"training_step(dataloader_iter): Lightning then zeroes gradients by an "
-            f"index that lags behind, inside windows, and accumulate_grad_batches is "
-            f"{num_micro_batches}. Take (batch, batch_idx), or set it to 1."
+            f"{type(pl_module).__name__}.training_step(dataloader_iter): it fetches "
+            f"its batches itself, so they can be neither weighed nor cut. Take (batch, "
+            f"batch_idx)."
         )
 
 
@@ -283,38 +244,6 @@ def announce_finders(trainer: Any) -> bool:
             stacklevel=2,
         )
     return bool(finders)
-
-
-def announce_short_epoch(trainer: Any) -> None:
-    """Warn if the epochs have fewer batches than a window."""
-    expected = trainer.accumulate_grad_batches
-    num_batches = trainer.num_training_batches
-    is_short = num_batches < expected and not trainer.fast_dev_run
-    if is_short and trainer.is_global_zero:
-        warnings.warn(
-            f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
-            f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
-            f"divided by the weight of those {num_batches}. Lower it, or make the "
-            f"epochs longer.",
-            stacklevel=2,
-        )
-
-
-def announce_frequency(trainer: Any) -> None:
-    """Warn of a scheduler that moves at other steps than the big batch's would."""
-    size = int(trainer.accumulate_grad_batches)
-    for config in trainer.lr_scheduler_configs if trainer.is_global_zero else ():
-        if config.interval != "step" or not isinstance(config.frequency, int):
-            continue
-        steps = math.lcm(size, config.frequency) // size
-        if steps != config.frequency:
-            warnings.warn(
-                f"lr_scheduler frequency={config.frequency}: Lightning counts loader "
-                f"batches, so in windows of {size} it moves every {steps} optimizer "
-                f"step{'s' * (steps > 1)}. For every {config.frequency} steps write "
-                f"frequency={size * config.frequency}.",
-                stacklevel=2,
-            )
 
 
 def announce_undivided_step(index: int) -> None:
