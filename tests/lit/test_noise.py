@@ -29,7 +29,7 @@ from tests.helpers import (
 )
 from tests.lit.fronts import RAGGED, micro_batches
 from tests.lit.inside.common import Foreign
-from tests.zoo.callbacks import SENT, Saving, Table
+from tests.zoo.callbacks import Saving, Table
 from tests.zoo.modules import Gan, Manual, hooked, scaled
 from trainkit import (
     AccumulationCallback,
@@ -235,14 +235,6 @@ def test_no_place_in_an_epoch_is_left_out(every: int) -> None:
     each_nth = {n % every for n in windows if (n + 1) % every == 0}
     assert each_nth == {every - 1}  # the control
     assert all(is_measured(number, 1) for number in range(20))
-
-
-def test_a_copy_and_a_pickle_hold_the_estimate_alone() -> None:
-    noise = NoiseScale(1)
-    fit(WAYS["streamed"], noise, max_epochs=3)
-    assert noise.estimate is not None
-    for send in SENT.values():
-        assert send(noise).estimate == noise.estimate
 
 
 # ---- resumed -------------------------------------------------------------------------

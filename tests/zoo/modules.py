@@ -9,6 +9,7 @@ control, is one more value of a column. What only one test needs is a hook, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -137,7 +138,9 @@ class Manual(Mixed):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         ends = self.window_ends(batch_idx)
-        self.accumulate(self.loss_of(batch), batch, sync=ends or not self.apart)
+        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        with block() if self.apart and not ends else nullcontext():
+            self.accumulate(self.loss_of(batch), batch)
         if ends:
             self.finish_window()
             if self.clip is not None:

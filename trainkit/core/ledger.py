@@ -114,13 +114,6 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[int, Account] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The ledger as plain numbers; waits for the device."""
-        return {"accounts": self.state_dict()}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.load_state_dict(state["accounts"])
-
     def enter(self, closed: Sequence[Closed]) -> None:
         """Enter windows in the order in which they closed."""
         for index in {each.optimizer for each in closed}:
@@ -163,12 +156,6 @@ class FirstWindows:
         self._num_windows = 0
         self._sums: Tensor | None = None
         self._resumed: Mapping[str, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        copied = FirstWindows()
-        copied.loader_size = self.loader_size
-        copied.load_state_dict(self.state_dict())
-        return vars(copied)
 
     def __len__(self) -> int:
         return self._num_windows + int(self._resumed.get("windows", 0))

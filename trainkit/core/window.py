@@ -297,10 +297,6 @@ class WindowStats:
     reduction: LossReduction = "mean"
     """What the losses are; a `"total"` is not divided."""
 
-    def on_host(self) -> WindowStats:
-        """A copy on the host; waits for the device."""
-        return WindowStats(self.table.cpu(), self.totals.cpu(), self.reduction)
-
     @property
     def weight(self) -> Tensor:
         """The effective batch: the sum of all weights, in float64."""

@@ -26,7 +26,6 @@ from trainkit.lit.callback.base import (
     OrderedCallback,
     WindowOwner,
     windows_of,
-    without_module,
 )
 from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.rows import LateNumbers
@@ -95,11 +94,6 @@ class NoiseScale(OrderedCallback):
         self._moments: NoiseMoments | None = None
         self._windows: WindowOwner | None = None
         self._rows = LateNumbers()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The attributes without what belongs to a running `fit`."""
-        none = {"_moments": None, "_windows": None, "_rows": LateNumbers()}
-        return {**without_module(self), **none, "_found": self.estimate}
 
     @property
     def estimate(self) -> NoiseEstimate | None:

@@ -81,10 +81,6 @@ class AccumulationSchedule(OrderedCallback):
         # All that was weighed up to the last window, and up to the one before it.
         self._tokens: deque[LateReading] = deque(maxlen=2)
 
-    def __getstate__(self) -> dict[str, Any]:
-        plain = {"_tokens": deque(maxlen=2), "_tokens_at_start": self._tokens_before}
-        return {**super().__getstate__(), **plain}
-
     def total_steps(
         self,
         trainer: Any = None,

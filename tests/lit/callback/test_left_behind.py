@@ -8,7 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -82,6 +82,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "LRScaling": lambda: LRScaling("linear", reference_batch=4),
     **{f"Guard {each}": (lambda each=each: BatchNormGuard(each)) for each in POLICIES},
 }
+SENT_WITHIN = ("WindowMonitor", "AccumulationSchedule", "LRScaling", "Guard momentum")
 
 
 def fit(front: str, *callbacks: Any, error: Any = None, **options: Any) -> Any:
@@ -164,7 +165,7 @@ class Copying(pl.Callback):
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_what_users_read_after_a_fit_is_there(front: str) -> None:
-    """In copies too, which may be made within the `fit`."""
+    """Copies, which may be made within the `fit`, are small, and begin anew."""
     copying = Copying()
     module, fitted, _ = fit(front, copying)
     assert weights(module).isfinite().all()
@@ -173,15 +174,13 @@ def test_what_users_read_after_a_fit_is_there(front: str) -> None:
     names = ("weight", "loss", "num_micro_batches", "samples")
     numbers = [float(getattr(windows.last_window, name)) for name in names]
     assert numbers[-1] == 9
-    for way in (*SENT, "itself"):
-        sent = SENT[way](fitted) if way in SENT else fitted
-        found = windows_of(sent)
-        assert [float(getattr(found.last_window, name)) for name in names] == numbers
-        assert found.num_skipped_steps == 0
-        assert found.micro_batch_size == windows.micro_batch_size
-        assert (found.micro_batch_size is not None) == front.startswith("auto")
-        if way != "copied":
-            assert read_effective_batch(sent) == batch
+    assert windows.num_skipped_steps == 0
+    assert (windows.micro_batch_size is not None) == front.startswith("auto")
+    assert batch.micro_batch == pytest.approx(40 / 3)  # of all windows
+    for send in SENT.values():
+        found = windows_of(send(fitted))
+        assert (found.last_window, found.micro_batch_size) == (None, None)
+        assert found.ledger.of() is None
     if "callback" in front:  # it trains the next module, sent or not
         uncut = Mixed()
         trainer(1).fit(uncut, loader_batches())
@@ -189,6 +188,25 @@ def test_what_users_read_after_a_fit_is_there(front: str) -> None:
             again = Plain()
             trainer(1, callbacks=[callback]).fit(again, loader_batches())
             assert deviation(again, uncut, START) <= 1e-12
+
+
+class Sending(pl.Callback):
+    """Sends the Trainer, as a loader does to workers that it spawns, if its
+    `collate_fn` is a method of the data module."""
+
+    sent: ClassVar[list[Any]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.sent[:] = [SENT["pickled"](trainer)]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_all_can_be_sent_within_a_fit(front: str) -> None:
+    others = [make() for name, make in OTHERS.items() if name in SENT_WITHIN]
+    _, fitted, _ = fit(front, Sending(), *others, logger=Table(), log_every_n_steps=1)
+    found = Sending.sent.pop()
+    assert [*map(type, found.callbacks)] == [*map(type, fitted.callbacks)]
+    assert windows_of(found).last_window is None
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -236,14 +254,11 @@ def trained(name: str, callback: Any) -> Any:
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callback_that_was_sent_trains_as_itself(name: str) -> None:
-    """Sent before a fit; LRScaling after one as well."""
+    """Sent before a fit and after one."""
     callback = CALLBACKS[name]()
     sent = [in_every_way(callback)]
     curve = trained(name, callback).curve
-    if "LRScaling" in name:
-        sent.append(in_every_way(callback))
-        assert sent[-1].k == callback.k
-    for each in sent:
+    for each in (*sent, in_every_way(callback)):
         assert trained(name, each).curve == curve
 
 

@@ -139,11 +139,6 @@ def foreign(self: Any, batch: Any, batch_idx: int) -> None:
     accumulates(self, batch, optimizer=torch.optim.SGD(self.parameters(), lr=1.0))
 
 
-def apart(self: Any, batch: Any, batch_idx: int) -> None:
-    accumulates(self, batch, sync=False)
-    self.finish_window()
-
-
 def automatic(self: Any, batch: Any, batch_idx: int) -> None:
     self.automatic_optimization = True
     accumulates(self, batch)
@@ -168,7 +163,6 @@ def taken_out(self: Any, batch: Any, batch_idx: int) -> None:
     [
         (steps, r"optimizer 0: step\(\) was called while its window is open"),
         (foreign, "must be one that configure_optimizers returned, received SGD"),
-        (apart, r"finish_window\(\): the last micro-batch of optimizer 0 was"),
         (automatic, r"accumulate\(\): it is for manual optimization"),
         (empty, r"finish\(\): the window is empty"),
         (taken_out, "the callback that its AccumulationMixin brings is not among tra"),

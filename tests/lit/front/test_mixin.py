@@ -307,22 +307,6 @@ def test_strategy_that_holds_tensors_may_be_made_anew() -> None:
     assert deviation(module, big, START) <= 1e-10
 
 
-class ByName(Uniform):
-    """Compares by its own ==."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "made", object())
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    __hash__ = object.__hash__
-
-
-def test_strategy_that_compares_by_itself_may_be_made_anew() -> None:
-    fitted(hooked(Mixed, accumulation=property(lambda self: ByName()))())
-
-
 def assigns(name: str, value: Any) -> Any:
     def assign(self: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:

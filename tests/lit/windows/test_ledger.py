@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers import loader, pad, trainer
 from tests.lit.fronts import SEQUENCES, WINDOW
@@ -157,23 +156,3 @@ def test_windows_that_nobody_asks_for_do_not_wait_for_ever() -> None:
     assert account.num_windows == len(totals(epochs + 1))
     assert float(account.weight) == totals(epochs + 1)[-1][0]
     assert len(callback.first_windows) == len(totals(1))  # of the second alone
-
-
-def test_totals_of_copies_hold_every_window() -> None:
-    """Also where nobody has asked for them before."""
-    callback, copies = BY_TOKENS(), []
-
-    def copied(*_: Any) -> None:
-        copies.append(copy.deepcopy(callback))
-
-    module, each_batch = Plain(), LambdaCallback(on_train_batch_end=copied)
-    _, fitted = train(callback, each_batch, module=module, epochs=1)
-    fitted.fit_loop.max_epochs = 2
-    fitted.fit(module, loader(SEQUENCES, BATCH))
-    for number, (tokens, _) in enumerate(totals(2), 1):
-        held = [each.ledger.of() for each in copies]
-        found = [a.weight for a in held if a is not None and a.num_windows == number]
-        assert set(map(float, found)) == {tokens}
-    account = callback.ledger.of()
-    assert account is not None
-    assert (account.num_windows, float(account.weight)) == (6, totals(2)[-1][0])

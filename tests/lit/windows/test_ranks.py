@@ -177,7 +177,7 @@ STATIC = "static_graph=True: DDP cannot run a window of several micro-batches"
     [
         (2, "static graph, 2", f"{STATIC}.*received 2. Make the DDP module, or Lightn"),
         (2, "half auto", r"the first of shape \[.*, are not averaged by DDP or FSDP2"),
-        (2, "no sync", "was accumulated with sync=False or under no_sync"),
+        (2, "no sync", "was accumulated under no_sync"),
         (2, "lists", r"the same number of batches, and they have \[3, 5\]"),
         (3, "lists", r"the same number of batches, and they have \[5, 3, 5\]"),
     ],

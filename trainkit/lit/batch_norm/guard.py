@@ -147,16 +147,15 @@ class BatchNormGuard(OrderedCallback):
             "groups": groups,
         }
         self._policy = make_policy(policy, options)
-        self._layers: dict[str, BatchNorm] = {}
+        self._forget()
         self._num_layers = 0
         self._window: int | None = None  # loader batches in a full window
         self._num_batches = 1  # loader batches in the window under way
         self._num_parts = 1  # micro-batches that a loader batch was cut into
         self._is_training = self._has_started = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the layers of a running `fit`."""
-        return {**super().__getstate__(), "_layers": {}}
+    def _forget(self) -> None:
+        self._layers: dict[str, BatchNorm] = {}
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, if the policy does that.

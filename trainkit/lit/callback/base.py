@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -71,8 +70,16 @@ class OrderedCallback(Callback):
     order: int
     on_cut: Any = None
 
+    def _forget(self) -> None:
+        """Clear what belongs to one `fit`; nothing that a copy shares is changed."""
+
     def __getstate__(self) -> dict[str, Any]:
-        return without_module(self)
+        """What was said to it: a Trainer can be pickled with it, in a `fit` too, and a
+        copy begins anew."""
+        copied = object.__new__(type(self))
+        vars(copied).update(without_module(self))
+        copied._forget()
+        return vars(copied)
 
     def move_to_front(self, trainer: Any) -> None:
         """To be called in `setup`."""
@@ -152,8 +159,6 @@ class WindowOwner(OrderedCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Clear what belongs to one `fit`, so that nothing of it reaches the next."""
-        self._enter_closed()
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
         self._first_windows = FirstWindows()
@@ -170,22 +175,10 @@ class WindowOwner(OrderedCallback):
         self._skipped: list[Any] = []
         self._step_hooks: list[Any] = []
         self.wants_weights: list[Callable[[int], bool]] = []
-        self._skipped_before, self._shown = 0, None
         self._taken, self._may_search = ExitStack(), False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was said to it, and the numbers that it shows after a `fit`: a Trainer
-        can be pickled with it, in a `fit` too, and a copy begins anew."""
-        self._enter_closed()
-        copied = object.__new__(type(self))
-        vars(copied).update(without_module(self))
-        copied._forget()
-        copied.windows = {i: stats.on_host() for i, stats in self.windows.items()}
-        copied._first_windows = self._first_windows
-        copied._ledger = copy.copy(self._ledger)
-        copied._skipped_before = self.num_skipped_steps
-        copied._shown = self.micro_batch_size
-        return vars(copied)
+        return {**super().__getstate__(), "_ledger": Ledger(), "_closed": []}
 
     @property
     def ledger(self) -> Ledger:
@@ -248,8 +241,7 @@ class WindowOwner(OrderedCallback):
     @property
     def num_skipped_steps(self) -> int:
         """Optimizer steps that a gradient scaler has skipped since `fit` began."""
-        skipped = sum(each.num_skipped for each in self._skipped)
-        return self._skipped_before + skipped
+        return sum(each.num_skipped for each in self._skipped)
 
     def skipped_last_step(self, index: int = 0) -> bool:
         """Whether the last step of an optimizer was skipped by the gradient scaler."""
@@ -260,18 +252,7 @@ class WindowOwner(OrderedCallback):
         """The size limit of a micro-batch, if training finds it itself; else None."""
         if self.inside is not None:
             return self.inside.size
-        return self._shown if self.driver is None else self.driver.size
-
-    @property
-    def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
-        """The number of the micro-batch under way, and its rows of the loader batch;
-        None where a loader batch is one."""
-        return None if self.driver is None else self.driver.rows_now
-
-    @property
-    def fills_up(self) -> bool:
-        """Whether the present micro-batch only lets all ranks run equally many."""
-        return self.driver is not None and self.driver.fills_up
+        return None if self.driver is None else self.driver.size
 
     def index_of(self, trainer: Any, optimizer: Any) -> int:
         """The optimizer's index among the Trainer's optimizers."""

@@ -213,16 +213,10 @@ def strategies_of(pl_module: Any) -> Strategies:
 
 def _are_alike(some: Strategies, others: Strategies) -> bool:
     """Whether strategies are the same, also where a property makes them anew."""
-
-    def is_same(one: Any, other: Any) -> bool:
-        # From Python 3.13 on, dataclasses compare even the same tensor by its entries.
-        holds_same = type(one) is type(other) and are_equal(
-            getattr(one, "__dict__", one), getattr(other, "__dict__", other)
-        )
-        return holds_same or are_equal(one, other)
-
+    # From Python 3.13 on, dataclasses compare even the same tensor by its entries.
     return some.keys() == others.keys() and all(
-        is_same(each, others[name]) for name, each in some.items()
+        type(each) is type(others[name]) and are_equal(vars(each), vars(others[name]))
+        for name, each in some.items()
     )
 
 

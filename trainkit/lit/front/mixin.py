@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +161,6 @@ class AccumulationMixin(_Base):
         *,
         optimizer: Any = None,
         weight: Weight | None = None,
-        sync: bool = True,
         **backward_options: Any,
     ) -> None:
         """Run a micro-batch's backward pass, weighted, into an optimizer's window.
@@ -176,8 +174,6 @@ class AccumulationMixin(_Base):
             optimizer: whose window; needed when there are several.
             weight: the weight itself, in place of `batch`. It comes before what
                 `self.weigh` has said, which is for the next loss without one.
-            sync: False leaves the ranks' gradients apart, which saves time on all
-                micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
             **backward_options: passed to `manual_backward`, such as `retain_graph`.
         """
         self._refuse_in_automatic("accumulate")
@@ -188,16 +184,14 @@ class AccumulationMixin(_Base):
         if weight is None and isinstance(strategy, Weighed):
             weight = windows.said.take(strategy, self, batch)
         windows.batch_is_unfinished = True
-        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
-        with nullcontext() if sync else block():
-            windows.accumulators[index].backward(
-                loss,
-                batch,
-                weight=weight,
-                backward=functools.partial(self.manual_backward, **backward_options),
-            )
-        held_back = windows.accumulators[index].ranks.holds_back_gradients
-        windows.is_apart[index] = held_back or not sync
+        accumulator = windows.accumulators[index]
+        accumulator.backward(
+            loss,
+            batch,
+            weight=weight,
+            backward=functools.partial(self.manual_backward, **backward_options),
+        )
+        windows.is_apart[index] = accumulator.ranks.holds_back_gradients
 
     def window_ends(self, batch_idx: int) -> bool:
         """Whether a window closes with this batch: it is full, as the Trainer's
@@ -227,10 +221,8 @@ class AccumulationMixin(_Base):
         if windows.is_apart.get(index):
             raise TrainkitError(
                 f"finish_window(): the last micro-batch of optimizer {index} was "
-                f"accumulated with sync=False or under no_sync(), so the ranks' "
-                f"gradients are still apart. Leave no_sync() out, and pass sync=True "
-                f"on the window's last one: "
-                f"accumulate(..., sync=self.window_ends(batch_idx))."
+                f"accumulated under no_sync(), so the ranks' gradients are still "
+                f"apart. Leave no_sync() out, at least for a window's last one."
             )
         return windows.close(self.trainer, index, *others)
 
@@ -301,7 +293,7 @@ class AccumulationMixin(_Base):
         windows = self._find_windows()
         if windows is None:
             return  # lr_find and scale_batch_size run without callbacks
-        if windows.fills_up:
+        if windows.driver is not None and windows.driver.fills_up:
             return
         if weight is None:
             if self.accumulation is None:  # for an inner cut

@@ -267,7 +267,8 @@ class _Batches:
         """The micro-batch under way, and its rows."""
         rows = self._rows[self._at]
         windows = None if self.trainer is None else windows_of(self.trainer)
-        part = None if windows is None else windows.micro_batch_now
+        driver = None if windows is None else windows.driver
+        part = None if driver is None else driver.rows_now
         if part is None:
             return self._at, rows
         number, within = part

@@ -125,10 +125,6 @@ class LRScaling(OrderedCallback):
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
         self._logged_k: float | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the optimizers of a running `fit`."""
-        return {**super().__getstate__(), "scaled": []}
-
     @property
     def k(self) -> float:
         """The effective batch divided by the reference batch."""

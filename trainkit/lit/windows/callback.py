@@ -87,6 +87,7 @@ class WindowCallback(WindowOwner):
         refusals.refuse_two_drivers(trainer, self, WindowCallback)
         if stage != "fit":
             return
+        self._enter_closed()
         self._forget()
         if trainer.global_step == 0:
             self._ledger = Ledger()  # else this `fit` continues the training
@@ -283,8 +284,6 @@ class WindowCallback(WindowOwner):
         accumulator = self.accumulators[index]
         if accumulator.window.is_open:  # its closure ran a backward pass
             raise refusals.undivided_step(optimizer, accumulator)
-        if self.scaler is not None:
-            self._skipped[index].see_step()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.lit._compat import unscales_itself
-
 
 class SkippedSteps:
     """Knows whether a gradient scaler has skipped a window's step.
 
     A scaler that finds an infinity skips the step, and its factor falls: that is
-    counted on the device, unless torch's public hooks have seen the step.
+    counted on the device. Optimizers that close their windows together share the count.
     """
 
     def __init__(self, optimizer: Any, scaler: Any) -> None:
@@ -23,7 +21,6 @@ class SkippedSteps:
             (p.device for group in optimizer.param_groups for p in group["params"]),
             torch.device("cpu"),
         )
-        self._unscales_itself = unscales_itself(optimizer)
         self._factor_before: Tensor | None = None
         self._fell: Tensor | None = None
         self._times_fallen: Tensor | int = 0
@@ -43,11 +40,6 @@ class SkippedSteps:
     def expect_step(self) -> None:
         """Note that a window closes, so that its step should follow."""
         self._factor_before = self._factor()
-
-    def see_step(self) -> None:
-        """Note that the step was taken."""
-        if not self._unscales_itself:
-            self._fell = self._factor_before = None
 
     def count_step(self) -> None:
         """Count the step that was expected, if it was skipped, once it is over."""
