@@ -197,6 +197,9 @@ class AccumulationMixin(_Base):
         """Whether a window closes with this batch: it is full, as the Trainer's
         `accumulate_grad_batches` says, or the epoch is over.
 
+        If optimizers have windows of two lengths, the Trainer says the shorter, and the
+        longer close with some of these, and with `self.trainer.is_last_batch`.
+
         Args:
             batch_idx: as `training_step` got it.
         """
