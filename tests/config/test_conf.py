@@ -139,9 +139,7 @@ def test_an_option_lists_every_argument_with_its_default(
     for name, value in values.items() if group != "model" else ():
         if name not in (TARGET, "rule", "policy", option) and value != "???":
             default = parameters[name].default
-            assert value in (default, list(default) if default == () else None) or (
-                name == "ragged" and value == {}  # made anew for each
-            ), name
+            assert value in (default, list(default) if default == () else None), name
 
 
 def test_the_trainer_has_the_defaults_of_lightning() -> None:

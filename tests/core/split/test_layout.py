@@ -102,7 +102,7 @@ def test_several_masks_are_trimmed_each_by_its_own(strategy: Any) -> None:
     encoder, decoder = mask_of([9, 3, 9, 2]), mask_of([2, 7, 2, 6])
     tells = 100 * (decoder - 1) if isinstance(strategy, PerToken) else decoder
     batch = {"ids": encoder, "mask": encoder, "decoder": {"ids": decoder, "m": tells}}
-    options = MicroBatching(tokens=22, overhead=3, lengths=("mask", "decoder.m"))
+    options = MicroBatching(tokens=22, lengths=("mask", "decoder.m"))
     first, second = Cutter(options, strategy).cut(batch)
     assert (first.rows, first.padded, first.real) == ([0, 2], 22, 22)
     assert (second.rows, second.padded, second.real) == ([1, 3], 20, 18)
@@ -214,8 +214,6 @@ VALUES: dict[str, Any] = {
         ("features", {}, [(6,)] * 4),
         ("weight", {}, [()] * 4),
         ("mask4d", {}, [(1, 7, 7)] * 4),
-        ("mask4d", {"ragged": {"v": (2, -1)}}, [(1, n, n) for n in LENGTHS]),
-        ("deep", {"ragged": {"v": ()}}, [(7, 3)] * 4),
         ("deep", {"trim": False}, [(7, 3)] * 4),
     ],
 )
@@ -235,19 +233,6 @@ def test_shared_field_of_as_many_rows_is_neither_cut_nor_trimmed() -> None:
     batch = {**RAGGED, "table": torch.randn(4, 7)}
     for each in cut(batch, shared=["table"]):
         assert each["table"] is batch["table"]
-
-
-@pytest.mark.parametrize(
-    ("ragged_dims", "text"),
-    [
-        ({"mask4d": (1, 2)}, r"dimension 1 of field 'mask4d'.*is 1"),
-        ({"weight": 2}, r"dimension 2 of field 'weight'.*is None"),
-        ({"nothing": 2}, r"path 'nothing': the batch has nothing"),
-    ],
-)
-def test_dimension_that_is_not_ragged_is_refused(ragged_dims: Any, text: str) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        cut({**RAGGED, **VALUES}, ragged=ragged_dims)
 
 
 def test_a_field_that_once_had_another_width_is_not_trimmed_by_chance() -> None:

@@ -27,7 +27,6 @@ LENGTHS = st.lists(st.integers(1, 30) | st.integers(1, 999), min_size=1, max_siz
 SIZE = st.none() | st.integers(1, 9)
 TOKENS = st.none() | st.integers(1, 120) | st.integers(1, 20_000)
 OVERHEAD = st.sampled_from([0.5, 1, 3.5, 50, 1000, 10**7])
-ATTENTION = st.sampled_from([0.0, 0.01, 0.1, 3.0])
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -40,8 +39,7 @@ def cost(ordered: Sequence[int], run: Run, limits: dict[str, Any]) -> float:
     size, tokens = limits["size"] or math.inf, limits["tokens"] or math.inf
     if rows > 1 and (rows > size or rows * longest > tokens):
         return math.inf
-    each = longest + limits["attention"] * longest**2
-    return rows * each + limits["overhead"]
+    return rows * longest + limits["overhead"]
 
 
 def least_cost(ordered: Sequence[int], limits: dict[str, Any]) -> float:
@@ -53,29 +51,28 @@ def least_cost(ordered: Sequence[int], limits: dict[str, Any]) -> float:
     return best[-1]
 
 
-@given(LENGTHS, SIZE, TOKENS, OVERHEAD, ATTENTION)
+@given(LENGTHS, SIZE, TOKENS, OVERHEAD)
 @settings(max_examples=80)
 def test_cost_of_the_cut_equals_the_least_of_all_cuts(
-    lengths: list[int], size: Any, tokens: Any, overhead: float, attention: float
+    lengths: list[int], size: Any, tokens: Any, overhead: float
 ) -> None:
     ordered = sorted(lengths, reverse=True)
-    limits = {"size": size, "tokens": tokens, "attention": attention}
-    limits["overhead"] = overhead
+    limits = {"size": size, "tokens": tokens, "overhead": overhead}
     runs = cut_lengths(ordered, **limits)
     assert [row for run in runs for row in range(*run)] == list(range(len(lengths)))
     found = sum(cost(ordered, run, limits) for run in runs)
     assert found == pytest.approx(least_cost(ordered, limits), rel=1e-12)
 
 
-@given(LENGTHS, st.integers(1, 9), ATTENTION)
+@given(LENGTHS, st.integers(1, 9))
 @settings(max_examples=40)
 def test_size_alone_gives_the_fewest_micro_batches_then_the_least_padding(
-    lengths: list[int], size: int, attention: float
+    lengths: list[int], size: int
 ) -> None:
-    parts = partition([spans(lengths)], size=size, attention=attention)
+    parts = partition([spans(lengths)], size=size)
     assert len(parts) == math.ceil(len(lengths) / size)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    limits = {"size": size, "tokens": None, "attention": attention, "overhead": 1e12}
+    limits = {"size": size, "tokens": None, "overhead": 1e12}
     each = [sorted((lengths[row] for row in part), reverse=True) for part in parts]
     found = sum(cost(part, (0, len(part)), limits) for part in each)
     least = least_cost(sorted(lengths, reverse=True), limits)
@@ -87,7 +84,7 @@ def test_size_alone_gives_the_fewest_micro_batches_then_the_least_padding(
     [
         ([[3, 50, 3]], {"tokens": 10}, [[1], [0, 2]]),  # over the budget: alone
         ([[3, 50, 3]], {}, [[1, 0, 2]]),
-        ([[9, 9, 1, 1], [1, 1, 9, 9]], {"tokens": 20, "overhead": 1}, [[0, 1], [2, 3]]),
+        ([[9, 9, 1, 1], [1, 1, 9, 9]], {"tokens": 20}, [[0, 1], [2, 3]]),
     ],
 )
 def test_rows_of_each_micro_batch(groups: Any, options: Any, parts: Any) -> None:
@@ -232,21 +229,12 @@ def test_a_size_is_kept_once_it_is_found() -> None:
         ({"tokens": 2.5}, r"MicroBatching tokens: must be a whole number.*2\.5"),
         ({"start": True}, r"MicroBatching start: must be a whole number"),
         ({"size": 1, "start": 8}, r"start: is for 'auto'.*start=8, size=1"),
-        ({"size": 4, "overhead": 8}, r"overhead: weighs padding.*overhead=8"),
-        ({"tokens": 4, "overhead": 0}, r"overhead: must be a finite number above 0"),
-        ({"tokens": 4, "overhead": float("inf")}, r"overhead: must be a finite"),
-        ({"attention": -1}, r"attention: must be a finite number of at least 0.*-1"),
-        ({"attention": "0"}, r"attention: must be a finite number of at least 0.*'0'"),
         ({"trim": 1}, r"trim: must be True or False, received 1"),
         ({"collate": "pad"}, r"collate: must be the function.*'pad'"),
         ({"lengths": ""}, r"lengths: must be dotted paths"),
         ({"lengths": []}, r"lengths: must be dotted paths.*\[\]"),
         ({"lengths": True}, r"lengths: must be dotted paths.*True"),
         ({"shared": [None]}, r"shared: must be dotted paths.*None"),
-        ({"ragged": ["mask"]}, r"ragged: must be a mapping.*\['mask'\]"),
-        ({"ragged": {"mask": "2"}}, r"ragged: must be a mapping.*'2'"),
-        ({"ragged": {"mask": (0, 1)}}, r"ragged: must be.*none of them 0.*\(0, 1\)"),
-        ({"ragged": {"": 2}}, r"ragged: must be a mapping"),
         (
             {"collate": list, "shared": "x"},
             r"collate: samples are cut.*shared=\('x',\)",
@@ -261,7 +249,6 @@ def test_a_size_is_kept_once_it_is_found() -> None:
             {"tokens": 9, "shapes": 2, "trim": False},
             r"shapes: .*few widths.*trim=False",
         ),
-        ({"tokens": 9, "shapes": 2, "attention": 0.5}, r"shapes: .*attention=0\.5"),
         ({"tokens": 9, "shapes": 2, "inside": "net"}, r"inside: the loader batch"),
         ({"pool": 0}, r"MicroBatching pool: must be a whole number from 1"),
         ({"pool": 2, "inside": "net"}, r"inside: the loader batch.*pool=2"),
@@ -283,9 +270,7 @@ def test_options_other_than_how_are_keywords() -> None:
 OPTIONS: dict[str, Any] = {
     "tokens": 64,
     "lengths": ["mask", "targets.mask"],
-    "ragged": {"mask4d": [2, 3], "flat": [], "one": 2},
     "shared": ["table"],
-    "attention": 0.5,
 }
 FEW: dict[str, Any] = {"tokens": 64, "shapes": [32, 8]}
 
@@ -293,7 +278,6 @@ FEW: dict[str, Any] = {"tokens": 64, "shapes": [32, 8]}
 def test_configurations_and_copies_make_the_same_options() -> None:
     options = MicroBatching(**OPTIONS)
     assert options.lengths == options.length_paths == ("mask", "targets.mask")
-    assert options.ragged == {"mask4d": (2, 3), "flat": (), "one": (2,)}
     assert options.shared == MicroBatching(shared="table").shared == ("table",)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MicroBatching, "cut")
@@ -307,7 +291,6 @@ def test_configurations_and_copies_make_the_same_options() -> None:
     ):
         assert made == options
         assert type(made.lengths) is tuple
-        assert type(made.ragged) is dict
     for made in (
         instantiate(OmegaConf.create({"_target_": target, **FEW})),
         parser.instantiate(parser.parse_object({"cut": FEW})).cut,

@@ -220,13 +220,7 @@ class Cutter:
         if few:
             parts = parts_in_shapes(self._options, rows)
         elif not rows.are_joined:
-            parts = partition(
-                rows.spans,
-                size=size,
-                tokens=tokens,
-                overhead=self._options.overhead,
-                attention=self._options.attention,
-            )
+            parts = partition(rows.spans, size=size, tokens=tokens)
         elif tokens is not None:  # nothing is padded, so few are best
             parts = first_fit(rows.groups[0].lengths, tokens, size)
         else:

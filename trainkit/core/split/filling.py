@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from trainkit.core.document_fields import IGNORED
-from trainkit.core.nested import Field, describe, is_list, lookup
+from trainkit.core.nested import describe, is_list, lookup
 from trainkit.core.split.flattening import Flattened, alike, the_same, unlike
-from trainkit.core.split.layout import Layout, Trims
+from trainkit.core.split.layout import Layout
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import filled_up, first_fit, longest_first, width
 from trainkit.core.split.rows import Rows
@@ -135,7 +135,7 @@ def filled(
     ):
         if trims:
             pads = padding_of(place, [layout], nothing)
-            values[place] = widened(field, values[place], trims, shape[1], pads)
+            values[place] = widened(field.path, values[place], shape[1], pads)
         if trims is not None and missing and id(field.value) in nothing:
             values[place] = values[place].clone()
             values[place][len(rows) :] = nothing[id(field.value)]
@@ -189,19 +189,16 @@ def _as_wide(
     nothing: Mapping[int, float],
 ) -> list[Any]:
     """The columns of a field, padded to those of the widest batch."""
-    trims = [list(layout.trims[place] or ()) for layout in layouts]
     widths = [
-        layout.rows.groups[own[0][1]].padded_length
-        for layout, own in zip(layouts, trims, strict=True)
+        layout.rows.groups[group].padded_length
+        for layout in layouts
+        for group in layout.trims[place] or ()
     ]
     if len({*widths}) == 1:
         return values
     # Behind the last label there may be tokens, which the model sees.
     pads = padding_of(place, layouts, nothing, by_labels=False)
-    return [
-        widened(Field(path, value), value, own, max(widths), pads)
-        for value, own in zip(values, trims, strict=True)
-    ]
+    return [widened(path, value, max(widths), pads) for value in values]
 
 
 def _below_each_other(path: str, values: list[Any], batches: Sequence[Any]) -> Any:
@@ -240,8 +237,8 @@ def padding_of(
     if id(value) in nothing:
         return nothing[id(value)]
     for layout in layouts:
-        trims = layout.trims[place]
-        group = layout.rows.groups[trims[0][1] if trims else 0]
+        (number,) = layout.trims[place] or (0,)
+        group = layout.rows.groups[number]
         spans = group.spans if by_labels or not group.by_labels else ()
         for row, (start, stop) in enumerate(spans):
             if stop < group.padded_length or start > 0:
@@ -251,13 +248,13 @@ def padding_of(
     return IGNORED if "label" in path.lower() and not are_numbers else 0
 
 
-def widened(field: Field, value: Any, trims: Trims, columns: int, pads: Any) -> Any:
-    """A field with so many columns."""
-    if not isinstance(value, Tensor) or [dim for dim, _ in trims] != [1]:
+def widened(path: str, value: Any, columns: int, pads: Any) -> Any:
+    """The field at a path with so many columns."""
+    if not isinstance(value, Tensor):
         raise TrainkitError(
-            f"MicroBatching: field {field.path!r} must be a tensor of rows by columns "
-            f"to be filled up (shapes=, pool=), with one dimension of columns, "
-            f"received {describe(value)}. Make it one in the collate function."
+            f"MicroBatching: field {path!r} must be a tensor of rows by columns to be "
+            f"filled up (shapes=, pool=), received {describe(value)}. Make it one in "
+            f"the collate function."
         )
     made = value.new_empty((len(value), columns, *value.shape[2:]))
     made[:, : value.shape[1]] = value

@@ -27,7 +27,6 @@ from trainkit.core.nested import (
     is_list,
     leaves,
     length_of,
-    lookup,
     take_apart,
 )
 from trainkit.core.samples import are_samples, own_count
@@ -37,9 +36,8 @@ from trainkit.core.split.rows import MASK, Rows, groups_of, marks_of
 from trainkit.core.strategies import AccumulationStrategy, PerSample, PerToken
 from trainkit.errors import TrainkitError
 
-Trims = Sequence[tuple[int, int]]
-"""The dimensions of a field to trim, each with the number of the group whose columns it
-has."""
+Trims = tuple[int, ...]
+"""The number of the group whose columns a field has in dimension 1, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Layout:
     Attributes:
         fields: its parts, in order.
         build: makes a batch from as many other values.
-        trims: what to trim of each field; None if it is shared.
+        trims: by which group each field is trimmed; None if it is shared.
         rows: of the batch.
     """
 
@@ -86,10 +84,10 @@ class Layout:
         is_run = index == list(range(first, first + len(index)))
         where = None if is_run else torch.tensor(index)
         for (_, value), trims in zip(self.fields, self.trims, strict=True):
-            for dim, group in trims or ():
+            for group in trims or ():
                 start, stop = columns[group]
-                if stop - start < value.shape[dim]:
-                    value = value[(slice(None),) * dim + (slice(start, stop),)]
+                if stop - start < value.shape[1]:
+                    value = value[:, start:stop]
             if trims is None:
                 values.append(value)
             elif isinstance(value, list | tuple):
@@ -109,7 +107,7 @@ class LayoutReader:
     """Reads batches of rows, by names that do not change from one to the next.
 
     Args:
-        options: where lengths are, what is shared, what else is ragged.
+        options: where lengths are, and what is shared.
         strategy: knows how many rows there are, and which labels count.
     """
 
@@ -133,9 +131,6 @@ class LayoutReader:
         widths = {}
         for place, group in enumerate(rows.groups):
             widths[group.padded_length] = place
-        ragged = {}
-        for path, dims in self._options.ragged.items():
-            ragged[id(lookup(batch, path))] = dims
         fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
         trims: list[Trims | None] = []
         for field in fields:
@@ -145,8 +140,7 @@ class LayoutReader:
                 if size is None:
                     _check_divisible(field, batch)
                 elif self._is_always((field.path, 0), size == rows.num_rows):
-                    named = ragged.get(id(value))
-                    own = self._trims(field, named, widths, batch) if widths else ()
+                    own = self._trims(field, widths) if widths else ()
             trims.append(own)
         return Layout(fields, build, trims, rows)
 
@@ -200,33 +194,13 @@ class LayoutReader:
         self._always[key] = fits and self._always.get(key, True)
         return self._always[key]
 
-    def _trims(
-        self,
-        field: Field,
-        named: Any,
-        widths: Mapping[int, int],
-        batch: Any,
-    ) -> Trims:
-        """The dimensions as wide as a mask: dimension 1, and those in `ragged=`. A
-        field that once had another width is not trimmed where it has it by chance."""
+    def _trims(self, field: Field, widths: Mapping[int, int]) -> Trims:
+        """The group as wide as dimension 1. A field that once had another width is not
+        trimmed where it has it by chance."""
         shape: Any = getattr(field.value, "shape", ())
-        dims = set()
-        for dim in named or ():
-            size = shape[dim] if -len(shape) < dim < len(shape) else None
-            if size not in widths:
-                raise TrainkitError(
-                    f"MicroBatching: dimension {dim} of field {field.path!r} is "
-                    f"ragged, so it must be as long as the lengths say, "
-                    f"{sorted(widths)}, but is {size}, in the batch {describe(batch)}. "
-                    f"If dimension 1 is no sequence, say MicroBatching(ragged="
-                    f"{{{field.path!r}: ()}}); to give every micro-batch all columns, "
-                    f"trim=False."
-                )
-            dims.add(dim % len(shape))
-        if len(shape) > 1 and named != ():
-            fits = self._is_always((field.path, 1), shape[1] in widths)
-            dims |= {1} if fits else set()
-        return [(dim, widths[shape[dim]]) for dim in sorted(dims)]
+        if len(shape) < 2 or not self._is_always((field.path, 1), shape[1] in widths):
+            return ()
+        return (widths[shape[1]],)
 
 
 def _rows_of(batch: Any, shared: Collection[int]) -> int:

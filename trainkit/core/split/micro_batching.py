@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from trainkit.core.nested import Path
@@ -30,7 +29,7 @@ class MicroBatching(_Chosen):
     micro-batch, and columns that are padding in all of it are left out. With a budget
     of `tokens`, the rows, sorted by length, are cut where this is least:
 
-        sum over micro-batches of  rows * (longest + attention * longest**2) + overhead
+        sum over micro-batches of  rows * longest + a share of the budget
 
     >>> MicroBatching(tokens=4096).is_auto, MicroBatching().is_auto
     (False, True)
@@ -48,8 +47,6 @@ class MicroBatching(_Chosen):
             decoder. Default: `"attention_mask"` if there is one, otherwise the
             strategy's labels. In a list of samples, the path of each sample's length,
             without which they are cut by their number.
-        ragged: further dimensions to trim, besides dimension 1:
-            `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
         shared: paths of fields as long as the batch that every micro-batch gets whole
             all the same. What is not as long as the batch is always whole.
         trim: whether columns that are padding in a whole micro-batch are left out.
@@ -63,10 +60,6 @@ class MicroBatching(_Chosen):
             or positions tell them apart; packed rows are cut by rows. The path of such
             a field: rows are taken apart into documents. `"off"`: rows are cut. With
             `inside`, its last part is the name of an argument.
-        overhead: the cost of a micro-batch by itself, in padded tokens. Default: a
-            quarter of the budget; half of it or all of it, if the cut would otherwise
-            have over one micro-batch more than its tokens fill.
-        attention: the cost of a row beyond its length, times its length squared.
         start: `"auto"`: the first size tried, in tokens, or in rows if batches have no
             lengths.
         shapes: with a budget of tokens: the most shapes that micro-batches have in a
@@ -92,13 +85,10 @@ class MicroBatching(_Chosen):
     size: int | None = None
     tokens: int | None = None
     lengths: Path | Sequence[Path] | None = None
-    ragged: Mapping[Path, int | Sequence[int]] = field(default_factory=dict)
     shared: Sequence[Path] = ()
     trim: bool = True
     collate: Callable[[list[Any]], Any] | None = None
     documents: str = "auto"
-    overhead: float | None = None
-    attention: float = 0.0
     start: int | None = None
     shapes: int | Sequence[int] | None = None
     pool: int | None = None
@@ -115,8 +105,6 @@ class MicroBatching(_Chosen):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
         # Configurations bring lists of their own kind.
-        ragged = {path: _several(dims) for path, dims in self.ragged.items()}
-        object.__setattr__(self, "ragged", ragged)
         object.__setattr__(self, "shared", _several(self.shared))
         if self.shapes is not None:
             self._check_shapes(self.shapes)
@@ -126,13 +114,11 @@ class MicroBatching(_Chosen):
         self._exclude(
             "start", ("size", "tokens"), "is for 'auto', which finds the size"
         )
-        if self.tokens is None:
-            self._exclude("overhead", ("size",), "weighs padding in a budget of tokens")
-        of_batch = ("ragged", "shared", "trim")
+        of_batch = ("shared", "trim")
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
-        of_shapes = ("collate", "ragged", "overhead", "attention", "trim", "start")
+        of_shapes = ("collate", "trim", "start")
         self._exclude("shapes", of_shapes, "micro-batches are filled to few widths")
-        of_host = ("collate", "ragged", "start", "shapes", "pool")
+        of_host = ("collate", "start", "shapes", "pool")
         self._exclude("inside", of_host, "the loader batch is not cut")
 
     @property
@@ -174,7 +160,7 @@ class MicroBatching(_Chosen):
         """Refuse an option beside others."""
         given = {each: getattr(self, each) for each in (name, *others)}
         for each, value in [*given.items()]:
-            if value in (type(self).__dataclass_fields__[each].default, (), {}):
+            if value in (type(self).__dataclass_fields__[each].default, ()):
                 del given[each]
         if name in given and len(given) > 1:
             options = ", ".join(f"{n}={value!r}" for n, value in given.items())
@@ -195,16 +181,11 @@ def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if is_several else (value,)
 
 
-def _is_cost(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
-
-
-def _are(kind: Any, values: Any, *, but: Any = "", least: int = 0) -> bool:
+def _are(kind: Any, values: Any, *, least: int = 0) -> bool:
     """Whether one value or several are of a kind; true and false are no numbers."""
     found = _several(values)
     are_alike = all(isinstance(e, kind) and not isinstance(e, bool) for e in found)
-    return are_alike and but not in found and len(found) >= least
+    return are_alike and "" not in found and len(found) >= least
 
 
 _PATHS = "dotted paths or indices of the batch, as 'mask' or ['mask', 'targets.mask']"
@@ -215,15 +196,6 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "lengths": (lambda paths: paths is None or _are(str | int, paths, least=1), _PATHS),
     "shared": (lambda paths: _are(str | int, paths), _PATHS),
-    "ragged": (
-        lambda ragged: (
-            isinstance(ragged, Mapping)
-            and _are(str | int, list(ragged))
-            and all(_are(int, dims, but=0) for dims in ragged.values())
-        ),
-        "a mapping of paths to the dimensions to trim, none of them 0, which holds the "
-        "rows, as {'mask4d': (2, 3)}",
-    ),
     "documents": (
         lambda documents: isinstance(documents, str) and documents != "",
         "'auto', 'off', or the path of the field that tells documents apart",
@@ -233,15 +205,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda collate: collate is None or callable(collate),
         "the function that makes a batch of a list of samples",
     ),
-    "overhead": (
-        lambda cost: cost is None or _is_cost(cost) and cost > 0,
-        "a finite number above 0, in padded tokens",
-    ),
     "shapes": (
         lambda shapes: shapes is None or _are(int, shapes, least=1),
         "a number of shapes, or their widths, as (512, 256, 128)",
     ),
-    "attention": (_is_cost, "a finite number of at least 0, in padded tokens"),
     "inside": (
         lambda paths: paths is None or _are(str, paths, least=1),
         "the path of a submodule or several, as 'net', ('image_encoder', "

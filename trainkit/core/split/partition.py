@@ -3,7 +3,7 @@
 Rows sorted by length, longest first, are cut into runs. A run of r rows whose longest
 is l costs
 
-    r * (l + attention * l**2) + overhead
+    r * l + overhead
 
 and is allowed while r <= size and r * l <= tokens; a row by itself always is. The least
 sum is found by dynamic programming over the place of the last cut.
@@ -21,7 +21,7 @@ Run = tuple[int, int]
 Span = tuple[int, int]
 
 OVERHEADS = (0.25, 0.5, 1.0)
-"""Default overheads as shares of the budget: the first that gives few enough is used.
+"""Overheads as shares of the budget: the first that gives few enough is used.
 
 Measured on windows of 64 (log-normal, uniform and cubed-uniform lengths, 4,096 tokens):
 a quarter wastes the least padding but can give two or three micro-batches more than
@@ -34,20 +34,24 @@ def cut_lengths(
     size: int | None = None,
     tokens: int | None = None,
     overhead: float,
-    attention: float = 0.0,
 ) -> list[Run]:
     """Cut sorted rows into the runs of least cost.
 
     Each further row adds one amount to a run, since its longest row is its first. So
     what all rows before a cut cost is a line for each place where the last run begins;
-    the lowest of those that reach the cut is taken. The arguments are those of
-    `partition`, but for `lengths`: of the rows, longest first.
+    the lowest of those that reach the cut is taken.
 
     >>> cut_lengths([9, 9, 2, 2, 2], tokens=18, overhead=1)
     [(0, 2), (2, 5)]
+
+    Args:
+        lengths: of the rows, longest first.
+        size: the most rows in a run.
+        tokens: the most tokens in it.
+        overhead: the cost of a run by itself, in tokens.
     """
     num_rows, first, least, begin = len(lengths), 0, 0.0, [0]
-    slopes = np.array([each + attention * each**2 for each in lengths], dtype=float)
+    slopes = np.array(lengths, dtype=float)
     fixed = np.empty(num_rows)  # a line's value at row 0
     ends, most = list[int](), size or num_rows
     for start, length in enumerate(lengths):
@@ -74,8 +78,6 @@ def partition(
     *,
     size: int | None = None,
     tokens: int | None = None,
-    overhead: float | None = None,
-    attention: float = 0.0,
 ) -> list[list[int]]:
     """The rows of each micro-batch, for rows with lengths.
 
@@ -92,8 +94,6 @@ def partition(
             one behind its last.
         size: the most rows in a micro-batch.
         tokens: the most tokens in it, over all groups.
-        overhead: the cost of a micro-batch by itself; default: by the budget.
-        attention: the cost of a row beyond its length, times its length squared.
     """
     lengths = [
         [stop - start for start, stop in row] for row in zip(*groups, strict=True)
@@ -103,14 +103,12 @@ def partition(
     totals = [keys[row][0] for row in order]
     if tokens is None:
         # Higher than any cost of padding, so that the number of runs decides first.
-        highest = max(totals, default=0)
-        overheads = [1 + len(order) * (highest + attention * highest**2)]
+        overheads = [1 + len(order) * max(totals, default=0)]
     else:
-        overheads = [overhead] if overhead else [share * tokens for share in OVERHEADS]
+        overheads = [share * tokens for share in OVERHEADS]
     runs: list[Run] = []
-    how = {"size": size, "tokens": tokens, "attention": attention}
     for each in overheads:
-        runs = cut_lengths(totals, overhead=each, **how)  # type: ignore[arg-type]
+        runs = cut_lengths(totals, size=size, tokens=tokens, overhead=each)
         padded = sum([(stop - start) * totals[start] for start, stop in runs])
         if tokens is None or len(runs) <= 1 + math.ceil(padded / tokens):
             break
