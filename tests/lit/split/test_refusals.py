@@ -172,12 +172,11 @@ def test_stop_iteration_is_an_error(hook: str, cut: MicroBatching, at: int) -> N
         module.calls += 1
         return batch if module.calls != at else next(iter([]))
 
-    kind, name = hooked(Split, calls=0, **on_the_way(hook, ending)), "a hook of the tr"
+    kind = hooked(Split, calls=0, **on_the_way(hook, ending))
     if hook == "training_step":
-        kind, name = failing(at, StopIteration()), hook
-    with pytest.raises(TrainkitError, match=f"^{name}.*: it raised StopIteration") as r:
+        kind = failing(at, StopIteration())
+    with pytest.raises(RuntimeError, match="^\\w+ raised StopIteration"):
         fit(kind(cut=cut))
-    assert isinstance(r.value.__cause__, StopIteration)
 
 
 class Slotted(Exception):

@@ -1,5 +1,5 @@
-"""Micro-batches reach the device once each, in time, and are weighed as they arrive;
-and what only a GPU shows."""
+"""Micro-batches reach the device once each, and are weighed as they arrive; and what
+only a GPU shows."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.lit.split.common import (
     assert_as_whole,
     data_module,
     fit,
+    loader_batches,
     off,
     on_the_way,
 )
@@ -38,7 +39,11 @@ from trainkit import (
     PerSample,
     PerToken,
 )
-from trainkit.lit.split.arriving import moved
+from trainkit.core.nested import tensors
+from trainkit.core.split.cutting import Cutter
+from trainkit.lit.split import arriving
+from trainkit.lit.split.arriving import Transfer
+from trainkit.lit.split.micro_batches import CutBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 BEFORE, TO_DEVICE, AFTER = TRANSFER_HOOKS
@@ -153,81 +158,26 @@ def test_each_micro_batch_travels_and_is_weighed_once(has_hook: bool) -> None:
         assert max(seen[hook], default=0) <= 4
 
 
-# ---- streams -------------------------------------------------------------------------
-
-
-class FakeCuda:
-    """Writes down what streams and events are asked for."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.on_stream = "computes"
-
-    def Stream(self, device: Any) -> str:
-        return "copies"
-
-    @contextmanager
-    def stream(self, name: str) -> Any:
-        before, self.on_stream = self.on_stream, name
-        yield
-        self.on_stream = before
-
-    def Event(self) -> FakeCuda:
-        return self
-
-    def record(self, stream: str) -> None:
-        self.log.append(f"event on {stream}")
-
-    def current_stream(self, device: Any) -> FakeCuda:
-        return self
-
-    def wait_event(self, event: FakeCuda) -> None:
-        assert self.on_stream == "computes"
-        self.log.append("wait")
-
-    def move(self, batch: Any) -> Any:
-        assert batch["x"].was_pinned
-        self.log.append(f"move {batch['name']} on {self.on_stream}")
-        return batch
-
-
-BATCHES = [{"x": torch.full((2,), number), "name": number} for number in range(4)]
-
-
-def test_each_is_moved_once_when_its_turn_comes_on_a_cpu() -> None:
-    seen: list[int] = []
-
-    def move(batch: Any) -> Any:
-        seen.append(batch["name"])
-        return batch
-
-    for number, batch in enumerate(moved(BATCHES, move, torch.device("cpu"))):
-        assert batch is BATCHES[number]
-        assert seen == list(range(number + 1))
-
-
-def test_on_a_gpu_the_next_one_is_under_way_while_one_computes(
+def test_to_a_gpu_they_are_copied_from_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From pinned memory, on a stream of its own, for which the other one waits."""
-    cuda = FakeCuda()
-    for name in ("Stream", "stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    """So that the host does not wait for the copy."""
+    fitted, (batch, *_) = trainer(), [*loader_batches()]
+    transfer = Transfer(fitted, module := Split(), {}, may_repeat=False)
+    parts = Cutter(FIXED, module.accumulation).cut(batch)
+    current = CutBatch(parts, len(parts), {}, are_said=False, num_cuts=1)
+    pinned = [*map(id, tensors([part.batch for part in parts]))]
+    for device, expected in (("cpu", []), ("cuda", pinned)):
+        transfer._device, found = torch.device(device), list[int]()
 
-    def pinned(tensor: Tensor) -> Tensor:
-        (copy := tensor.clone()).was_pinned = True  # type: ignore[attr-defined]
-        return copy
+        def pin(tensor: Tensor, found: list[int] = found) -> Tensor:
+            found.append(id(tensor))
+            return tensor
 
-    monkeypatch.setattr(Tensor, "pin_memory", pinned)
-    for batch in moved(BATCHES, cuda.move, torch.device("cuda")):
-        cuda.log.append(f"compute {batch['name']}")
-    one = ["move {} on copies", "event on copies"]
-    expected = [text.format(0) for text in one]
-    for number in range(4):
-        expected.append("wait")
-        expected += [text.format(number + 1) for text in one] if number < 3 else []
-        expected.append(f"compute {number}")
-    assert cuda.log == expected
+        monkeypatch.setattr(Tensor, "pin_memory", pin)
+        monkeypatch.setattr(arriving, "move_data_to_device", lambda batch, to: batch)
+        assert len(list(transfer.bring(current))) == len(parts)
+        assert found == expected
 
 
 # ---- memory that really runs out, and how much of it is used -------------------------

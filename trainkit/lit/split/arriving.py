@@ -1,8 +1,8 @@
-"""Micro-batches on their way to the device, each while the one before computes."""
+"""Micro-batches on their way to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,16 +10,16 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from trainkit.core.division import weights_by_term
-from trainkit.core.nested import tensors, with_tensors
+from trainkit.core.nested import with_tensors
 from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import as_hook, transfers_plainly
 from trainkit.lit.split.micro_batches import CutBatch
-from trainkit.lit.split.refusals import stop_iteration
 
 
 class Transfer:
     """Brings micro-batches to the device, with the user's hooks for it.
 
+    To a GPU they are copied from pinned memory, so that the host does not wait.
     Hooks that nobody has are not called: that would cost as much as a small layer.
     Hooks that somebody has may change what a micro-batch weighs. Then all micro-batches
     travel before the first one runs, and are weighed when they have arrived.
@@ -55,13 +55,7 @@ class Transfer:
 
     def bring(self, current: CutBatch) -> Iterator[Any]:
         """The micro-batches of a loader batch on the device, one after another."""
-        numbers = iter(range(len(current.parts)))
-
-        def move(batch: Any) -> Any:
-            current.index = next(numbers)
-            return self._moved(batch)
-
-        coming = moved([part.batch for part in current.parts], move, self._device)
+        coming = self._coming(current)
         if self.is_plain or current.are_said:
             return coming
         arrived, number = list(coming), current.num_counting
@@ -70,61 +64,25 @@ class Transfer:
             current.weights[term][:number] = each
         return (arrived.pop(0) for _ in current.parts)  # each is let go in its turn
 
+    def _coming(self, current: CutBatch) -> Iterator[Any]:
+        for index, part in enumerate(current.parts):
+            current.index = index
+            yield self._moved(part.batch)
+
     def _moved(self, batch: Any) -> Any:
+        if self._device.type == "cuda":
+            batch = with_tensors(batch, _pinned)
         if self._may_repeat:
             batch = with_tensors(batch, self._copied)
         if not self.is_plain:
             with as_hook(self._module, "batch_to_device"):  # as around a loader batch
-                try:
-                    return self._batch_to_device(batch)
-                except StopIteration as error:
-                    raise stop_iteration("a hook of the transfer") from error
+                return self._batch_to_device(batch)
         if self._device.type == "cpu":
             return batch
         return move_data_to_device(batch, self._device)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.device == self._device else tensor
-
-
-def moved(
-    batches: Sequence[Any], move: Callable[[Any], Any], device: torch.device
-) -> Iterator[Any]:
-    """Yield each batch on the device while the next one is copied.
-
-    On a GPU the copy runs from pinned memory on a stream of its own. The stream that
-    computes waits for it; the host does not.
-
-    Args:
-        batches: the batches on the host.
-        move: brings one to the device, with the module's hooks for it.
-        device: the device.
-    """
-    if device.type != "cuda":
-        for batch in batches:  # in a map(), a hook's StopIteration would be lost
-            yield move(batch)
-        return
-    copies = torch.cuda.Stream(device)
-    coming = _begin(batches[0], move, copies)
-    for following in [*batches[1:], None]:
-        batch, arrived = coming
-        computes = torch.cuda.current_stream(device)
-        computes.wait_event(arrived)
-        for tensor in tensors(batch):
-            if tensor.is_cuda:
-                tensor.record_stream(computes)  # not to be reused while it is read
-        if following is not None:
-            coming = _begin(following, move, copies)
-        yield batch
-
-
-def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, Any]:
-    pinned = with_tensors(batch, _pinned)
-    with torch.cuda.stream(stream):
-        on_device = move(pinned)
-        arrived = torch.cuda.Event()
-        arrived.record(stream)
-    return on_device, arrived
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -226,17 +226,6 @@ def fills(loader: Any) -> bool:
 MOST_SHOWN = 8
 
 
-def stop_iteration(where: str) -> TrainkitError:
-    """The error for a `StopIteration` inside an open window, by which Lightning would
-    end the epoch."""
-    return TrainkitError(
-        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
-        f"the end of the epoch, so that the window's step would be lost without a "
-        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
-        f"return -1 from on_train_batch_start."
-    )
-
-
 def add_note(
     error: Exception, loader_batch: Any, current: Any, *, is_trimmed: bool
 ) -> None:

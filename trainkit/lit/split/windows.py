@@ -278,8 +278,8 @@ class Split:
                 for current.index, current.batch in enumerate(coming):
                     self._pass(current, args, kwargs)
                     current.batch = None
-        except StopIteration as error:
-            raise refusals.stop_iteration("training_step") from error
+        except StopIteration as error:  # by it Lightning would end the epoch
+            raise RuntimeError("training_step raised StopIteration") from error
         except Exception as error:
             refusals.add_note(error, batch, current, is_trimmed=trim)
             raise
