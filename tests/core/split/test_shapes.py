@@ -20,9 +20,10 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.core.split.cutting import Cutter, Limit
-from trainkit.core.split.filling import Nothing, shapes_of
+from trainkit.core.split.filling import shapes_of
+from trainkit.core.terms import ONE
 
-LABELS: Nothing = {"labels": -100}
+LABELS = {ONE: PerToken()}
 FEW = {
     "a number": MicroBatching(tokens=2048, shapes=3),
     "widths": MicroBatching(tokens=2048, shapes=(1024, 512, 256, 128)),

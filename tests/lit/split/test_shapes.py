@@ -23,7 +23,6 @@ from tests.lit.split.common import (
 )
 from tests.zoo.modules import hooked, pad_and_mask
 from trainkit import (
-    BatchNormGuard,
     MicroBatching,
     PerSample,
     PerToken,
@@ -139,7 +138,7 @@ def test_strategy_is_refused_when_rows_first_fill_a_micro_batch() -> None:
     module = Split(cut=cut, strategy=PerSample())
     module.proof, data = "off", [pad_and_mask(full), pad_and_mask(full[:3])]
     fitting = trainer(1, max_epochs=1)
-    with pytest.raises(TrainkitError, match="weigh nothing under PerSample"):
+    with pytest.raises(TrainkitError, match="PerSample has neither a mask nor labels"):
         fitting.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     assert fitting.global_step == 1
 
@@ -175,16 +174,14 @@ class SeesPadding(Split):
 UNPROVEN = hooked(Split, proof="off")
 
 
+@pytest.mark.filterwarnings("ignore:trainkit . micro_batching. Uniform")
 @pytest.mark.parametrize(
     ("kind", "strategy", "text"),
     [
-        (
-            UNPROVEN,
-            PerSample(),
-            r"weigh nothing under PerSample, and .*weighs \d+ with them",
-        ),
-        (UNPROVEN, Uniform(), r"Uniform\(\) does not say what of a row counts"),
-        (UNPROVEN, Weighed(), r"Weighed\(\) does not say what of a row counts"),
+        *[
+            (UNPROVEN, strategy, "must weigh nothing, and .* has neither a mask nor")
+            for strategy in (Uniform(), Weighed(), {"a": PerToken(), "b": PerSample()})
+        ],
         (SeesPadding, PerToken(), "shapes: the model sees its padding"),
     ],
 )
@@ -204,10 +201,3 @@ def test_the_proof_finds_that_it_sees_columns_that_fill() -> None:
     for kind, outcome in ((Split, nullcontext()), (SeesPadding, refused)):
         with outcome:
             fit(hooked(kind, proof="require")(cut=THREE), data=data)
-
-
-def test_batch_norm_that_counts_what_fills_is_announced() -> None:
-    module = Split(cut=THREE)
-    module.norm = nn.BatchNorm1d(13, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="BatchNorm in training mode counts the rows"):
-        fit(module, BatchNormGuard("ignore"), max_epochs=1)

@@ -10,11 +10,11 @@ from trainkit.core.document_fields import KNOWN
 from trainkit.core.documents import Documents, documents_option, find_flattened
 from trainkit.core.nested import Field, describe, lookup
 from trainkit.core.split.filling import (
-    Nothing,
     filled,
     joined,
     nothing_in,
     parts_in_shapes,
+    refuse_rows_that_count,
     shape_for,
 )
 from trainkit.core.split.flattening import Flattened
@@ -22,7 +22,11 @@ from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import even_runs, first_fit, partition, spread
 from trainkit.core.split.rows import Rows, rows_of_samples
-from trainkit.core.strategies import AccumulationStrategy, length_of_tensors
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Strategies,
+    length_of_tensors,
+)
 from trainkit.errors import TrainkitError
 
 
@@ -44,7 +48,6 @@ class MicroBatch:
         padded: how many tokens its forward pass computes, over all groups of ragged
             tensors; the number of its rows, if they have no lengths.
         real: how many of them are not padding.
-        bare: the batch without what only fills its shape.
         num_fillers: how many rows only fill it; they are its last.
     """
 
@@ -52,7 +55,6 @@ class MicroBatch:
     rows: list[int]
     padded: int
     real: int
-    bare: Any
     num_fillers: int = 0
 
 
@@ -68,16 +70,16 @@ class Cutter:
     Args:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
-        nothing: what a row or column must have in which nothing counts, if some fill.
+        strategies: of all terms; they say what counts nothing where something fills.
     """
 
     def __init__(
         self,
         options: MicroBatching,
         strategy: AccumulationStrategy,
-        nothing: Nothing | None = None,
+        strategies: Strategies | None = None,
     ) -> None:
-        self._options, self._nothing = options, nothing or {}
+        self._options, self._strategies = options, strategies or {}
         self._reader = LayoutReader(options, strategy)
         self._documents = documents_option(options, strategy)
         self._limit = Limit(options.size, options.tokens)
@@ -139,7 +141,7 @@ class Cutter:
         if self._options.collate is not None:
             return [sample for each in batches for sample in each]
         layouts = [self._padded(each) for each in batches]
-        return joined(layouts, batches, nothing_in(batches[0], self._nothing))
+        return joined(layouts, batches, nothing_in(batches[0], self._strategies))
 
     def cut(
         self,
@@ -170,19 +172,20 @@ class Cutter:
             layout = layout.untrimmed()
         rows, cut = layout.rows, []
         few = limit.tokens is not None and self._options.shapes is not None
-        nothing = nothing_in(batch, self._nothing) if few else {}
+        nothing = nothing_in(batch, self._strategies) if few else {}
         for part in self.parts(batch, rows, limit, at_least, few):
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
-            bare = layout.of(part)
-            micro = MicroBatch(bare, part, padded, real, bare)
-            if few:
-                shape = shape_for(self._options, rows, part)
-                micro.batch = filled(layout, part, shape, nothing)
-                micro.padded = shape[0] * shape[1]
-                micro.num_fillers = 0 if rows.are_joined else shape[0] - len(part)
-            cut.append(micro)
+            if not few:
+                cut.append(MicroBatch(layout.of(part), part, padded, real))
+                continue
+            shape = shape_for(self._options, rows, part)
+            missing = 0 if rows.are_joined else shape[0] - len(part)
+            if missing:
+                refuse_rows_that_count(self._strategies)
+            made = filled(layout, part, shape, nothing)
+            cut.append(MicroBatch(made, part, shape[0] * shape[1], real, missing))
         return cut
 
     def parts(

@@ -27,25 +27,32 @@ from trainkit.errors import TrainkitError
 Shape = tuple[int, int]
 """Rows and columns."""
 
-Nothing = Mapping[str | int, float]
-"""The paths of what strategies count, each with the value that does not count."""
 
-
-def nothing_of(strategies: Strategies) -> Nothing:
-    """What a row must have in which nothing counts."""
-    found: dict[str | int, float] = {}
+def nothing_in(batch: Any, strategies: Strategies) -> dict[int, float]:
+    """The values that do not count, by the identity of a batch's fields."""
+    found = dict[int, float]()
     for each in strategies.values():
         mask, labels = getattr(each, "mask", None), getattr(each, "labels", None)
         if mask is not None:
-            found[mask] = 0
+            found[id(lookup(batch, mask))] = 0
         elif labels is not None:
-            found[labels] = getattr(each, "ignore_index", IGNORED)
+            ignored = getattr(each, "ignore_index", IGNORED)
+            found[id(lookup(batch, labels))] = ignored
     return found
 
 
-def nothing_in(batch: Any, nothing: Nothing) -> dict[int, float]:
-    """The values that do not count, by the identity of a batch's fields."""
-    return {id(lookup(batch, path)): value for path, value in nothing.items()}
+def refuse_rows_that_count(strategies: Strategies) -> None:
+    """Refuse to fill a micro-batch with rows for a strategy that would count them."""
+    for each in strategies.values():
+        names = ("mask", "labels")
+        if all(getattr(each, name, None) is None for name in names):
+            raise TrainkitError(
+                f"MicroBatching shapes: rows that fill a micro-batch must weigh "
+                f"nothing, and {type(each).__name__} has neither a mask nor labels "
+                f"that say what of a row counts. Use PerToken(), or "
+                f"PerSample(mask='weights') with a weight for each row, by which the "
+                f"loss is a weighted mean; or leave shapes out."
+            )
 
 
 def shapes_of(options: MicroBatching, *, are_joined: bool = False) -> list[Shape]:

@@ -14,7 +14,7 @@ from trainkit.core.division import weights_by_term
 from trainkit.core.documents import count_documents, documents_option
 from trainkit.core.nested import is_array
 from trainkit.core.split.cutting import Cutter, MicroBatch
-from trainkit.core.split.filling import nothing_of, shapes_of
+from trainkit.core.split.filling import shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import ONE, leading, telling_lengths
@@ -23,11 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.refusals import (
-    announce_too_long,
-    refuse_other_weights,
-    refuse_shapes_that_count,
-)
+from trainkit.lit.split.refusals import announce_too_long, refuse_other_weights
 
 
 @dataclass
@@ -162,10 +158,9 @@ class MicroBatches:
         self._weighs = weighs and not self._are_said
         self._has_said_too_long = self._is_first_over = False
         of_lengths = telling_lengths(strategies)
-        self.cutter = Cutter(options, of_lengths, nothing_of(strategies))
+        self.cutter = Cutter(options, of_lengths, strategies)
         self._weighs_samples = counts_rows(leading(strategies))
         self._documents = documents_option(options, *strategies.values())
-        self._may_count_fillers = options.shapes is not None
 
     def of(self, batch: Any, num_cuts: int, *, trim: bool) -> CutBatch:
         """The micro-batches of a loader batch.
@@ -196,12 +191,6 @@ class MicroBatches:
             weights = {t: [*w, *[0] * missing] for t, w in weights.items()}
             parts = parts + parts[-1:] * missing
         current = CutBatch(parts, number, weights, self._are_said, num_cuts)
-        if self._may_count_fillers:
-            refuse_shapes_that_count(self._strategies, parts[:number])
-            # Loader batches may fill their shapes for a while, but documents seldom.
-            has_some = any(each.num_fillers for each in parts)
-            is_last = has_some or self.cutter.read(batch).rows.are_joined
-            self._may_count_fillers = not is_last
         if not self._is_first_over:
             self._look_at_first(batch, weights)
         return current
@@ -232,8 +221,8 @@ class MicroBatches:
             samples = sum(current.leading)
         else:
             samples, collates = 0, self._options.collate is not None
-            bare = [(part.bare, len(part.rows)) for part in parts]
-            for each, number in bare if collates else [(batch, rows)]:
+            made = [(part.batch, len(part.rows)) for part in parts]
+            for each, number in made if collates else [(batch, rows)]:
                 found = count_documents(each, self._documents)  # several share a row
                 samples += number if found is None else int(found)
         tokens = 0 if padded == rows else padded  # equal: rows have no lengths

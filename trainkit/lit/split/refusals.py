@@ -13,12 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
-from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
-from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.filling import nothing_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform, Weight
@@ -50,30 +48,9 @@ def refuse_before_training(
             f"micro_batching out and call self.accumulate() for each micro-batch, or "
             f"leave the optimization to Lightning."
         )
-    if options.shapes is not None:
-        _refuse_what_counts_fillers(pl_module, strategies)
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
     refuse_several_terms(strategies, num_cuts(trainer, options))
-
-
-def _refuse_what_counts_fillers(pl_module: Any, strategies: Strategies) -> None:
-    """Refuse strategies by which nobody can see what a row that fills weighs; announce
-    BatchNorm, which counts it."""
-    for each in strategies.values():
-        if isinstance(each, Uniform | Weighed):
-            raise TrainkitError(
-                f"MicroBatching shapes: rows that fill a micro-batch must weigh "
-                f"nothing, and {type(each).__name__}() does not say what of a row "
-                f"counts. Use PerToken(), or PerSample(mask='weights'); or leave "
-                f"shapes out."
-            )
-    if any(isinstance(each, BatchNorm) for each in pl_module.modules()):
-        rank_zero_warn(
-            "MicroBatching shapes: BatchNorm in training mode counts the rows and "
-            "columns that fill a micro-batch. Freeze it, BatchNormGuard('freeze'), "
-            "use layers that look at one row at a time, or leave shapes out."
-        )
 
 
 def _refuse_or_announce_uniform(options: MicroBatching) -> None:
@@ -164,25 +141,6 @@ def refuse_other_weights(
                 f"{in_parts:g} together, the batch {in_all:g}. The batch is "
                 f"{describe(batch)}. Let weight() return a sum over rows."
             )
-
-
-def refuse_shapes_that_count(
-    strategies: Strategies, parts: Sequence[MicroBatch]
-) -> None:
-    """Refuse a strategy that counts what fills, before a step with such a row."""
-    for strategy in strategies.values():
-        for each in parts:
-            filled, bare = map(strategy.weight, (each.batch, each.bare))
-            if not math.isclose(float(filled), float(bare), rel_tol=1e-9):
-                raise TrainkitError(
-                    f"MicroBatching shapes: rows and columns that fill a micro-batch "
-                    f"must weigh nothing under {type(strategy).__name__}, and a "
-                    f"micro-batch weighs {float(filled):g} with them, "
-                    f"{float(bare):g} without. training_step's mean would count them "
-                    f"as well. Use PerToken(), or PerSample(mask='weights') with a "
-                    f"weight for each row, by which the loss is a weighted mean; or "
-                    f"leave shapes out."
-                )
 
 
 def announce_too_long(longest: int) -> None:
