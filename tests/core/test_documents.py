@@ -197,7 +197,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
         "places": torch.arange(9).expand(3, 1, 9),
     }
     documents: Any = find_documents(batch)
-    part = Flattened.read([batch], [documents]).of([0, 2])
+    part = Flattened.read(batch, documents).of([0, 2])
     expected: dict[str, Any] = {
         "input_ids": [[1, 2, 3, 6, 7, 8, 9]],
         "labels": [[-100, 2, 3, -100, 7, 8, 9]],
@@ -223,7 +223,7 @@ def test_all_that_tells_of_documents_is_made_anew() -> None:
 def test_a_mask_of_blocks_is_cut_and_rows_do_not_see_each_other() -> None:
     batch = packed(attention_mask=CAUSAL)
     documents: Any = find_documents(batch)
-    mask: Tensor = Flattened.read([batch], [documents]).of([1, 2])["attention_mask"]
+    mask: Tensor = Flattened.read(batch, documents).of([1, 2])["attention_mask"]
     blocks = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(3, 3).tril())
     assert torch.equal(mask, blocks.bool()[None, None])
 

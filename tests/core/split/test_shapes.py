@@ -216,42 +216,6 @@ def test_a_pool_is_padded_with_what_its_fields_have_where_they_pad(trim: bool) -
     assert found["attention_mask"].tolist() == (found["ids"] != 9).long().tolist()
 
 
-@pytest.mark.parametrize("drop", [(), ("seq_idx", "position_ids"), ("cu_seq_lens_q",)])
-def test_flattened_batches_become_one_row(drop: tuple[str, ...]) -> None:
-    """By offsets, positions or numbers, which are those of the whole row."""
-    rows: Any = [{"input_ids": [*range(3, 3 + n)]} for own in LENGTHS for n in own]
-    rows = [{**row, "weight": 0.5, "note": "a"} for row in rows]
-    batches = [PackCollate()(each) for each in (rows[:3], rows[3:5], rows[5:])]
-    whole = PackCollate()(rows)
-    for each in [*batches, whole]:
-        for name in drop:
-            del each[name]
-    assert_alike(join(batches), whole)
-
-
-def test_numbers_of_documents_in_a_mask_go_on() -> None:
-    """What only fills the rows is left out."""
-    first = {"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long()}
-    first["labels"][0, 3] = -100
-    one = {**first, "attention_mask": torch.tensor([[1, 1, 2, 0]])}
-    other = {**first, "attention_mask": torch.tensor([[1, 2, 2, 0]])}
-    joined = join([one, other])
-    assert joined["attention_mask"].tolist() == [[1, 1, 2, 3, 4, 4]]
-    assert joined["labels"].tolist() == [[1] * 6]
-
-
-def test_flattened_batches_keep_what_each_document_has_and_what_all_share() -> None:
-    first = {**FLAT, "target": torch.tensor([1.0, 2.0]), "name": ["a", "b"]}
-    second = {**FLAT, "target": torch.tensor([3.0, 4.0]), "name": ["c", "d"]}
-    table, words = torch.arange(7.0), ["x", "y", "z"]
-    shared = {"table": table, "words": words}
-    joined = join([{**each, **shared} for each in (first, second)])
-    assert joined["target"].tolist() == [1, 2, 3, 4]
-    assert joined["name"] == ["a", "b", "c", "d"]
-    assert torch.equal(joined["table"], table)
-    assert joined["words"] == words
-
-
 def test_lists_of_samples_become_one() -> None:
     assert join([[1, 2], [3]], collate=list) == [1, 2, 3]
 
@@ -259,7 +223,6 @@ def test_lists_of_samples_become_one() -> None:
 BATCH = ragged([3, 2])
 FLAT = PackCollate()([{"input_ids": [3, 4]}, {"input_ids": [5, 6, 7]}])
 ARRAYS = {**BATCH, "x": BATCH["ids"].numpy()}
-BLOCKS = {**FLAT, "attention_mask": torch.ones(1, 1, 5, 5)}
 
 
 def with_(**more: Any) -> dict[str, Any]:
@@ -269,40 +232,21 @@ def with_(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        (BATCH, with_(x=1), r"\['x'\] must have the same fields"),
-        (with_(n=3), with_(n=4), "'n' is shared by its rows, and diff"),
-        (
-            with_(table=torch.zeros(5)),
-            with_(table=torch.ones(5)),
-            "'table' is shared by its rows, and differs",
-        ),
-        (
-            with_(x=torch.zeros(2, 7)),
-            with_(x=torch.zeros(2, 8)),
-            "'x' differs in size, and no mask",
-        ),
-        (
-            with_(x=torch.zeros(2)),
-            with_(x=torch.zeros(3)),
-            "'x' has a row for each of the batch in some only",
-        ),
-        (ARRAYS, ARRAYS, "'x' must be a tensor or a list to be joined"),
-        (BATCH, FLAT, "'documents' are told apart in some of them only"),
-        (BLOCKS, BLOCKS, "mask of blocks"),
+        (BATCH, with_(x=1), r"\['x'\] is not alike"),
+        (with_(n=3), with_(n=4), "'n' is not alike.*what rows share is equal"),
+        (with_(x=torch.zeros(5)), with_(x=torch.ones(5)), "'x' is not alike"),
+        (with_(x=torch.zeros(2, 7)), with_(x=torch.zeros(2, 8)), "'x' is not alike"),
+        (with_(x=torch.zeros(2)), with_(x=torch.zeros(3)), "'x' is not alike"),
+        (ARRAYS, ARRAYS, "'x' is not alike.*x: ndarray"),
+        *[(each, FLAT, r"no padding .*batches=2\)") for each in (BATCH, FLAT)],
     ],
-    ids="fields number table width rows arrays documents blocks".split(),
+    ids="fields number table width rows arrays documents flattened".split(),
 )
 def test_batches_that_are_unlike_are_refused(
     first: Any, second: Any, text: str
 ) -> None:
     with pytest.raises(TrainkitError, match=f"pool: .*{text}"):
         join([first, second])
-
-
-def test_documents_told_apart_by_a_field_of_an_unknown_name_are_not_joined() -> None:
-    batch = {"input_ids": FLAT["input_ids"], "own": FLAT["position_ids"]}
-    with pytest.raises(TrainkitError, match="pool: .*'own' must have a known name"):
-        join([batch, batch], documents="own")
 
 
 @pytest.mark.parametrize(("documents", "expected"), [("auto", False), ("off", True)])

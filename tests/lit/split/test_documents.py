@@ -127,7 +127,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "few shapes": {"size": 4, "accumulate": 3,
      "collate": PackCollate(lengths=(80, 40, 20))},
     "cut into few shapes": {"size": BIG, "cut": MicroBatching(tokens=40, shapes=3)},
-    "pools": {"size": 4, "cut": MicroBatching(tokens=30, pool=3)},
     "packs cut by rows": {"size": BIG, "cut": MicroBatching(size=2),
      "collate": PackCollate(length=20)},
     "packs taken apart": {"size": BIG, "cut": APART,

@@ -27,6 +27,7 @@ from trainkit.core.inside.rows import (
     Sizes,
 )
 from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.nested import Field
 from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.partition import filled_up
 from trainkit.core.split.rows import Rows
@@ -51,7 +52,7 @@ class OfDocuments(Arguments):
         self.rows, lengths = len(self.lengths), torch.tensor(self.lengths)
         numbers = torch.arange(1, self.rows + 1).repeat_interleave(lengths)[None]
         found, rows = Documents(str(self.by), numbers, numbers), Rows(self.rows)
-        self._layout = Flattened([], iter, (), rows, [()], [found], (), frozenset())
+        self._layout = Flattened([], iter, (), rows, found, frozenset())
         self._ends = [*accumulate(self.lengths, initial=0)]
         pairs = zip(self.values, self._made(self.values, [0]), strict=True)
         self.axes = [() if made is x else (self._axis(x),) for x, made in pairs]
@@ -59,14 +60,14 @@ class OfDocuments(Arguments):
     def _axis(self, value: Any) -> Axis:
         """Of what is cut: its tokens, or an entry for each document."""
         is_tensor = isinstance(value, Tensor)
-        dim = self._layout.dim_of_tokens(value, 0) if is_tensor else None
+        dim = self._layout.dim_of_tokens(value) if is_tensor else None
         return Axis(0) if dim is None else Axis(dim, TOKENS)
 
     def _made(self, values: Sequence[Any], documents: Sequence[int]) -> list[Any]:
         """What some documents have of the values of a call."""
         three = list(zip(self.paths, values, self.whole, strict=True))
-        columns = [(path, [value]) for path, value, whole in three if not whole]
-        made = iter(replace(self._layout, columns=columns).values(documents))
+        fields = [Field(path, value) for path, value, whole in three if not whole]
+        made = iter(replace(self._layout, fields=fields).values(documents))
         return [value if whole else next(made) for _, value, whole in three]
 
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:

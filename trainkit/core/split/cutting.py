@@ -103,7 +103,7 @@ class Cutter:
             return Layout(fields, lambda values: collate(next(values)), [()], rows)
         shared, length, documents = self._look(batch)
         if documents is not None:
-            return Flattened.read([batch], [documents], shared)
+            return Flattened.read(batch, documents, shared)
         return self._reader.read(batch, shared, length)
 
     def _look(self, batch: Any) -> tuple[frozenset[int], int | None, Documents | None]:

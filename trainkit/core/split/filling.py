@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainkit.core.document_fields import IGNORED
-from trainkit.core.nested import describe, is_list, lookup
-from trainkit.core.split.flattening import Flattened, alike, the_same, unlike
+from trainkit.core.nested import are_equal, describe, is_list, lookup
+from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.layout import Layout
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import filled_up, first_fit, longest_first, width
@@ -155,8 +155,7 @@ def filled(
 def joined(
     layouts: Sequence[Layout], batches: Sequence[Any], nothing: Mapping[int, float]
 ) -> Any:
-    """Loader batches as one, in their order. Rows of several widths are padded;
-    flattened batches are put one behind the other.
+    """Loader batches as one, in their order. Rows of several widths are padded.
 
     Args:
         layouts: of the batches.
@@ -166,26 +165,46 @@ def joined(
     Raises:
         TrainkitError: a field differs in a way in which no rows or columns do.
     """
-    flat = [each.documents[0] for each in layouts if isinstance(each, Flattened)]
-    if len(flat) == len(batches):
-        whole = Flattened.read(batches, flat)
-        return whole.of(range(whole.rows.num_rows))
-    if flat:
-        raise unlike("documents", batches, "are told apart in some of them only")
-    columns = alike([layout.fields for layout in layouts], batches)
+    if any(each.rows.are_joined for each in layouts):
+        raise TrainkitError(
+            f"MicroBatching pool: documents that stand in one row have no padding that "
+            f"a pool could save, received {describe(batches[0])}. Leave pool out; "
+            f"Trainer(accumulate_grad_batches={len(batches)}) makes the same step."
+        )
+    paths = [[field.path for field in layout.fields] for layout in layouts]
+    for each in paths:
+        if each != paths[0]:
+            raise _unlike(sorted({*each} ^ {*paths[0]}), batches)
     values = []
-    for place, (path, column) in enumerate(columns):
+    for place, (path, first) in enumerate(layouts[0].fields):
+        column: list[Any] = [layout.fields[place].value for layout in layouts]
         trims = [layout.trims[place] for layout in layouts]
-        if all(each is None for each in trims):
-            values.append(the_same(path, column, batches))
-        elif any(each is None for each in trims):
-            why = "has a row for each of the batch in some only"
-            raise unlike(path, batches, why)
+        if all(trims):
+            column = _as_wide(path, column, place, layouts, nothing)
+        are_shared = {each is None for each in trims}
+        sizes = {
+            each.shape[1:] if isinstance(each, Tensor) else None for each in column
+        }
+        if are_shared == {True} and all(are_equal(first, each) for each in column[1:]):
+            values.append(first)
+        elif are_shared == {False} and is_list(first):
+            values.append(type(first)([row for each in column for row in each]))
+        elif are_shared == {False} and len(sizes) == 1 and None not in sizes:
+            values.append(torch.cat(column))
         else:
-            if all(trims):
-                column = _as_wide(path, column, place, layouts, nothing)
-            values.append(_below_each_other(path, column, batches))
+            raise _unlike(path, batches)
     return layouts[0].build(iter(values))
+
+
+def _unlike(name: Any, batches: Sequence[Any]) -> TrainkitError:
+    """An error for loader batches that cannot be put together."""
+    return TrainkitError(
+        f"MicroBatching pool: loader batches are joined, and of these {name!r} is not "
+        f"alike: all must have the same fields, in which rows are lists, or tensors of "
+        f"one size that only a mask or labels may change, and what rows share is "
+        f"equal: {describe(batches[0])}, ..., {describe(batches[-1])}. Let the collate "
+        f"function make them alike, or leave pool out."
+    )
 
 
 def _as_wide(
@@ -206,19 +225,6 @@ def _as_wide(
     # Behind the last label there may be tokens, which the model sees.
     pads = padding_of(place, layouts, nothing, by_labels=False)
     return [widened(path, value, max(widths), pads) for value in values]
-
-
-def _below_each_other(path: str, values: list[Any], batches: Sequence[Any]) -> Any:
-    """A field with the rows of all batches."""
-    if is_list(values[0]):
-        return type(values[0])([row for each in values for row in each])
-    if not all(isinstance(each, Tensor) for each in values):
-        raise unlike(path, batches, "must be a tensor or a list to be joined")
-    if len({each.shape[1:] for each in values}) > 1:
-        raise unlike(
-            path, batches, "differs in size, and no mask or labels tell its length"
-        )
-    return torch.cat(values)
 
 
 # ---- columns -------------------------------------------------------------------------
