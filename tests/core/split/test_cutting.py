@@ -103,7 +103,7 @@ def test_documents_are_spread_over_micro_batches_of_a_size() -> None:
     assert [micro.real for micro in micros] == [15, 14]
 
 
-def test_row_over_the_budget_is_alone_and_said() -> None:
+def test_row_over_the_budget_is_alone() -> None:
     cutter = Cutter(MicroBatching(tokens=10), PerToken())
     first, *rest = cutter.cut(ragged([3, 50, 3]))
     assert (first.rows, first.padded, rows_of(rest)) == ([1], 50, [[0, 2]])

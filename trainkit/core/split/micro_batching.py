@@ -41,7 +41,7 @@ class MicroBatching(_Chosen):
         size: the most rows in a micro-batch. Alone: as few micro-batches as that
             allows, with the least padding that so many can have.
         tokens: the most tokens in a micro-batch, with its padding: rows times the
-            longest. With `size` as well, both limits hold.
+            longest. A longer row is alone. With `size` as well, both limits hold.
         lengths: the path of a mask (0 is padding), or of the strategy's labels. Several
             paths if several groups of tensors are ragged, as in an encoder with a
             decoder. Default: `"attention_mask"` if there is one, otherwise the

@@ -23,7 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.refusals import announce_too_long, refuse_other_weights
+from trainkit.lit.split.refusals import refuse_other_weights
 
 
 @dataclass
@@ -156,7 +156,7 @@ class MicroBatches:
         self._limit = None if sizes is None else sizes.limit_for
         self._are_said = says_weights(strategies)
         self._weighs = weighs and not self._are_said
-        self._has_said_too_long = self._is_first_over = False
+        self._is_first_over = False
         of_lengths = telling_lengths(strategies)
         self.cutter = Cutter(options, of_lengths, strategies)
         self._weighs_samples = counts_rows(leading(strategies))
@@ -177,10 +177,6 @@ class MicroBatches:
             if number < most:
                 parts = self.cutter.cut(batch, at_least=most, trim=trim)
                 number = len(parts)
-        budget = None if self._has_said_too_long else self._options.tokens
-        if budget is not None and parts and parts[0].padded > budget:
-            self._has_said_too_long = True
-            announce_too_long(parts[0].padded)
         weights: dict[str, list[Weight]]
         if self._weighs:
             batches = [part.batch for part in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.core._compat import communication_hooks
 from trainkit.core.nested import describe
-from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
 from trainkit.core.split.filling import nothing_of
@@ -143,15 +143,6 @@ def refuse_other_weights(
             )
 
 
-def announce_too_long(longest: int) -> None:
-    warnings.warn(
-        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
-        f"sample cannot be cut, so it makes a micro-batch of its own. The step is that "
-        f"of its batch; if memory does not suffice, shorten such samples.",
-        stacklevel=2,
-    )
-
-
 def refuse_fillers_that_count(
     trainer: Any, pl_module: Any, strategies: Strategies
 ) -> None:
@@ -181,44 +172,19 @@ def fills(loader: Any) -> bool:
 
 # ---- errors of the user's code -------------------------------------------------------
 
-MOST_SHOWN = 8
 
-
-def add_note(
-    error: Exception, loader_batch: Any, current: Any, *, is_trimmed: bool
-) -> None:
-    """Add a note to an error of the user's code: what the code got, and which option
-    changes that.
-
-    Trainkit's own errors name the cut themselves, and a shortage of memory does not
-    come from sizes that do not match. Python 3.10 has no notes.
-    """
-    write = getattr(error, "add_note", None)
-    if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
+def add_note(error: Exception, current: Any) -> None:
+    """Add a note to an error of the user's code: what the code got, and which options
+    change that. Python 3.10 has no notes."""
+    write, number = getattr(error, "add_note", None), len(current.parts)
+    if write is None or number == 1:
         return
-    try:
-        text = _note(loader_batch, current, is_trimmed=is_trimmed)
-    except Exception:  # a batch of the user's own class may raise anything
-        return
-    if text:
-        write(text)
-
-
-def _note(loader_batch: Any, current: Any, *, is_trimmed: bool) -> str:
-    part, number = current.parts[current.index], len(current.parts)
-    shape, rows = describe(part.batch), ", ".join(map(str, part.rows[:MOST_SHOWN]))
-    if number == 1 and shape == describe(loader_batch):
-        return ""
-    more = ", ..." if len(part.rows) > MOST_SHOWN else ""
-    note = (
-        f"trainkit | micro_batching: this was micro-batch {current.index + 1} of "
-        f"{number}, the rows {rows}{more} of a loader batch of {current.num_rows} "
-        f"rows: {shape}. MicroBatching(shared=...) names what every micro-batch is to "
-        f"get whole."
-    )
-    if not is_trimmed:
-        return note
-    return (
-        f"{note} Columns that are only padding in it were left out: trim=False keeps "
-        f"them, and lengths= names the field with the lengths."
-    )
+    part = current.parts[current.index]
+    with suppress(Exception):  # a batch of the user's own class may raise anything
+        write(
+            f"trainkit | micro_batching: this was micro-batch {current.index + 1} of "
+            f"{number}, {len(part.rows)} of the {current.num_rows} rows of a loader "
+            f"batch: {describe(part.batch)}. MicroBatching(shared=...) names what "
+            f"every micro-batch is to get whole; trim=False keeps columns that are "
+            f"only padding in it."
+        )

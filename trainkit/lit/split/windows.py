@@ -281,7 +281,7 @@ class Split:
         except StopIteration as error:  # by it Lightning would end the epoch
             raise RuntimeError("training_step raised StopIteration") from error
         except Exception as error:
-            refusals.add_note(error, batch, current, is_trimmed=trim)
+            refusals.add_note(error, current)
             raise
 
     def _announce(self, batch: Any, current: CutBatch) -> None:
