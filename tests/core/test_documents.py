@@ -262,7 +262,7 @@ CUTS: dict[str, tuple[Any, Any, list[list[int]]]] = {
     "over the budget": (collated(), {"tokens": 3}, [[2], [0], [1]]),
     "rows of a pack": (packed(attention_mask=NUMBERS), {"size": 1}, [[1], [0]]),
     "documents of a pack": (packed(attention_mask=NUMBERS),
-     {"size": 3, "documents": "attention_mask"}, [[0, 1, 3], [2, 4]]),
+     {"size": 3, "documents": "attention_mask"}, [[0, 2], [1, 3, 4]]),
     "rows": (flat(position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])),
      {"size": 1, "documents": "off"}, [[0]]),
     "rows, as the strategy says": (collated(), {"size": 1, "strategy": "off"}, [[0]]),

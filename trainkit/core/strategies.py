@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from trainkit.core.document_fields import KNOWN
 from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
@@ -217,11 +216,8 @@ def num_samples(batch: Any, documents: str = "auto") -> Weight:
 
 def _counted(batch: Any, documents: str) -> Weight | None:
     """The documents of a batch, or the rows of one that plainly has nothing else."""
-    names = batch if type(batch) is dict else ()
-    length = None
-    if documents == "off" or documents == "auto" and KNOWN.isdisjoint(names):
-        length = length_of_tensors(batch)
-    return count_documents(batch, documents) if length is None else length
+    found = count_documents(batch, documents)
+    return length_of_tensors(batch) if found is None else found
 
 
 def length_of_tensors(batch: Any) -> int | None:

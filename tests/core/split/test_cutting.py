@@ -25,23 +25,21 @@ def rows_of(micros: list[MicroBatch]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size", "at_least", "sizes"),
+    ("num_rows", "size", "sizes"),
     [
-        (10, 4, 1, [4, 3, 3]),
-        (8, 4, 1, [4, 4]),
-        (3, 4, 1, [3]),
-        (1, 1, 1, [1]),
-        (5, 1, 1, [1] * 5),
-        (0, 4, 1, [0]),
-        (10, 4, 4, [3, 3, 2, 2]),
-        (3, 4, 9, [1] * 3),
+        (10, 4, [4, 3, 3]),
+        (8, 4, [4, 4]),
+        (3, 4, [3]),
+        (1, 1, [1]),
+        (5, 1, [1] * 5),
+        (0, 4, [0]),
     ],
 )
 def test_rows_of_one_length_are_cut_evenly_in_their_order(
-    num_rows: int, size: int, at_least: int, sizes: list[int]
+    num_rows: int, size: int, sizes: list[int]
 ) -> None:
     x = torch.arange(float(num_rows))
-    micros = Cutter(MicroBatching(size=size), Uniform()).cut(x, at_least=at_least)
+    micros = Cutter(MicroBatching(size=size), Uniform()).cut(x)
     for found in ([len(m.rows) for m in micros], [m.padded for m in micros]):
         assert found == sizes == [m.real for m in micros]
     assert torch.equal(torch.cat([micro.batch for micro in micros]), x)
@@ -82,22 +80,8 @@ def test_limit_replaces_that_of_the_options() -> None:
     assert [len(cutter.cut(batch, limit)) for limit in limits] == [1, 3, 6, 6]
 
 
-def test_at_least_halves_the_largest() -> None:
-    cutter, batch = Cutter(MicroBatching(), PerToken()), ragged([16, 16, 8, 8, 2, 1])
-    for number in (1, 2, 3, 4, 5, 6, 50):
-        micros = cutter.cut(batch, at_least=number)
-        assert len(micros) == min(number, 6)  # there are no more rows
-        assert sorted(sum(rows_of(micros), [])) == list(range(6))
-        sizes = [micro.padded for micro in micros]
-        assert sizes == sorted(sizes, reverse=True)
-    assert rows_of(cutter.cut(batch, at_least=2)) == [[0, 1, 2], [3, 4, 5]]
-    single = ragged([50, 3, 3, 2, 2])
-    cut = Cutter(MicroBatching(tokens=50), PerToken()).cut(single, at_least=3)
-    assert rows_of(cut) == [[0], [1, 2], [3, 4]]  # a single row is not halved
-
-
 def test_documents_are_spread_over_micro_batches_of_a_size() -> None:
-    """Each goes where the fewest tokens are, as memory holds the largest of them."""
+    """With about as many tokens in each, as memory holds the largest of them."""
     batch = PackCollate()([{"input_ids": [1] * n} for n in (9, 8, 4, 3, 3, 2)])
     micros = Cutter(MicroBatching(size=3), PerToken()).cut(batch)
     assert [micro.real for micro in micros] == [15, 14]

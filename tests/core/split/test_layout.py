@@ -165,7 +165,8 @@ def test_lengths_of_samples(make: Any, path: Any) -> None:
     options = MicroBatching(tokens=6, collate=tuple, lengths=path)
     samples = list(map(make, (3, 5, 2, 3, 0)))
     cutter = Cutter(options, PerSample())
-    micros = cutter.cut(samples, trim=False)  # which is for padded batches
+    cutter.trim = False  # which is for padded batches
+    micros = cutter.cut(samples)
     assert [m.rows for m in micros] == [[0, 3], [1], [2, 4]]
     assert [(m.padded, m.real) for m in micros] == [(6, 6), (5, 5), (4, 3)]
     assert micros[0].batch[1] is samples[3]
@@ -262,7 +263,8 @@ def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
         ({}, True, [14, 4], 2),  # trimmed, more rows fit
     ):
         cutter = Cutter(MicroBatching(tokens=14, **options), PerToken())  # type: ignore[arg-type]
-        micros = cutter.cut(RAGGED, trim=trim)
+        cutter.trim &= trim
+        micros = cutter.cut(RAGGED)
         assert [micro.padded for micro in micros] == padded
         assert micros[-1].batch["ids"].shape[1] == width
 

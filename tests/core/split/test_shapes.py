@@ -83,13 +83,6 @@ def test_a_column_that_fills_has_what_the_field_has_where_it_pads() -> None:
         assert (micro.batch[name][:, 6:] == -100).all()
 
 
-def test_ranks_that_run_alike_cut_finer_in_the_same_shapes() -> None:
-    options = MicroBatching(tokens=64, shapes=(32, 8))
-    micros = Cutter(options, PerToken(), LABELS).cut(ragged([4] * 8), at_least=3)
-    assert [tuple(each.batch["ids"].shape) for each in micros] == [(8, 8)] * 3
-    assert sorted(len(each.rows) for each in micros) == [2, 2, 4]
-
-
 def test_a_limit_that_is_tried_has_no_shapes() -> None:
     cutter = Cutter(MicroBatching(tokens=64, shapes=2), PerToken(), LABELS)
     micros = cutter.cut(ragged([4, 3, 2]), Limit(2, None))

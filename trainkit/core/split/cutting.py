@@ -1,14 +1,28 @@
-"""Loader batches, cut into micro-batches."""
+"""Loader batches, cut into micro-batches by one declared rule.
+
+A tensor, array or list as long as the batch has rows, in this batch and all before, is
+cut. Everything else is shared by all micro-batches, and so is what `shared=` names. A
+field that is cut and as wide as a mask is trimmed to the columns that a micro-batch
+needs; whether the model computes the same without the others is measured before
+training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trainkit.core.document_fields import KNOWN
-from trainkit.core.documents import Documents, documents_option, find_flattened
-from trainkit.core.nested import Field, describe, lookup
+from trainkit.core.documents import documents_option, find_flattened
+from trainkit.core.nested import (
+    Field,
+    describe,
+    is_list,
+    length_of,
+    lookup,
+    take_apart,
+)
 from trainkit.core.split.filling import (
     filled,
     joined,
@@ -18,12 +32,26 @@ from trainkit.core.split.filling import (
     shape_for,
 )
 from trainkit.core.split.flattening import Flattened
-from trainkit.core.split.layout import Layout, LayoutReader
+from trainkit.core.split.layout import (
+    Layout,
+    Trims,
+    check_divisible,
+    lengths_of,
+    rows_of,
+)
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import even_runs, first_fit, partition, spread
-from trainkit.core.split.rows import Rows, rows_of_samples
+from trainkit.core.split.rows import (
+    MASK,
+    Rows,
+    groups_of,
+    marks_of,
+    rows_of_samples,
+)
 from trainkit.core.strategies import (
     AccumulationStrategy,
+    PerSample,
+    PerToken,
     Strategies,
     length_of_tensors,
 )
@@ -71,6 +99,9 @@ class Cutter:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
         strategies: of all terms; they say what counts nothing where something fills.
+
+    Attributes:
+        trim: whether columns that only pad are left out.
     """
 
     def __init__(
@@ -79,10 +110,12 @@ class Cutter:
         strategy: AccumulationStrategy,
         strategies: Strategies | None = None,
     ) -> None:
-        self._options, self._strategies = options, strategies or {}
-        self._reader = LayoutReader(options, strategy)
+        self._options, self._strategy = options, strategy
+        self._strategies, self.trim = strategies or {}, options.trim
         self._documents = documents_option(options, strategy)
         self._limit = Limit(options.size, options.tokens)
+        self._has_marks = options.lengths is not None or isinstance(strategy, PerToken)
+        self._always: dict[Any, bool] = {}  # of lists by path, else with a dimension
 
     def read(self, batch: Any) -> Layout:
         """The fields of a batch, and how many rows it has: samples that are not
@@ -92,7 +125,8 @@ class Cutter:
             TrainkitError: its number of rows is unclear; the text shows its structure.
         """
         layout = self._padded(batch)
-        return layout if self._options.trim else layout.untrimmed()
+        is_whole = self.trim or self._options.collate is not None
+        return layout if is_whole else layout.untrimmed()
 
     def _padded(self, batch: Any) -> Layout:
         """The layout of a batch, which knows the columns that pad."""
@@ -101,33 +135,94 @@ class Cutter:
             rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
             fields = [Field("", samples)]
             return Layout(fields, lambda values: collate(next(values)), [()], rows)
-        shared, length, documents = self._look(batch)
+        shared = self._shared(batch)
+        documents = find_flattened(batch, self._documents)
         if documents is not None:
             return Flattened.read(batch, documents, shared)
-        return self._reader.read(batch, shared, length)
+        rows = self._rows(batch, shared)
+        widths = {group.padded_length: n for n, group in enumerate(rows.groups)}
+        fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
+        trims: list[Trims | None] = []
+        for field in fields:
+            own, value = None, field.value
+            if id(value) not in shared:
+                size = length_of(value)
+                if size is None:
+                    check_divisible(field, batch)
+                elif self._is_always((field.path, 0), size == rows.num_rows):
+                    own = self._trims(field, widths) if widths else ()
+            trims.append(own)
+        return Layout(fields, build, trims, rows)
 
-    def _look(self, batch: Any) -> tuple[frozenset[int], int | None, Documents | None]:
-        """The identities of what every micro-batch gets whole, the one length of the
-        tensors, if there is nothing else, and the documents, if these are cut."""
-        shared = frozenset(id(lookup(batch, path)) for path in self._options.shared)
-        length = length_of_tensors(batch)
-        # Nearly every batch holds nothing but tensors, none of which has such a name.
-        is_plain = length is not None and KNOWN.isdisjoint(
-            batch if isinstance(batch, dict) else ()
-        )
-        if is_plain and self._documents == "auto":
-            return shared, length, None
-        return shared, length, find_flattened(batch, self._documents)
+    def _shared(self, batch: Any) -> frozenset[int]:
+        """The identities of what every micro-batch gets whole."""
+        return frozenset(id(lookup(batch, path)) for path in self._options.shared)
+
+    def _rows(self, batch: Any, shared: frozenset[int]) -> Rows:
+        """How many rows a batch has, and how long they are."""
+        strategy, marks = self._strategy, []
+        if self._has_marks or isinstance(batch, Mapping) and MASK in batch:
+            marks = marks_of(batch, self._options.length_paths, strategy)
+        if isinstance(strategy, PerSample) and strategy.size is not None:
+            number = int(strategy.weight(batch))
+        elif marks:
+            number = len(marks[0].counts)
+        else:
+            plain = None if shared else length_of_tensors(batch)
+            number = rows_of(batch, shared) if plain is None else plain
+        if not marks:
+            return Rows(number)
+        if self._options.lengths is None:
+            marks = [each for each in marks if len(each.counts) == number]
+        return Rows(number, groups_of(batch, marks, number))
+
+    def _is_whole(
+        self, rows: Rows, shared: Collection[int], path: str, value: Any
+    ) -> bool:
+        """Whether a container is shared, or is a list with one entry for each row.
+
+        Two tensors in a list may be two fields, or two rows that hold a tensor each. A
+        list whose length once differed from the number of rows holds fields.
+        """
+        if id(value) in shared or not is_list(value):
+            return id(value) in shared
+        if not path:
+            return isinstance(self._strategy, PerSample) and self._strategy.size == ""
+        fits = len(value) == rows.num_rows
+        if fits and path not in self._always:
+            if rows.num_rows < 2:
+                return True  # which says nothing of the next batch
+            if all(lengths_of(each) == {rows.num_rows} for each in value):
+                raise TrainkitError(
+                    f"MicroBatching: field {path!r} is a list of {len(value)} entries "
+                    f"of {len(value)} rows each, and the batch has as many rows, so "
+                    f"that it may be one of fields or one of rows: {describe(value)}. "
+                    f"Put fields into a dict, or rows into one padded tensor; or begin "
+                    f"with a batch of another size, after which it is known."
+                )
+        return self._is_always(path, fits)
+
+    def _is_always(self, key: Any, fits: bool) -> bool:
+        """Whether a size fits, in this batch and in all before; else, by chance."""
+        self._always[key] = fits and self._always.get(key, True)
+        return self._always[key]
+
+    def _trims(self, field: Field, widths: Mapping[int, int]) -> Trims:
+        """The group as wide as dimension 1. A field that once had another width is not
+        trimmed where it has it by chance."""
+        shape: Any = getattr(field.value, "shape", ())
+        if len(shape) < 2 or not self._is_always((field.path, 1), shape[1] in widths):
+            return ()
+        return (widths[shape[1]],)
 
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         if self._options.collate is not None:
             return None
-        shared, length, documents = self._look(batch)
-        if documents is not None:
+        if find_flattened(batch, self._documents) is not None:
             return False
-        rows = self._reader.rows(batch, shared, length)
+        rows = self._rows(batch, self._shared(batch))
         return rows != rows.untrimmed() if rows.groups else None
 
     def join(self, batches: Sequence[Any]) -> Any:
@@ -144,12 +239,7 @@ class Cutter:
         return joined(layouts, batches, nothing_in(batches[0], self._strategies))
 
     def cut(
-        self,
-        batch: Any,
-        limit: Limit | Callable[[Rows], Limit] | None = None,
-        *,
-        at_least: int = 1,
-        trim: bool = True,
+        self, batch: Any, limit: Limit | Callable[[Rows], Limit] | None = None
     ) -> list[MicroBatch]:
         """Cut a loader batch, the largest micro-batch first.
 
@@ -159,21 +249,16 @@ class Cutter:
             batch: the loader batch; it is not changed.
             limit: what a micro-batch may hold, or what says it of the batch's rows.
                 Default: what the options say.
-            at_least: the fewest micro-batches: the largest are halved until there are
-                so many, or as many as rows.
-            trim: leave out columns that are padding, if the options say so.
 
         Raises:
             TrainkitError: the batch cannot be cut; the text shows its structure.
         """
         layout = self.read(batch)
         limit = limit(layout.rows) if callable(limit) else limit or self._limit
-        if not trim and layout.rows.groups and self._options.collate is None:
-            layout = layout.untrimmed()
         rows, cut = layout.rows, []
         few = limit.tokens is not None and self._options.shapes is not None
         nothing = nothing_in(batch, self._strategies) if few else {}
-        for part in self.parts(batch, rows, limit, at_least, few):
+        for part in self.parts(batch, rows, limit, few):
             padded = real = len(part)
             if rows.groups:
                 padded, real = rows.padded_of(part), rows.real_of(part)
@@ -189,12 +274,7 @@ class Cutter:
         return cut
 
     def parts(
-        self,
-        batch: Any,
-        rows: Rows,
-        limit: Limit,
-        at_least: int = 1,
-        few: bool = False,
+        self, batch: Any, rows: Rows, limit: Limit, few: bool = False
     ) -> list[list[int]]:
         """The rows of each micro-batch, the largest first.
 
@@ -202,7 +282,6 @@ class Cutter:
             batch: the loader batch, for errors.
             rows: all of its rows, or some of them.
             limit: what a micro-batch may hold.
-            at_least: the fewest micro-batches.
             few: whether they are filled to few shapes.
         """
         size, tokens, number = limit.size, limit.tokens, rows.num_rows
@@ -218,8 +297,8 @@ class Cutter:
             most = size or number
             if tokens is not None and number:
                 most = min(most, tokens // rows.padded_of([0]))
-            number = max(1, min(number, max(-(-number // max(most, 1)), at_least)))
-            return [list(range(*run)) for run in even_runs(rows.num_rows, number)]
+            runs = even_runs(number, max(1, -(-number // max(most, 1))))
+            return [list(range(*run)) for run in runs]
         if few:
             parts = parts_in_shapes(self._options, rows)
         elif not rows.are_joined:
@@ -228,10 +307,4 @@ class Cutter:
             parts = first_fit(rows.groups[0].lengths, tokens, size)
         else:
             parts = spread(rows.groups[0].lengths, size)
-        while len(parts) < min(at_least, number):
-            several = [part for part in parts if len(part) > 1]
-            largest = max(several, key=rows.padded_of)
-            parts.remove(largest)
-            middle = (len(largest) + 1) // 2
-            parts += [largest[:middle], largest[middle:]]
         return sorted(map(sorted, parts), key=rows.padded_of, reverse=True)

@@ -1,17 +1,9 @@
-"""What becomes of each field of a batch: one declared rule.
-
-A tensor, array or list as long as the batch has rows, in this batch and all before, is
-cut. Everything else is shared by all micro-batches, and so is what `shared=` names. A
-field that is cut and as wide as a mask is trimmed to the columns that a micro-batch
-needs; whether the model computes the same without the others is measured before
-training.
-"""
+"""The fields of a batch, and batches of some of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +18,11 @@ from trainkit.core.nested import (
     is_dense,
     is_list,
     leaves,
-    length_of,
     take_apart,
 )
 from trainkit.core.samples import are_samples, own_count
-from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import columns_of
-from trainkit.core.split.rows import MASK, Rows, groups_of, marks_of
-from trainkit.core.strategies import AccumulationStrategy, PerSample, PerToken
+from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
 Trims = tuple[int, ...]
@@ -103,118 +92,18 @@ class Layout:
         return values
 
 
-class LayoutReader:
-    """Reads batches of rows, by names that do not change from one to the next.
-
-    Args:
-        options: where lengths are, and what is shared.
-        strategy: knows how many rows there are, and which labels count.
-    """
-
-    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
-        self._options, self._strategy = options, strategy
-        self._has_marks = options.lengths is not None or isinstance(strategy, PerToken)
-        self._always: dict[Any, bool] = {}  # of lists by path, else with a dimension
-
-    def read(self, batch: Any, shared: Collection[int], length: int | None) -> Layout:
-        """Read one batch.
-
-        Args:
-            batch: any nesting of tensors.
-            shared: the identities of what every micro-batch gets whole.
-            length: the one that all of its tensors share, if that is known.
-
-        Raises:
-            TrainkitError: its number of rows is unclear; the text shows its structure.
-        """
-        rows = self.rows(batch, shared, length)
-        widths = {}
-        for place, group in enumerate(rows.groups):
-            widths[group.padded_length] = place
-        fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
-        trims: list[Trims | None] = []
-        for field in fields:
-            own, value = None, field.value
-            if id(value) not in shared:
-                size = length_of(value)
-                if size is None:
-                    _check_divisible(field, batch)
-                elif self._is_always((field.path, 0), size == rows.num_rows):
-                    own = self._trims(field, widths) if widths else ()
-            trims.append(own)
-        return Layout(fields, build, trims, rows)
-
-    def rows(self, batch: Any, shared: Collection[int], length: int | None) -> Rows:
-        """How many rows a batch has, and how long they are; of what `read` takes."""
-        strategy, marks = self._strategy, []
-        if self._has_marks or isinstance(batch, Mapping) and MASK in batch:
-            marks = marks_of(batch, self._options.length_paths, strategy)
-        if isinstance(strategy, PerSample) and strategy.size is not None:
-            number = int(strategy.weight(batch))
-        elif marks:
-            number = len(marks[0].counts)
-        elif length is None or shared:
-            number = _rows_of(batch, shared)
-        else:
-            number = length
-        if not marks:
-            return Rows(number)
-        if self._options.lengths is None:
-            marks = [each for each in marks if len(each.counts) == number]
-        return Rows(number, groups_of(batch, marks, number))
-
-    def _is_whole(
-        self, rows: Rows, shared: Collection[int], path: str, value: Any
-    ) -> bool:
-        """Whether a container is shared, or is a list with one entry for each row.
-
-        Two tensors in a list may be two fields, or two rows that hold a tensor each. A
-        list whose length once differed from the number of rows holds fields.
-        """
-        if id(value) in shared or not is_list(value):
-            return id(value) in shared
-        if not path:
-            return isinstance(self._strategy, PerSample) and self._strategy.size == ""
-        fits = len(value) == rows.num_rows
-        if fits and path not in self._always:
-            if rows.num_rows < 2:
-                return True  # which says nothing of the next batch
-            if all(_lengths(each) == {rows.num_rows} for each in value):
-                raise TrainkitError(
-                    f"MicroBatching: field {path!r} is a list of {len(value)} entries "
-                    f"of {len(value)} rows each, and the batch has as many rows, so "
-                    f"that it may be one of fields or one of rows: {describe(value)}. "
-                    f"Put fields into a dict, or rows into one padded tensor; or begin "
-                    f"with a batch of another size, after which it is known."
-                )
-        return self._is_always(path, fits)
-
-    def _is_always(self, key: Any, fits: bool) -> bool:
-        """Whether a size fits, in this batch and in all before; else, by chance."""
-        self._always[key] = fits and self._always.get(key, True)
-        return self._always[key]
-
-    def _trims(self, field: Field, widths: Mapping[int, int]) -> Trims:
-        """The group as wide as dimension 1. A field that once had another width is not
-        trimmed where it has it by chance."""
-        shape: Any = getattr(field.value, "shape", ())
-        if len(shape) < 2 or not self._is_always((field.path, 1), shape[1] in widths):
-            return ()
-        return (widths[shape[1]],)
-
-
-def _rows_of(batch: Any, shared: Collection[int]) -> int:
+def rows_of(batch: Any, shared: Collection[int]) -> int:
     """The one leading length of a batch's tensors, or of its arrays.
 
     Raises:
         TrainkitError: there is none, or more than one.
     """
-    found = _lengths(batch, shared)
+    found = lengths_of(batch, shared)
     if len(found) == 1:
         return found.pop()
     for field in take_apart(batch, lambda path, value: id(value) in shared)[0]:
         if id(field.value) not in shared:
-            _check_divisible(field, batch)
+            check_divisible(field, batch)
     has = f"has {sorted(found)}" if found else "has no tensor with rows"
     raise TrainkitError(
         f"MicroBatching: cannot tell the rows of the batch: its tensors must share one "
@@ -226,7 +115,7 @@ def _rows_of(batch: Any, shared: Collection[int]) -> int:
     )
 
 
-def _lengths(batch: Any, shared: Collection[int] = ()) -> set[int]:
+def lengths_of(batch: Any, shared: Collection[int] = ()) -> set[int]:
     """The leading lengths of a batch's tensors, or of its other arrays if it has no
     tensor. Those in lists of samples do not count."""
 
@@ -239,7 +128,7 @@ def _lengths(batch: Any, shared: Collection[int] = ()) -> set[int]:
     return of_tensors or {each.shape[0] for each in found}
 
 
-def _check_divisible(field: Field, batch: Any) -> None:
+def check_divisible(field: Field, batch: Any) -> None:
     """Refuse a field that may hold rows and that nothing says how to cut."""
     value, kind = field.value, type(field.value).__name__
     if isinstance(value, Tensor):

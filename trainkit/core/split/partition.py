@@ -202,18 +202,16 @@ def first_fit(
 
 
 def spread(lengths: Sequence[int], size: int | None) -> list[list[int]]:
-    """Documents in as few bins as hold so many each, the longest first, each where it
-    is emptiest.
+    """Documents dealt to as few bins as hold so many each, the longest first, forth
+    and back.
 
     >>> spread([5, 3, 4, 2], 2)
     [[0, 3], [2, 1]]
     """
-    most = size or len(lengths)
-    bins: list[list[int]] = [[] for _ in range(-(-len(lengths) // most))]
-    for place in longest_first(lengths):
-        free = [each for each in bins if len(each) < most]
-        min(free, key=lambda each: sum(lengths[n] for n in each)).append(place)
-    return bins
+    order = longest_first(lengths)
+    number = -(-len(order) // (size or len(order)))
+    turn = 2 * number
+    return [order[n::turn] + order[turn - 1 - n :: turn] for n in range(number)]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

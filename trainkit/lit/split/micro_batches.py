@@ -126,8 +126,7 @@ class MicroBatches:
     """Cuts loader batches and weighs the micro-batches.
 
     If forward passes communicate, all ranks make as many micro-batches as the one that
-    needs most: they cut finer, and when rows run out, they repeat a micro-batch with
-    weight 0.
+    needs most: the others repeat a micro-batch with weight 0.
 
     Args:
         options: how to cut.
@@ -162,21 +161,17 @@ class MicroBatches:
         self._weighs_samples = counts_rows(leading(strategies))
         self._documents = documents_option(options, *strategies.values())
 
-    def of(self, batch: Any, num_cuts: int, *, trim: bool) -> CutBatch:
+    def of(self, batch: Any, num_cuts: int) -> CutBatch:
         """The micro-batches of a loader batch.
 
         Args:
             batch: the loader batch.
             num_cuts: how often something is cut for one step.
-            trim: whether to leave out columns that are only padding in one.
         """
-        parts = self.cutter.cut(batch, self._limit, trim=trim)
+        parts = self.cutter.cut(batch, self._limit)
         number = most = len(parts)
         if self._hosts is not None:
             (most,) = map(int, self._hosts.largest([number]))
-            if number < most:
-                parts = self.cutter.cut(batch, at_least=most, trim=trim)
-                number = len(parts)
         weights: dict[str, list[Weight]]
         if self._weighs:
             batches = [part.batch for part in parts]

@@ -259,8 +259,8 @@ class Split:
         """Cut a loader batch, and run all its micro-batches, with these further
         arguments of `training_step`."""
         trainer = self._trainer
-        trim = bool(self.trims) or self._options.shapes is not None
-        current = self._micro_batches.of(batch, num_cuts, trim=trim)
+        self.cutter.trim = bool(self.trims) or self._options.shapes is not None
+        current = self._micro_batches.of(batch, num_cuts)
         current.is_forward_only = is_forward_only
         self.current = self._logs.current = current
         if trainer.fit_loop.batch_idx < trainer.accumulate_grad_batches:
