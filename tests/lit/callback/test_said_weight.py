@@ -216,13 +216,15 @@ class Metered(Keeping):
 
 
 def test_a_mean_metric_counts_by_rows_or_by_its_own_weight() -> None:
-    with pytest.warns(UserWarning, match=r"self.mean.value, weight=n."):
-        run(Metered(weighs=False, **CUT), **WHOLE, max_epochs=1)
-    modules = [Metered(weighs=True, **how) for how in (CUT, {})]
+    """The whole batch's mean is that of its weight."""
+    modules = [Metered(weighs=weighs, **CUT) for weighs in (False, True)]
+    modules.append(Metered(weighs=True))
     for each in modules:
         run(each, **WHOLE, max_epochs=1)
-    cut, whole = (float(m.trainer.callback_metrics["mean"]) for m in modules)
+    means = [float(m.trainer.callback_metrics["mean"]) for m in modules]
+    by_rows, cut, whole = means
     assert cut == pytest.approx(whole, rel=1e-6)
+    assert by_rows != pytest.approx(whole, rel=1e-3)
 
 
 # ---- refused -------------------------------------------------------------------------

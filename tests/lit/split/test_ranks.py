@@ -38,6 +38,7 @@ ALIKE = {
     "tokens": Case(cut=TOKENS, epochs=2),
     "terms, tokens, adamw": Case(loss="terms", cut=TOKENS, optimizer="adamw"),
     "sums, metrics": Case(loss="sums", metrics=True),
+    "metrics that synchronise on a step": Case(metrics="sync"),
     "said, streamed": Case(loss="said", cut=None, window=2),
     "said, windows of two": Case(loss="said", window=2, optimizer="adamw"),
     "said, nearly nothing on rank 0": Case(loss="said", silent=0),
@@ -119,7 +120,6 @@ REFUSED = {
         ddp={"static_graph": True}
     ),
     "ModelParallelStrategy forward passes communicate": Case(ddp=None, cut=AUTO),
-    "metric metric: with dist_sync_on_step": Case(metrics="sync"),
 }
 OTHERS = {
     "plain": Case(naive=True),

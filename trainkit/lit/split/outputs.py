@@ -31,9 +31,6 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.split.micro_batches import CutBatch, like, weighted_mean
 
-TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
-"""The hooks on a batch's way to the device, in which Lightning logs nothing."""
-
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 """The parameters of Lightning's `log` after the name and the value."""
 
@@ -81,7 +78,7 @@ class HeldLogs:
         self, name: str, value: Any, *args: Any, weight: Any = None, **options: Any
     ) -> None:
         hook = current_hook(self._module)
-        if hook in TRANSFER or not is_loggable(value):  # Lightning refuses it by name
+        if not is_loggable(value):  # Lightning refuses it by name
             type(self._module).log(self._module, name, value, *args, **options)
             return
         current, original = self.current, None
@@ -207,68 +204,46 @@ class WindowMetrics:
         num_ranks: how many ranks share a window.
 
     Attributes:
-        found: the metric objects, by name.
+        found: the metric objects.
     """
 
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
         self._module, self._has_ranks = pl_module, num_ranks > 1
-        self._has_said: set[str] = set()
         self.find()
 
     def find(self) -> None:
         """Look for metric objects; a `MetricTracker` makes one for each epoch."""
         modules = self._module.named_modules()
-        self.found = {name: m for name, m in modules if isinstance(m, Metric)}
-        for name, metric in self.found.items():
-            if self._has_ranks and metric.dist_sync_on_step:
-                raise TrainkitError(
-                    f"metric {name}: with dist_sync_on_step=True it waits for the "
-                    f"other ranks in every micro-batch, and ranks may have different "
-                    f"numbers of them. Leave it out: the epoch's value is synchronised "
-                    f"all the same."
-                )
+        self.found = [m for _, m in modules if isinstance(m, Metric)]
 
     @contextmanager
     def seeing(self, current: CutBatch) -> Iterator[None]:
         """A context in which the micro-batches of a loader batch run."""
         with ExitStack() as stack:
             is_alone = len(current.parts) == 1 and not self._has_ranks
-            for name, metric in () if is_alone else self.found.items():
-                if self._has_ranks:  # compute() must not wait for the other ranks
+            for metric in () if is_alone else self.found:
+                if self._has_ranks:  # nothing must wait for the other ranks
                     alone = replaced(metric, distributed_available_fn=lambda: False)
                     stack.enter_context(alone)
                     stack.callback(forget_computed, metric)
                 if isinstance(metric, MeanMetric):
-                    update = self._weighed(name, metric.update, current)
+                    update = self._weighed(metric.update, current)
                     update = uncompiled(self._module, update)
                     stack.enter_context(replaced(metric, update=update))
             yield
 
-    def _weighed(
-        self, name: str, update: Callable[..., Any], current: CutBatch
-    ) -> Callable[..., Any]:
+    @staticmethod
+    def _weighed(update: Callable[..., Any], current: CutBatch) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None) -> None:
             if weight is not None:
                 update(value, weight)
             elif isinstance(value, Tensor) and value.ndim:
                 update(value)  # each entry counts once
             else:
-                if current.are_said and len(current.parts) > 1:
-                    self._say_by_rows(name)
                 share = current.share()
                 update(_unless_nothing(value, share), share)
 
         return weighed
-
-    def _say_by_rows(self, name: str) -> None:
-        if name not in self._has_said:
-            self._has_said.add(name)
-            warnings.warn(
-                f"metric {name}: the number that it gets for a micro-batch counts by "
-                f"the micro-batch's rows, since training_step has still to say what "
-                f"the loss weighs. Give it the weight: self.{name}(value, weight=n).",
-                stacklevel=2,
-            )
 
 
 def _unless_nothing(value: Any, share: Weight) -> Any:
@@ -304,11 +279,10 @@ def taken_apart(
 def put_together(batch: CutBatch) -> dict[str, Any]:
     """What was returned beside the losses of a loader batch's micro-batches.
 
-    A value with one entry for each row is put into the loader batch's order. Single
-    floating numbers become their mean, weighed as the loss is; a text, a bool or None
-    that is equal in all stays. Anything else, such as an int, which may be a count of
-    rows, or logits of micro-batches of unlike widths, becomes a list with the values of
-    all micro-batches, in the order in which they ran.
+    A tensor or list with one entry for each row is put into the loader batch's order. A
+    tensor that is one floating number becomes its mean, weighed as the loss is. All
+    else becomes a list with the values of all micro-batches, in the order in which they
+    ran.
     """
     parts = [batch.parts[index] for index in batch.extras]
     pairs = zip(batch.extras.values(), parts, strict=True)
@@ -344,11 +318,6 @@ def _joined(
         flat = [entry for value in values for entry in value]
         is_by_row = lengths == [len(each) for each in values]
         return [flat[place] for place in places] if is_by_row else values
-    if all(isinstance(each, float) for each in values):
-        wide = [torch.tensor(each, dtype=torch.float64) for each in values]
-        return float(weighted_mean(wide, weights))
-    if all(each is None or isinstance(each, str | bool) for each in values):
-        return values[0] if len(set(values)) == 1 else values
     if not all(isinstance(each, Tensor) for each in values):
         return values
     if all(each.ndim == 0 and each.is_floating_point() for each in values):
@@ -356,8 +325,4 @@ def _joined(
     by_row = [(length, *values[0].shape[1:]) for length in lengths]
     if not values[0].ndim or by_row != [tuple(each.shape) for each in values]:
         return values
-    whole = torch.cat(values)
-    if places == list(range(len(places))):
-        return whole
-    index = torch.tensor(places, pin_memory=whole.is_cuda)
-    return whole[index.to(whole.device, non_blocking=True)]
+    return torch.cat(values)[places]
