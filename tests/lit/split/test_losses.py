@@ -176,8 +176,8 @@ def returning(change: Callable[[Any], Any]) -> Any:
         (lambda: Cut(strategy=PerToken()), 1, ONE),
         (lambda: Cut(strategy=PerToken()), 2, ONE),
         (lambda: Cut(), 2, NOT_THERE),
-        (lambda: Cut(), {0: 1, 1: 2}, "accumulate_grad_batches=2 the window's"),
-        (lambda: Terms(), 1, r"has one loss. .*micro_batching = MicroBatching\(size=4"),
+        (lambda: Cut(), {0: 1, 1: 2}, "accumulate_grad_batches=2 that are cut"),
+        (lambda: Terms(), 1, r"are not cut. .*micro_batching = MicroBatching\(size=4"),
     ],
 )
 def test_wrong_terms_are_refused(make: Any, window: Any, text: str) -> None:

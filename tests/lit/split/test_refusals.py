@@ -30,7 +30,6 @@ from tests.zoo.modules import Manual, hooked, pad_and_mask
 from trainkit import (
     AccumulationStrategy,
     MicroBatching,
-    PerToken,
     TrainkitError,
     Uniform,
 )
@@ -69,7 +68,7 @@ def none_for_long_rows(module: Any, batch: Any) -> Any:
     return None if is_long else module.loss_of(batch)
 
 
-UNIFORM, A_TENSOR = r"Uniform\(\) counts micro-batches", "must be a tensor with one"
+A_TENSOR = "must be a tensor with one"
 WRONG_TYPES: list[Any] = [4, {"size": 4}, "auto"]
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     *[
@@ -77,9 +76,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         for options in WRONG_TYPES
     ],
     (lambda: Manual(cut=FIXED), "with automatic_optimization=False Manual runs its"),
-    # What it counts is what is cut at will.
-    (lambda: Split(strategy=Uniform(), cut=AUTO), UNIFORM),
-    (lambda: Split(strategy={"ce": PerToken(), "aux": Uniform()}, cut=AUTO), UNIFORM),
     (
         lambda: Split(strategy=Longest()),
         "Longest: what micro-batches weigh must add up .* Let weight.. return a sum",
@@ -111,7 +107,7 @@ def test_what_cannot_be_cut_is_refused(make: Callable[[], Any], text: str) -> No
 def test_uniform_is_announced_and_depends_on_the_cut() -> None:
     """For comparison with the big batch, which it is not."""
     found = []
-    for cut in (FIXED, MicroBatching(size=1)):
+    for cut in (FIXED, AUTO):
         with pytest.warns(UserWarning, match="micro_batching: Uniform.. weighs micro-"):
             fitted = fit(Split(strategy=Uniform(), cut=cut))
         found.append(fitted.lightning_module.net.head.weight)  # type: ignore[union-attr]

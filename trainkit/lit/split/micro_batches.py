@@ -17,7 +17,7 @@ from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.core.split.filling import shapes_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Weight
-from trainkit.core.terms import ONE, leading, telling_lengths
+from trainkit.core.terms import leading, telling_lengths
 from trainkit.core.window import quotient, vector
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import counts_rows, says_weights
@@ -245,19 +245,15 @@ def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), default
 
 
-def described(options: MicroBatching, *, is_step: bool, term: str = ONE) -> str:
+def described(options: MicroBatching, *, is_step: bool) -> str:
     """How loader batches are cut, for the table before training.
 
     >>> described(MicroBatching(size=4), is_step=False)
-    'each loader batch is cut into micro-batches of at most 4 rows; logged means \
-weighed as the loss'
-    >>> described(MicroBatching(size=4), is_step=True, term="ce").split("; ")[1]
-    "logged means weighed as the term 'ce', where no weight= is given"
+    'each loader batch is cut into micro-batches of at most 4 rows'
 
     Args:
         options: how to cut.
         is_step: whether one loader batch makes an optimizer step; otherwise several.
-        term: as which a logged mean is weighed that is no term, and has no `weight=`.
     """
     if options.is_auto:
         how = "into micro-batches that double while that is faster"
@@ -272,6 +268,4 @@ weighed as the loss'
         what = f"every {options.pool} loader batches are one step, cut together"
     else:
         what = f"each loader batch {'is one step,' if is_step else 'is'} cut"
-    one = f"the term {term!r}, where no weight= is given"
-    weighed = "the loss" if term == ONE else one
-    return f"{what} {how}; logged means weighed as {weighed}"
+    return f"{what} {how}"

@@ -49,24 +49,13 @@ def refuse_before_training(
             f"leave the optimization to Lightning."
         )
     if any(isinstance(each, Uniform) for each in strategies.values()):
-        _refuse_or_announce_uniform(options)
-    refuse_several_terms(strategies, num_cuts(trainer, options))
-
-
-def _refuse_or_announce_uniform(options: MicroBatching) -> None:
-    """Refuse `Uniform()` with "auto", otherwise warn: its step depends on the cut."""
-    if options.is_auto:
-        raise TrainkitError(
-            'MicroBatching("auto"): Uniform() counts micro-batches, and their number '
-            "here follows from memory and speed, so no two trainings would be the "
-            "same. Say what training_step's mean is over: PerSample() or PerToken()."
+        rank_zero_warn(
+            "trainkit | micro_batching: Uniform() weighs micro-batches alike, so the "
+            "step depends on how its batch is cut, under 'auto' on memory and speed "
+            "as well, and is not the big batch's. This is for comparison; to train "
+            "say what training_step's mean is over: PerSample() or PerToken()."
         )
-    rank_zero_warn(
-        "trainkit | micro_batching: Uniform() weighs micro-batches alike, so the step "
-        "depends on how its batch is cut, and is not the big batch's. This is for "
-        "comparison; to train say what training_step's mean is over: PerSample() or "
-        "PerToken()."
-    )
+    refuse_several_terms(strategies, num_cuts(trainer, options))
 
 
 def refuse_several_terms(
@@ -76,16 +65,12 @@ def refuse_several_terms(
     batches; called before training and during it, since Lightning's schedule may change
     their number."""
     if len(strategies) > 1 and (num_loader_batches != 1 or not is_split):
-        why = "a loader batch that is not cut on the host has one loss"
-        if num_loader_batches != 1:
-            why = (
-                f"with accumulate_grad_batches={num_loader_batches} the window's next "
-                f"batches may not be there yet. Set it to 1"
-            )
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, whose totals must be known before the first backward pass, and "
-            f"{why}. Let one loader batch be the window, which is cut: "
+            f"own, whose totals must be known before the first backward pass, so the "
+            f"window must be one loader batch that is cut, and it is "
+            f"accumulate_grad_batches={num_loader_batches} that "
+            f"{'are' if is_split else 'are not'} cut. Set it to 1, and "
             f"micro_batching = MicroBatching(size=4), say. Where training_step sees "
             f"the whole window, with inside= or exact BatchNorm, let it return the sum "
             f"of its terms, without strategies for them."

@@ -180,8 +180,8 @@ class WindowCallback(WindowOwner):
         if self.is_split:
             is_step = num_cuts(trainer, self.cut) == 1
             how = documents_option(self.cut, *self.strategies.values())
-            cut, term = replace(self.cut, documents=how), next(iter(self.strategies))
-            rows.append(("split", described(cut, is_step=is_step, term=term)))
+            cut = replace(self.cut, documents=how)
+            rows.append(("split", described(cut, is_step=is_step)))
         if self.inside is not None:
             how = {"has_strategy": self.has_strategy, "num_ranks": trainer.world_size}
             rows.append(self.inside.table_row(**how))
