@@ -171,20 +171,19 @@ def settling() -> Callable[[int], float]:
 
 
 @pytest.mark.parametrize(
-    ("cost", "start", "size"),
+    ("cost", "size"),
     [
-        *((up_to(512, noise), None, 512) for noise in (0, 0.01)),
-        *((up_to(2048, noise), None, 2048) for noise in (0, 0.01)),
-        (up_to(10**9), None, WHOLE),
-        (up_to(10**9), 100, 6400),
-        (float, None, WHOLE // 8),
-        (settling(), None, WHOLE),
+        *((up_to(512, noise), 512) for noise in (0, 0.01)),
+        *((up_to(2048, noise), 2048) for noise in (0, 0.01)),
+        (up_to(10**9), WHOLE),
+        (float, WHOLE // 8),
+        (settling(), WHOLE),
     ],
 )
-def test_it_doubles_while_that_is_faster(cost: Any, start: Any, size: int) -> None:
+def test_it_doubles_while_that_is_faster(cost: Any, size: int) -> None:
     machine = Machine(cost)
-    assert machine.run(SizeSearch(start=start)) == size
-    assert machine.sizes[0] == (start or WHOLE // 8)
+    assert machine.run(SizeSearch()) == size
+    assert machine.sizes[0] == WHOLE // 8
     assert max(machine.sizes) <= 2 * size
 
 
@@ -196,25 +195,17 @@ def test_where_memory_ends_the_size_fits_and_is_halved(memory: int) -> None:
     assert machine.run(found) <= machine.memory
 
 
-def test_a_first_batch_of_one_short_row_does_not_hold_the_size_down_for_ever() -> None:
-    machine, found = Machine(up_to(10**9)), SizeSearch()
-    for _ in range(20):
-        machine.window(found, whole=8)
-    assert not found.is_searching
-    assert machine.run(found) >= WHOLE
-
-
 def test_a_size_is_kept_once_it_is_found() -> None:
     found, machine = SizeSearch(), Machine(up_to(1024))
     machine.window(found)
-    again = SizeSearch(found=found.state_dict())
+    again = SizeSearch(found.state_dict())
     assert again.limit is None  # a search under way begins anew
     machine.run(found)
-    again = SizeSearch(found=found.state_dict())
+    again = SizeSearch(found.state_dict())
     assert (again.limit, again.is_searching) == (1024, False)
     found.failed(512)
-    again = SizeSearch(found=found.state_dict())
-    machine.window(again, whole=9 * WHOLE)  # where memory has ended, it ends
+    again = SizeSearch(found.state_dict())
+    machine.window(again)  # where memory has ended, it ends
     assert (again.limit, again.is_searching) == (256, False)
 
 
@@ -227,8 +218,6 @@ def test_a_size_is_kept_once_it_is_found() -> None:
         ({"how": "fast"}, r"how: must be 'auto'.*received 'fast'"),
         ({"size": 0}, r"MicroBatching size: must be a whole number from 1"),
         ({"tokens": 2.5}, r"MicroBatching tokens: must be a whole number.*2\.5"),
-        ({"start": True}, r"MicroBatching start: must be a whole number"),
-        ({"size": 1, "start": 8}, r"start: is for 'auto'.*start=8, size=1"),
         ({"trim": 1}, r"trim: must be True or False, received 1"),
         ({"collate": "pad"}, r"collate: must be the function.*'pad'"),
         ({"lengths": ""}, r"lengths: must be dotted paths"),

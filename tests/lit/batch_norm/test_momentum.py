@@ -21,7 +21,7 @@ from tests.lit.batch_norm.fits import (
     dataset,
     fit,
 )
-from tests.lit.split.short_of_memory import Memory
+from tests.lit.split.short_of_memory import Memory, starting_at
 from tests.zoo.small_resnet import momenta
 from trainkit import (
     AccumulationCallback,
@@ -30,6 +30,7 @@ from trainkit import (
     MicroBatching,
     PerSample,
 )
+from trainkit.lit.split import auto
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
@@ -117,13 +118,16 @@ FORGETS: dict[str, tuple[int | None, float, dict[str, Any]]] = {
     "split, 2": (6, 0.1, split(SIZES[::-1], 2)),
     "split, 3": (4, 0.1, split((14, 2, 17, 9), 3)),
     # Windows that run out of memory are run again in smaller parts.
-    "again": (10, 0.1, {**split(how="auto", start=1000), "fails": (1, 3)}),
-    "again, 2": (6, 0.1, {**split(window=2, how="auto", start=1000), "fails": (1, 4)}),
+    "again": (10, 0.1, {**split(how="auto"), "fails": (1, 3)}),
+    "again, 2": (6, 0.1, {**split(window=2, how="auto"), "fails": (1, 4)}),
 }
 
 
 @pytest.mark.parametrize("name", FORGETS)
-def test_decay_equals_the_big_batchs(name: str) -> None:
+def test_decay_equals_the_big_batchs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "SizeSearch", starting_at(1000))
     steps, momentum, how = FORGETS[name]
     how, taken = dict(how), list[int]()
     count = At("on_train_end", lambda t, m: taken.append(t.global_step))

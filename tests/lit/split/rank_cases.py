@@ -21,9 +21,10 @@ from torchmetrics.classification import MulticlassF1Score
 from tests.helpers import OPTIMIZERS, TokenNet, pad, ragged_sequences, trainer, weights
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
-from tests.lit.split.short_of_memory import Memory, Short
+from tests.lit.split.short_of_memory import Memory, Short, starting_at
 from tests.zoo.modules import Plain, whole
 from trainkit import MicroBatching, PerSample, PerToken, Weighed
+from trainkit.lit.split import auto
 
 SHARES: dict[int, list[tuple[int, ...]]] = {
     2: [(9, 3, 12, 2), (3, 10, 1, 2)],
@@ -214,6 +215,7 @@ class Result:
 
 
 def train(rank: int, world: int, case: Case) -> Result:
+    auto.SizeSearch = starting_at(1000)  # type: ignore[misc]
     memory = replace(case.memory[rank]) if case.memory else Memory()
     module: Any = Trained(case, memory)
     if case.naive:

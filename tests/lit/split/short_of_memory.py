@@ -19,6 +19,7 @@ from tests.helpers import VOCABULARY
 from tests.lit.fronts import windows_of
 from tests.lit.split.common import Split, fit
 from trainkit import MicroBatching
+from trainkit.lit.split.auto import SizeSearch
 
 Place = Literal["forward", "backward", "transfer", "log"]
 
@@ -107,6 +108,17 @@ class Short(Split):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.need("log", batch)
         return _InBackward.apply(loss, lambda: self.need("backward", batch))
+
+
+def starting_at(size: int) -> type[SizeSearch]:
+    """A search that begins with another size: with a large one nothing is searched."""
+
+    class Starting(SizeSearch):
+        def begin(self, whole: int) -> int:
+            self.limit = self.limit or size
+            return self.limit
+
+    return Starting
 
 
 class Cuts(pl.Callback):

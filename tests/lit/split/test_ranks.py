@@ -29,7 +29,7 @@ TOKENS = MicroBatching(tokens=40)
 ROWS = MicroBatching(size=1)
 POOLS = MicroBatching(tokens=40, pool=2)
 SHAPES = MicroBatching(tokens=60, shapes=3)
-AUTO = MicroBatching("auto", start=1000)
+AUTO = MicroBatching("auto")
 SEEKS = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
 SHORT: Any = {"branches": True, "ddp": SEEKS, "only_short": (1, 3)}

@@ -37,11 +37,14 @@ from tests.lit.split.short_of_memory import (
     Place,
     Short,
     out_of_memory,
+    starting_at,
     states,
 )
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import Plain, Rows, hooked, on_front, plain_token_loss
 from trainkit import MicroBatching, PerSample, TrainkitError, WindowMonitor
+from trainkit.lit.split import auto
+from trainkit.lit.split.auto import SizeSearch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
@@ -49,7 +52,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding"),
 ]
 
-WHOLE = MicroBatching("auto", start=1000)  # begins with whole batches: no search
+
+@pytest.fixture(autouse=True)
+def begins_with_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing is searched."""
+    monkeypatch.setattr(auto, "SizeSearch", starting_at(1000))
+
+
+@pytest.fixture
+def searches(begins_with_whole_batches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "SizeSearch", SizeSearch)
 
 
 def overwritten(self: Any, batch: Any) -> Tensor:
@@ -98,11 +110,12 @@ OTHERS = (3, 4, 11, 20)  # in other micro-batches than the largest
     ],
 )
 def test_windows_that_ran_out_of_memory_equal_the_whole_batch(
-    kind: Any, memory: Memory, window: int
+    kind: Any, memory: Memory, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = replace(memory)
-    cut = MicroBatching(start=60) if kind is Leaving else WHOLE
-    found = off(kind(memory, cut=cut), kind(cut=None), window=window)
+    if kind is Leaving:
+        monkeypatch.setattr(auto, "SizeSearch", starting_at(60))
+    found = off(kind(memory, cut=AUTO), kind(cut=None), window=window)
     assert memory.num_failures >= 1 + (kind is Short)
     assert found > NAIVE if kind is Leaving else found <= EXACT
 
@@ -121,7 +134,7 @@ def test_all_that_a_window_changes_equals_a_run_with_the_final_size(
     """Weights, buffers, metrics, logs, counters and random numbers, bit by bit; another
     size is another run, which is the control."""
     memory, how = replace(memory), {"sizes": sizes, "window": window}
-    found, size = states(WHOLE, memory, **how)
+    found, size = states(AUTO, memory, **how)
     assert memory.num_failures > 0
     assert found == states(MicroBatching(tokens=size), **how)[0]
     assert found != states(MicroBatching(tokens=3 * size), **how)[0]
@@ -130,16 +143,16 @@ def test_all_that_a_window_changes_equals_a_run_with_the_final_size(
 def test_a_single_sample_that_does_not_fit_is_refused_with_its_size() -> None:
     text = r"memory ran out with a single sample of 1\d tokens \(OutOfMemoryError\)"
     with pytest.raises(TrainkitError, match=text):
-        fit(Short(Memory(fits={1: 12}), cut=WHOLE))
+        fit(Short(Memory(fits={1: 12}), cut=AUTO))
 
 
 @pytest.mark.parametrize(
     ("error", "place", "cut"),
     [
-        (LookupError("mine"), "forward", WHOLE),
-        (RuntimeError("mat1 and mat2"), "forward", WHOLE),
-        (RuntimeError("mat1 and mat2"), "backward", WHOLE),
-        (KeyboardInterrupt(), "backward", WHOLE),
+        (LookupError("mine"), "forward", AUTO),
+        (RuntimeError("mat1 and mat2"), "forward", AUTO),
+        (RuntimeError("mat1 and mat2"), "backward", AUTO),
+        (KeyboardInterrupt(), "backward", AUTO),
         (ValueError("mine"), "forward", FIXED),
         (KeyboardInterrupt(), "forward", FIXED),
         (out_of_memory(), "forward", FIXED),  # the user has said the size
@@ -186,7 +199,7 @@ def test_what_the_failed_frames_held_is_free_before_the_retry(place: Place) -> N
     memory: Any = Memory(AT_ONCE, place=place)
     gc.disable()  # it must be seen to without the collector
     try:
-        fit(Holding(memory, cut=WHOLE))
+        fit(Holding(memory, cut=AUTO))
     finally:
         gc.enable()
     assert memory.alive
@@ -259,15 +272,15 @@ def test_saved_tensors_are_those_of_one_micro_batch(make: Any, is_split: bool) -
     assert alone > 0
 
 
-def test_it_begins_small_or_as_it_is_said_and_runs_the_largest_first() -> None:
+@pytest.mark.usefixtures("searches")
+def test_it_begins_small_and_runs_the_largest_first() -> None:
     fit(Short(cut=AUTO), cuts := Cuts(), max_epochs=8)
     assert len(cuts.sizes[0]) > 1
     for sizes in cuts.sizes:
         assert sizes == sorted(sizes, reverse=True)
-    fit(Short(cut=MicroBatching("auto", start=50)), cuts := Cuts())
-    assert 40 < max(cuts.sizes[0]) <= 50
 
 
+@pytest.mark.usefixtures("searches")
 def test_a_search_that_goes_on_and_one_that_ends_are_exact() -> None:
     with TestCase().assertLogs(rank_zero.log, "INFO") as said:
         fitted = fit(module := Short(cut=AUTO), max_epochs=20)  # 60 windows
@@ -278,16 +291,20 @@ def test_a_search_that_goes_on_and_one_that_ends_are_exact() -> None:
     assert f"micro-batches of at most {limit} tokens" in line
 
 
-def test_a_larger_loader_batch_later_is_cut_by_what_was_found() -> None:
+def test_a_larger_loader_batch_later_is_cut_by_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     longest = max(len(x) for x, _ in SEQUENCES[:20])
     how: Any = {"sizes": (5, 5, 5, 5, 20), "max_epochs": 1}
-    module, cuts = Short(cut=MicroBatching("auto", start=5 * longest)), Cuts()
+    monkeypatch.setattr(auto, "SizeSearch", starting_at(5 * longest))
+    module, cuts = Short(cut=AUTO), Cuts()
     assert off(module, Split(cut=None), cuts, **how) <= EXACT
     assert len(cuts.sizes[0]) == 1
     assert len(cuts.sizes[4]) > 1
     assert max(cuts.sizes[4]) <= 5 * longest
 
 
+@pytest.mark.usefixtures("searches")
 def test_the_size_is_logged_with_the_window_that_was_cut_so() -> None:
     module = Short(Memory(fits={0: 100, 2: 50}), cut=AUTO)
     table, cuts = Table(), Cuts()
@@ -299,7 +316,7 @@ def test_the_size_is_logged_with_the_window_that_was_cut_so() -> None:
     assert rows[2] <= 50
 
 
-def test_images_are_cut_by_rows() -> None:
+def test_images_are_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches without lengths."""
 
     def training_step(self: Any, batch: Tensor, batch_idx: int) -> Any:
@@ -310,7 +327,12 @@ def test_images_are_cut_by_rows() -> None:
 
     data = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
     ends, loader = [], DataLoader(data, batch_size=16)  # type: ignore[arg-type]
-    for fits, cut in ((5, AUTO), (5, WHOLE), (99, None)):
+    for fits, cut, search in (
+        (5, AUTO, SizeSearch),
+        (5, AUTO, starting_at(1000)),
+        (99, None, SizeSearch),
+    ):
+        monkeypatch.setattr(auto, "SizeSearch", search)
         kind = hooked(Rows, training_step=training_step, fits=fits, rows=[])
         module, _ = on_front("mixin", kind, strategy=PerSample(), cut=cut)
         fit(module, data=loader, max_epochs=3)
@@ -327,10 +349,10 @@ def test_a_resumed_run_goes_on_with_the_size_and_equals_one_that_was_not_stopped
     tmp_path: Path,
 ) -> None:
     path, fits = tmp_path / "found.ckpt", {0: 70}
-    first = fit(Short(Memory(fits=fits), cut=WHOLE), max_epochs=3)
+    first = fit(Short(Memory(fits=fits), cut=AUTO), max_epochs=3)
     first.save_checkpoint(path)
     found = windows_of(first).micro_batch_size
-    module, cuts = Short(Memory(fits=fits), cut=WHOLE), Cuts()
+    module, cuts = Short(Memory(fits=fits), cut=AUTO), Cuts()
     resumed = fit(module, cuts, max_epochs=5, ckpt_path=str(path))
     assert found is not None
     assert module.memory.num_failures == 0
@@ -342,10 +364,11 @@ def test_a_resumed_run_goes_on_with_the_size_and_equals_one_that_was_not_stopped
 
 @pytest.mark.parametrize("start", [20, 1000])
 def test_a_run_that_was_still_searching_begins_below_what_has_failed(
-    start: int, tmp_path: Path
+    start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ran out is known, and searched again is what was not found."""
-    path, cut = tmp_path / "searching.ckpt", MicroBatching("auto", start=start)
+    path, cut = tmp_path / "searching.ckpt", AUTO
+    monkeypatch.setattr(auto, "SizeSearch", starting_at(start))
     first = Short(Memory(fits={0: 150}), cut=cut)
     fit(first, max_epochs=2).save_checkpoint(path)
     assert (first.memory.num_failures > 0) == (start == 1000)
@@ -358,7 +381,7 @@ def test_a_run_that_was_still_searching_begins_below_what_has_failed(
 
 def test_another_fit_knows_nothing_of_the_last() -> None:
     failures = []
-    module = Short(cut=WHOLE)
+    module = Short(cut=AUTO)
     for _ in range(2):
         module.memory = Memory(fits={0: 70})
         fit(module)

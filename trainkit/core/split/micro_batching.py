@@ -37,7 +37,7 @@ class MicroBatching(_Chosen):
     Args:
         how: `"auto"`: micro-batches double over the first windows while that is faster,
             and are halved where memory runs out. `size` or `tokens` set the cut
-            instead.
+            instead: for rows that come sorted from short to long, say.
         size: the most rows in a micro-batch. Alone: as few micro-batches as that
             allows, with the least padding that so many can have.
         tokens: the most tokens in a micro-batch, with its padding: rows times the
@@ -60,8 +60,6 @@ class MicroBatching(_Chosen):
             or positions tell them apart; packed rows are cut by rows. The path of such
             a field: rows are taken apart into documents. `"off"`: rows are cut. With
             `inside`, its last part is the name of an argument.
-        start: `"auto"`: the first size tried, in tokens, or in rows if batches have no
-            lengths.
         shapes: with a budget of tokens: the most shapes that micro-batches have in a
             run, for compiled models; they are filled with rows and columns that weigh
             nothing. The widths, such as `(512, 256, 128)`, of which the greatest holds
@@ -89,7 +87,6 @@ class MicroBatching(_Chosen):
     trim: bool = True
     collate: Callable[[list[Any]], Any] | None = None
     documents: str = "auto"
-    start: int | None = None
     shapes: int | Sequence[int] | None = None
     pool: int | None = None
     inside: str | Sequence[str] | None = None
@@ -101,7 +98,7 @@ class MicroBatching(_Chosen):
                     f"MicroBatching {name}: must be {rule}, received "
                     f"{getattr(self, name)!r}."
                 )
-        for name in ("size", "tokens", "start", "pool"):
+        for name in ("size", "tokens", "pool"):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
         # Configurations bring lists of their own kind.
@@ -111,14 +108,11 @@ class MicroBatching(_Chosen):
         for name in ("lengths", "inside"):
             if not isinstance(value := getattr(self, name), str | int | None):
                 object.__setattr__(self, name, tuple(value))
-        self._exclude(
-            "start", ("size", "tokens"), "is for 'auto', which finds the size"
-        )
         of_batch = ("shared", "trim")
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
-        of_shapes = ("collate", "trim", "start")
+        of_shapes = ("collate", "trim")
         self._exclude("shapes", of_shapes, "micro-batches are filled to few widths")
-        of_host = ("collate", "start", "shapes", "pool")
+        of_host = ("collate", "shapes", "pool")
         self._exclude("inside", of_host, "the loader batch is not cut")
 
     @property

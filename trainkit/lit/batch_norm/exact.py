@@ -135,7 +135,7 @@ def cut_inside(
             f"what comes before and after them, and name it: "
             f"MicroBatching(inside='net', size=4).{more}"
         )
-    return replace(options, inside=paths, shared=(), lengths=None, start=None)
+    return replace(options, inside=paths, shared=(), lengths=None)
 
 
 def _holders(module: nn.Module, path: str) -> Iterator[str]:

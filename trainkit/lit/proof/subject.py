@@ -168,7 +168,7 @@ class Subject:
             sizes = [each for each in range(size, num_rows) if num_rows % each > 1]
             size = next(iter(sizes), size)
         return replace(
-            options, size=size, start=None,
+            options, size=size,
             tokens=options.tokens if shapes else None, shapes=shapes,
             pool=len(self.loader_batches) if options.pool else None,
             trim=options.trim and not self.are_alike,

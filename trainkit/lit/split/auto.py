@@ -36,12 +36,11 @@ FASTER = 1.03
 class SizeSearch:
     """Chooses the size with which the next window is cut.
 
-    It doubles while windows run faster, up to the whole batch. Memory that runs out
-    halves it, and ends the search. Every rank must give it equal numbers.
+    It begins with an eighth of the first loader batch, and doubles while windows run
+    faster, up to the whole batch. Memory that runs out halves it, and ends the search.
+    Every rank must give it equal numbers.
 
     Args:
-        start: the first size, in the unit of the batches; default: an eighth of the
-            first loader batch.
         found: what another run has found, as `state_dict` gives it.
 
     Attributes:
@@ -49,27 +48,22 @@ class SizeSearch:
         is_searching: whether windows are still timed.
     """
 
-    def __init__(
-        self, *, start: int | None = None, found: Mapping[str, Any] | None = None
-    ) -> None:
-        found = found or {}
-        self._start, self._largest = start, found.get("whole", 0)
-        self.limit: int | None = found.get("limit")
+    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
+        self.limit: int | None = (found or {}).get("limit")
         self.is_searching = self.limit is None
-        self._has_failed = bool(found.get("failed"))
         self._times: list[float] = []
         self._best: float | None = None  # with half the size
 
     def begin(self, whole: int) -> int:
         """The size for the window that is about to be cut; `whole` is that of it as one
         micro-batch, on the rank where it is largest."""
-        self.limit = self.limit or self._start or max(whole // SHARE, 1)
+        self.limit = self.limit or max(whole // SHARE, 1)
         return self.limit
 
     def failed(self, size: int) -> None:
         """Note that memory ran out in a micro-batch of this size."""
         self.limit = max(min(self.begin(size), size) // 2, 1)
-        self.is_searching, self._has_failed = False, True
+        self.is_searching = False
 
     def passed(self, whole: int, pace: float) -> None:
         """Note that a window has run.
@@ -78,9 +72,6 @@ class SizeSearch:
             whole: its size as one micro-batch, on the rank where it is largest.
             pace: how long it took, over its size without padding.
         """
-        grew, self._largest = whole > 2 * self._largest, max(whole, self._largest)
-        if grew and not self._has_failed:  # also: the first batch was a short one
-            self.is_searching, self._best, self._times = True, None, []
         if not self.is_searching:
             return
         self._times.append(pace)
@@ -98,8 +89,7 @@ class SizeSearch:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run begins with. It may run on another machine, so no times
         are kept."""
-        limit = None if self.is_searching else self.limit
-        return {"limit": limit, "failed": self._has_failed, "whole": self._largest}
+        return {"limit": None if self.is_searching else self.limit}
 
 
 NO_SIZE = -torch.inf
@@ -137,7 +127,6 @@ class AutoSizes:
     no backward pass communicates.
 
     Args:
-        start: the size with which the search begins.
         found: what an earlier run has found, as the search's `state_dict` gives it.
         ranks: that share what has happened after each window.
         backend: Lightning's strategy object.
@@ -148,13 +137,9 @@ class AutoSizes:
     """
 
     def __init__(
-        self,
-        start: int | None,
-        found: Mapping[str, Any] | None,
-        ranks: Ranks,
-        backend: Any,
+        self, found: Mapping[str, Any] | None, ranks: Ranks, backend: Any
     ) -> None:
-        self.search = SizeSearch(start=start, found=found)
+        self.search = SizeSearch(found)
         self.shown: int | None = None
         self._hosts, self._ddp = Hosts(ranks), ranks.ddp
         self._device = backend.root_device

@@ -94,8 +94,7 @@ class Split:
         self.sizes: AutoSizes | None = None
         if is_auto := options.is_auto:
             refusals.refuse_auto(trainer, self._ranks, run_alike=run_alike)
-            backend = trainer.strategy
-            self.sizes = AutoSizes(options.start, found, self._ranks, backend)
+            self.sizes = AutoSizes(found, self._ranks, trainer.strategy)
         # In windows that may run again gradients stay on their ranks in all passes.
         self._is_apart = is_auto and self._ranks.backend_sums
         self.current: CutBatch | None = None
