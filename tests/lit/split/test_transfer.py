@@ -163,8 +163,8 @@ def test_to_a_gpu_they_are_copied_from_pinned_memory(
 ) -> None:
     """So that the host does not wait for the copy."""
     fitted, (batch, *_) = trainer(), [*loader_batches()]
-    transfer = Transfer(fitted, module := Split(), {}, may_repeat=False)
-    parts = Cutter(FIXED, module.accumulation).cut(batch)
+    transfer = Transfer(fitted, Split(), {}, may_repeat=False)
+    parts = Cutter(FIXED, PerToken()).cut(batch)
     current = CutBatch(parts, len(parts), {}, are_said=False, num_cuts=1)
     pinned = [*map(id, tensors([part.batch for part in parts]))]
     for device, expected in (("cpu", []), ("cuda", pinned)):
