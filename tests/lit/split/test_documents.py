@@ -178,7 +178,7 @@ def test_the_table_says_what_a_size_counts(
 ) -> None:
     packs = PackCollate(length=20)
     train(packs, BIG, strategy, cut, module=Model("documents"))
-    assert f"micro-batches of at most 4 {unit};" in capsys.readouterr().out
+    assert f"micro-batches of at most 4 {unit}\n" in capsys.readouterr().out
 
 
 class WithTerms(Model):
