@@ -66,9 +66,10 @@ class MicroBatching(_Chosen):
             the longest row; each shape has as many rows as the budget allows. A number:
             widths of the budget, a fourth of it, a sixteenth, and so on. Of a flattened
             batch they are the tokens of a row: the budget, half of it, a fourth.
-        pool: how many loader batches are cut together, and make one optimizer step, for
-            loaders whose rows' lengths are not known before. They wait on the host
-            until the last has come. The Trainer's `accumulate_grad_batches` is set.
+        pool: how many loader batches, padded ones or lists of samples, are cut together
+            and make one optimizer step, for loaders whose rows' lengths are not known
+            before. They wait on the host until the last has come. The Trainer's
+            `accumulate_grad_batches` is set.
         inside: the inner cut. The loader batch is not cut: `training_step` runs once on
             all of it, and the submodules at these paths run in chunks of rows, or of
             the documents of one row that an argument tells apart, without a graph, and
