@@ -41,11 +41,15 @@ def nothing_in(batch: Any, strategies: Strategies) -> dict[int, float]:
     return found
 
 
+def counts_every_row(strategy: Any) -> bool:
+    """Whether nothing in a row could say that it weighs nothing."""
+    return all(getattr(strategy, name, None) is None for name in ("mask", "labels"))
+
+
 def refuse_rows_that_count(strategies: Strategies) -> None:
     """Refuse to fill a micro-batch with rows for a strategy that would count them."""
     for each in strategies.values():
-        names = ("mask", "labels")
-        if all(getattr(each, name, None) is None for name in names):
+        if counts_every_row(each):
             raise TrainkitError(
                 f"MicroBatching shapes: rows that fill a micro-batch must weigh "
                 f"nothing, and {type(each).__name__} has neither a mask nor labels "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,10 +16,9 @@ from trainkit.core._compat import communication_hooks
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
-from trainkit.core.split.filling import nothing_of
+from trainkit.core.split.filling import counts_every_row
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform, Weight
-from trainkit.core.terms import ONE
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader
@@ -138,16 +136,16 @@ def refuse_fillers_that_count(
     if ends_before or not pl_module.automatic_optimization:
         return  # there are no fillers; or the module says its weights
     for strategy in strategies.values():
-        said = isinstance(strategy, Uniform | Weighed)
-        if said or strategy.loss_reduction == "total" or nothing_of({ONE: strategy}):
-            continue
-        raise TrainkitError(
-            f"{type(strategy).__name__}: a row with which ResumableLoader("
-            f"weigh_nothing=) fills a place must weigh nothing, and this strategy "
-            f"counts every row. Use PerSample(mask=...) with a field that "
-            f"weigh_nothing sets to 0, or PerToken() with labels that it sets to "
-            f"ignore_index; or no weigh_nothing=."
-        )
+        is_free = isinstance(strategy, Uniform | Weighed)
+        is_free = is_free or strategy.loss_reduction == "total"
+        if not is_free and counts_every_row(strategy):
+            raise TrainkitError(
+                f"{type(strategy).__name__}: a row with which ResumableLoader("
+                f"weigh_nothing=) fills a place must weigh nothing, and this strategy "
+                f"counts every row. Use PerSample(mask=...) with a field that "
+                f"weigh_nothing sets to 0, or PerToken() with labels that it sets to "
+                f"ignore_index; or no weigh_nothing=."
+            )
 
 
 def fills(loader: Any) -> bool:
