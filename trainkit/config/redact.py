@@ -9,9 +9,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, resolvers
 from omegaconf.errors import OmegaConfBaseException
 
+from trainkit.config._compat import register_resolver
 from trainkit.pages.atomic_file import write_atomically
 
 REDACTED = "<redacted>"
@@ -32,11 +33,6 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"\$\{oc\.env:[^,{}$]+(,\s*null)?\}")
 _WORD = re.compile(r"([^\s={]+)=(.*)", re.DOTALL)
 _INNER_KEY = re.compile(r"[\w.]+(?=['\"]?\s*:)")
-
-_ENVIRONMENT = re.compile(r"\$\{\s*(oc\s*\.\s*(env\s*:|\$\{)|hydra\s*:\s*job\.env_set)")
-"""An interpolation that reads the environment, or may: `${oc.${name}:HOME}` too."""
-_OPENING = re.compile(r"(\\*)\$\{")
-_CALL = re.compile(r"(?<!\\)\$\{[\w.]+:")
 
 
 def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
@@ -110,6 +106,8 @@ def _redacted(value: Any, known: list[str], *, in_secret: bool) -> Any:
         is_named = isinstance(value, str) and _VARIABLE.fullmatch(value)
         is_flag = isinstance(value, bool)  # `use_auth_token: true`
         return value if is_named or is_flag or value in (None, "", "???") else REDACTED
+    if isinstance(value, PurePath):
+        value = str(value)
     return _text(value, known) if isinstance(value, str) else value
 
 
@@ -129,10 +127,10 @@ def _text(text: str, known: list[str]) -> str:
 def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with interpolations resolved, without the environment's values.
 
-    An interpolation of an environment variable stays as it was written, also if another
-    entry leads to it. The file then names the source of the value, and a copy of it
-    works elsewhere. An interpolation that cannot be resolved stays too. Secrets are
-    replaced, see `redact`.
+    An interpolation of an environment variable stays a text, also where another entry
+    leads to it: what computes with it gets this text. The file then names the source of
+    the value, and a copy of it works elsewhere. A root entry that cannot be resolved
+    stays as it was written. Secrets are replaced, see `redact`.
 
     >>> public_config({"a": "${oc.env:HOME}", "b": "${a}/x", "n": "${m}", "m": 2})
     {'a': '${oc.env:HOME}', 'b': '${oc.env:HOME}/x', 'n': 2, 'm': 2}
@@ -141,45 +139,26 @@ def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
         config: the whole configuration, since interpolations may lead anywhere in it.
     """
     whole: Any = OmegaConf.create(config)  # type: ignore[arg-type]
-    raw = OmegaConf.to_container(whole, resolve=False, enum_to_str=True)
-    resolved = OmegaConf.create(_as_text(raw))
-    return redact(_plain(resolved))
-
-
-def _as_text(value: Any) -> Any:
-    """A value with each `${oc.env:...}` escaped, so that OmegaConf reads a text."""
-    if isinstance(value, dict):
-        return {key: _as_text(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_as_text(each) for each in value]
-    if isinstance(value, PurePath):
-        return str(value)
-    if _reads_environment(value):
-        # A backslash before it must be escaped too.
-        return _OPENING.sub(lambda found: 2 * found[1] + "\\${", value)
-    return value
-
-
-def _reads_environment(value: Any) -> bool:
-    return isinstance(value, str) and _ENVIRONMENT.search(value) is not None
-
-
-def _plain(node: Any) -> Any:
-    if not OmegaConf.is_config(node):
-        return node
-    written: Any = OmegaConf.to_container(node, resolve=False)
-    if OmegaConf.is_dict(node):
-        return {key: _value(node, key, written[key]) for key in node}
-    return [_value(node, index, each) for index, each in enumerate(written)]
-
-
-def _value(node: Any, key: Any, written: Any) -> Any:
-    if OmegaConf.is_missing(node, key):
-        return written
+    raw: Any = OmegaConf.to_container(whole, resolve=False, enum_to_str=True)
+    register_resolver("oc.env", _as_written)
     try:
-        value = _plain(node[key])
+        return redact({key: _resolved(whole, key, raw[key]) for key in raw})
+    finally:
+        register_resolver("oc.env", resolvers.oc.env)
+
+
+def _as_written(*words: str | None) -> str:
+    """The interpolation of an environment variable, as a text."""
+    said = ("null" if word is None else str(word) for word in words)
+    return f"${{oc.env:{','.join(said)}}}"
+
+
+def _resolved(config: Any, key: Any, raw: Any) -> Any:
+    """The value of a root entry, or what was written, if it cannot be resolved."""
+    try:
+        value = config[key]
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True, enum_to_str=True)
     except (OmegaConfBaseException, ValueError, TypeError):
-        return written
-    # A resolver that computes with an environment variable received only its name.
-    is_computed = isinstance(written, str) and _CALL.search(written)
-    return written if is_computed and _reads_environment(value) else value
+        return raw
+    return value
