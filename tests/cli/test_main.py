@@ -11,7 +11,6 @@ from pathlib import Path
 
 import lightning.pytorch  # noqa: F401
 import pytest
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
@@ -23,7 +22,6 @@ from trainkit.cli.errors import (
     Interrupted,
     TrainingFailed,
     guarded,
-    readable,
     remember_ctrl_c,
 )
 from trainkit.cli.main import COMMANDS, main
@@ -177,20 +175,6 @@ def test_an_error_is_one_message_and_a_status(
     assert shown.startswith(said)
     assert ("Traceback" in shown) == ("Traceback" in said)
     assert guarded(lambda: status) == status  # what works passes its status on
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("hydra/launcher/ray_aws", "[ray]"),
-        ("hydra/sweeper/optuna", "[optuna]"),
-        ("hydra/launcher/rai", ""),
-        ("model/ray", ""),
-    ],
-)
-def test_a_plugin_of_hydras_comes_with_an_extra(name: str, extra: str) -> None:
-    error = HydraException(f"In 'hydra/config': Could not find '{name}'\n\nAvailable")
-    assert readable(error).endswith(f"lightning-trainkit{extra}" if extra else "able")
 
 
 def test_a_signal_ends_the_process() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from trainkit.errors import TRACEBACK, TrainkitError
 
@@ -20,10 +18,6 @@ _MISTAKES = {
     "yaml.error.YAMLError",
     "lightning.fabric.utilities.exceptions.MisconfigurationException",
 }
-
-
-EXTRAS = ("joblib", "submitit", "ray", "optuna")
-"""Extras of trainkit that bring a launcher or a sweeper of Hydra."""
 
 
 class TrainingFailed(Exception):
@@ -92,18 +86,10 @@ def shown(error: Exception) -> str:
     if isinstance(error, TrainingFailed):
         return str(error).rstrip()
     lines = "".join(traceback.format_exception(error))
-    if is_full(error):
-        said = f"trainkit: {error}. Make room, and run it again."
-    elif is_mistake(error):
-        said = f"trainkit: {readable(error)}"
-    else:
+    if not is_mistake(error):
         return lines.rstrip()
+    said = f"trainkit: {readable(error)}"
     return lines + said if os.environ.get(TRACEBACK) == "1" else said
-
-
-def is_full(error: BaseException) -> TypeGuard[OSError]:
-    """Whether a disk, or what a user may take of it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_mistake(error: BaseException) -> bool:
@@ -134,9 +120,6 @@ def readable(error: BaseException) -> str:
             node = getattr(cause, "parent_node", None) or node
             path = getattr(cause, "full_key", None) or path
         cause = cause.__cause__
-    plugin = re.search(r"Could not find 'hydra/\w+/(\w+?)(_|')", "\n".join(lines))
-    if plugin is not None and plugin[1] in EXTRAS:
-        lines.append(f"It comes with an extra: lightning-trainkit[{plugin[1]}]")
     if "Missing mandatory value" in lines[0]:
         lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
     elif isinstance(node, MutableMapping) and key not in node:

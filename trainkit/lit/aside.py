@@ -12,7 +12,7 @@ import copy
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch  # noqa: F401  # it sets the level of its logger
@@ -191,9 +191,15 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 ADVICE = (
     r".*treespec, LeafSpec.*",
     r".*does not have many workers.*",
+    r".*LearningRateMonitor.* no learning rate schedulers.*",
+    r".*Checkpoint directory .* exists and is not empty.*",  # when resuming
+)
+FOR_A_TRAINING = (
     r".*max_epochs. was not set.*",
     r"You defined a .validation_step. but have no .*",
     r".*smaller than the logging interval.*",
+    r".*callbacks used to create the checkpoint.*",  # which an evaluation leaves out
+    r".*srun. command is available on your.*",
 )
 
 
@@ -218,9 +224,9 @@ def logged_from(level: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_advice() -> Iterator[None]:
-    """Lightning does not give the advice that is meant for a training."""
+def without_advice(known: Sequence[str] = ADVICE + FOR_A_TRAINING) -> Iterator[None]:
+    """Lightning does not give this advice; by default, what is meant for a training."""
     with logged_from(logging.WARNING), warnings.catch_warnings():
-        for known in ADVICE:
-            warnings.filterwarnings("ignore", known)
+        for each in known:
+            warnings.filterwarnings("ignore", each)
         yield

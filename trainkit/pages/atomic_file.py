@@ -18,14 +18,5 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:
-        name_file(error, path)
-        raise
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def name_file(error: OSError, path: Path) -> None:
-    """Name the file in the error of a write, as to a full disk, which has no name."""
-    if error.errno is not None and error.filename is None:
-        error.filename = str(path)

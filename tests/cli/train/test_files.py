@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Trainer
 
 from recipes.code_lm import CodeLM
 from tests.cli.train.test_mistakes import is_one_message
@@ -153,38 +149,6 @@ def test_tensorboard_has_the_same_steps(tmp_path: Path) -> None:
     last = rows_of(tmp_path)[-1]
     assert summary_of(run)["metrics"]["window/loss"] == float(last["window/loss"])
     assert (run / "checkpoints" / "best.ckpt").exists()
-
-
-@pytest.mark.parametrize("name", ["last.ckpt", "best.ckpt"])
-def test_a_full_disk_has_one_message_and_leaves_the_checkpoint_before(
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The control is the run that goes on once there is room."""
-    save, saved = Trainer.save_checkpoint, list[bool]()
-
-    def save_until_full(self: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        save(self, path, *args, **kwargs)
-        saved.append(Path(path).name.startswith(name))
-        if saved.count(True) == 2 and saved[-1]:
-            os.truncate(path, 100)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "save_checkpoint", save_until_full)
-        assert train("trainer.max_steps=4", "trainer.val_check_interval=4") == 1
-    run, shown = the_run(tmp_path), capsys.readouterr().err
-    assert is_one_message("No space left on device", shown)
-    where = run / "checkpoints" / name if name == "last.ckpt" else run
-    assert f"'{where}'" in shown
-    assert not (run / "checkpoints" / "last.ckpt.part").exists()
-    assert summary_of(run)["status"] == "failed"
-    step = torch.load(run / "checkpoints" / "last.ckpt")["global_step"]
-    assert 0 < step < 4
-    assert train("ckpt_path=last", small=[]) == 0
-    assert summary_of(run)["steps"] == 4
 
 
 # ---- the noise scale: in `summary.json`, the table and the report --------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,9 +70,6 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     # Lightning starts other ranks with the words of this process.
     same = replaced(sys, argv=[*sys.argv[:1], *argv])
     with without_advice(), same, spoken("train"):
-        # The writers of checkpoints are not there, and need not be.
-        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint")
-        warnings.filterwarnings("ignore", ".*srun. command is available on your")
         training = configured(verb, folder, words[1:])
         is_first = training.trainer.is_global_zero
         if is_first:

@@ -128,11 +128,9 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
     if not isinstance(windows, WindowCallback) or windows.micro_batching is None:
         return None
     options, found = windows.micro_batching, windows.micro_batch_size
-    limits = {"size": options.size, "tokens": options.tokens, "found": found}
-    if options.pool is not None:
-        return {**limits, "pool": options.pool}
+    limits = {"size": options.size, "tokens": options.tokens, "pool": options.pool}
     if windows.inside is None:
-        return limits
+        return {**limits, "found": found}
     found = found if options.is_auto else None
     return {**limits, "found": found, "inside": windows.inside.names}
 

@@ -20,7 +20,8 @@ def rows(facts: dict[str, Any]) -> list[Row]:
             found.append((name, f"{value:.4g}"))
     limits = facts["micro_batching"]
     if limits is not None:
-        found.append(("micro-batches", _limits(**limits)))
+        known = [f"{name}={limit}" for name, limit in limits.items() if limit]
+        found.append(("micro-batches", ", ".join(known) or "auto"))
     if facts["learning_rates"]:
         rates = ", ".join(_brief(rate, 3) for rate in facts["learning_rates"])
         found.append(("learning rate", f"{rates} at the end"))
@@ -67,25 +68,6 @@ def _window_rows(windows: dict[str, Any]) -> list[Row]:
 
 def _brief(number: float | None, digits: int = 4) -> str:
     return "not finite" if number is None else f"{number:.{digits}g}"
-
-
-def _limits(
-    size: int | None,
-    tokens: int | None,
-    found: int | None,
-    inside: str | None = None,
-    pool: int | None = None,
-) -> str:
-    said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
-    if found is not None:
-        said = [f"{found:,}, which was found"]
-    if inside is not None:
-        most = f"of at most {' and '.join(said)}" if said else "as large as fit"
-        return f"none; inside training_step, {inside} ran in chunks {most}"
-    if pool is not None:
-        most = " and ".join(said)
-        return f"{pool} loader batches were cut together into some of at most {most}"
-    return f"each loader batch was cut into some of at most {' and '.join(said)}"
 
 
 def throughput_text(

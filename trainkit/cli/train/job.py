@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -20,7 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.door import spoken
-from trainkit.cli.errors import Interrupted, TrainingFailed, is_full, is_mistake
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.evaluation import TestAtEnd
 from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import throughput_of
@@ -43,7 +42,6 @@ from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
 from trainkit.lit.logs.summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
-from trainkit.pages.atomic_file import name_file
 
 
 class Beginning(Callback):
@@ -131,7 +129,7 @@ def signals_given_back() -> Iterator[None]:
 
 def run(config: DictConfig, log: ScreenLog) -> float | None:
     """Train, write the summary and the report, and return the metric."""
-    _quieten()
+    logging.getLogger("lightning").handlers.clear()  # they print beside Hydra's
     refuse_other_root(config)
     folder = RunFolder(config.paths.run_dir)
     if config.ckpt_path is None:
@@ -277,8 +275,6 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit("ckpt_path", ckpt_path, error) from error
-        if is_full(error):
-            name_file(error, beginning.folder.path)
         # A refusal of a later step, such as a loss of NaN, is a result of training.
         had_begun = beginning.is_written and training.trainer.global_step > 0
         is_early = is_mistake(error) and not had_begun
@@ -311,16 +307,3 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
         # them in a row wandb's agent gives up.
         raise SystemExit(0)
     raise Interrupted(stop.stopped_by)
-
-
-def _quieten() -> None:
-    """Silence Lightning's advice, and its logging, which would print beside Hydra's."""
-    logging.getLogger("lightning").handlers.clear()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for known in (
-        r".*treespec, LeafSpec.*",
-        r".*does not have many workers.*",
-        r".*LearningRateMonitor.* no learning rate schedulers.*",
-        r".*Checkpoint directory .* exists and is not empty.*",  # when resuming
-    ):
-        warnings.filterwarnings("ignore", known)

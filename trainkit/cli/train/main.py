@@ -106,8 +106,9 @@ def run_job(config: DictConfig) -> float | None:
         say_loading("train")
         try:
             from trainkit.cli.train.job import run
+            from trainkit.lit.aside import ADVICE, without_advice
 
-            with spoken("train"):
+            with spoken("train"), without_advice(ADVICE):
                 return run(config, log)
         except Exception as error:
             log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended

@@ -23,7 +23,6 @@ from trainkit.lit.resume._compat import (
     restore_loaders,
     tell_streams,
 )
-from trainkit.pages.atomic_file import name_file
 
 
 class BetweenSteps(Callback):
@@ -205,10 +204,9 @@ def save_atomically(trainer: Any, path: Path) -> None:
     part = path.with_name(path.name + ".part")
     try:
         trainer.save_checkpoint(part, weights_only=False)
-    except OSError as error:
+    except OSError:
         if trainer.is_global_zero:
             _remove(part)  # it takes room that others need
-        name_file(error, path)
         raise
     if trainer.is_global_zero:
         if not part.exists():
