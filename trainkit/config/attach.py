@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.pytorch import Callback
 
@@ -104,11 +104,6 @@ def attach_optimizer(
     Raises:
         TrainkitError: the module defines `configure_optimizers` itself.
     """
-    if interval not in get_args(Interval):
-        raise TrainkitError(
-            f"interval: must be 'step' or 'epoch', received {interval!r}. Choose the "
-            f"unit in which the scheduler counts."
-        )
     if has_own_optimizer(module):
         raise TrainkitError(
             f"{type(module).__name__}: it defines configure_optimizers itself, so an "

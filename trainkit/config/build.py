@@ -29,7 +29,6 @@ from trainkit.config.attach import (
 from trainkit.config.check import AUTO, check_all, refuse_no_end
 from trainkit.config.groups import (
     CALLBACK_GROUPS,
-    check_made,
     entries_of,
     is_empty,
 )
@@ -79,13 +78,12 @@ def build(
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")
-    _refuse_no_data(config, module)
-    if not module.automatic_optimization and config.trainer.get("gradient_clip_val"):
+    if not hasattr(module, "automatic_optimization"):
         raise TrainkitError(
-            f"trainer.gradient_clip_val: must be null for {type(module).__name__}, "
-            f"which optimizes manually, received {config.trainer.gradient_clip_val}. "
-            f"Add trainer.gradient_clip_val=null, and clip in training_step."
+            f"model.{TARGET}: must make a LightningModule, and "
+            f"{config.model.get(TARGET)} has made an object of {type(module).__name__}."
         )
+    _refuse_no_data(config, module)
     data = _make(config, "data")
     keys = [*entries_of(config, "callbacks"), *CALLBACK_GROUPS]
     made = [each for each in (_make(config, key) for key in keys) if each is not None]
@@ -132,9 +130,7 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     if is_empty(node):
         return None
     try:
-        made = instantiate(node, _convert_="all", **kwargs)
-        check_made(made, node.get(TARGET), key=key)
-        return made
+        return instantiate(node, _convert_="all", **kwargs)
     except (TrainkitError, OmegaConfBaseException):
         raise  # its text names the key
     except Exception as error:
@@ -153,12 +149,6 @@ def _cannot_make(
     said = "\n".join([str(error), *getattr(error, "__notes__", [])])
     inner = re.search(r"^full_key: (\S+)$", said, re.MULTILINE)
     key = inner[1] if inner else key
-    if "Found more than one stateful callback" in str(reason):
-        return TrainkitError(
-            f"callbacks: two callbacks of one class need different arguments, because "
-            f"a checkpoint stores their states by them. callbacks.best=null leaves out "
-            f"the ModelCheckpoint of callbacks=default. {reason}"
-        )
     target = OmegaConf.select(config, f"{key}.{TARGET}")
     return TrainkitError(
         f"{key}: {target} could not be made: {type(reason).__name__}: {reason}\n"

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -44,10 +44,12 @@ _LARGEST_SEED = 2**32 - 1
 _NO_VALIDATION = "trainer.limit_val_batches=0 leaves validation out."
 
 _AT_LEAST = {
-    "trainer.accumulate_grad_batches": (1, "1 steps after each micro-batch."),
-    "trainer.check_val_every_n_epoch": (1, f"{_NO_VALIDATION} null counts batches."),
-    "trainer.log_every_n_steps": (0, "0 logs no step."),
-    "trainer.gradient_clip_val": (0, "null and 0 clip nothing."),
+    "trainer.accumulate_grad_batches": (1, "at least 1", "1 accumulates nothing."),
+    "trainer.check_val_every_n_epoch": (1, "at least 1", _NO_VALIDATION),
+    "trainer.val_check_interval": (math.ulp(0.0), "above 0", _NO_VALIDATION),
+    "trainer.log_every_n_steps": (0, "at least 0", "0 logs no step."),
+    "trainer.gradient_clip_val": (0, "at least 0", "null and 0 clip nothing."),
+    "seed": (0, f"from 0 to {_LARGEST_SEED}", "null leaves the generators alone."),
 }
 
 _CHOICES = (
@@ -98,10 +100,8 @@ def check(config: Any, *, key: str) -> None:
     for name in range(len(config)) if is_list else config:
         inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
         if OmegaConf.is_missing(config, name):
-            hints = {} if is_list else _hints(locate(config.get(TARGET), key=key))
-            word = _word(inner, hints.get(str(name)))
             raise TrainkitError(
-                f"{inner}: must be given. Add {word} to the command line."
+                f"{inner}: must be given. Add {inner}=... to the command line."
             )
         check(config[name], key=inner)
     if not is_list and TARGET in config:
@@ -163,23 +163,12 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
             return  # an object that is not made yet
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
-        advice = _OF_TEXTS if has_text(value) else ""
-        if _is_mapping(hint):
-            advice = f"On the command line: {_word(key, hint)}"
+        advice = "" if isinstance(value, int | float | None) else _OF_TEXTS
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         raise TrainkitError(
             f"{key}: must be {name.replace('typing.', '')}, received {value!r}. "
             f"{advice}".rstrip()
         )
-
-
-def _is_mapping(hint: Any) -> bool:
-    return get_origin(hint) is Mapping and get_args(hint) == (int, int)
-
-
-def _word(key: str, hint: Any) -> str:
-    """A word that sets a key; a shell would take braces without quotes apart."""
-    return f"'{key}={{0: 2, 5: 4}}'" if _is_mapping(hint) else f"{key}=..."
 
 
 def _hints(target: Any) -> Mapping[str, Any]:
@@ -199,28 +188,18 @@ def check_limits(config: DictConfig) -> None:
             f"is resumed has the same one, received {noise_scale!r}. The last lines of "
             f"a run say its number, and summary.json has it."
         )
-    for key, (least, remedy) in _AT_LEAST.items():
-        _check_limit(config, key, least, math.inf, f"at least {least}", remedy)
-    interval = "trainer.val_check_interval"
-    _check_limit(config, interval, math.ulp(0.0), math.inf, "above 0", _NO_VALIDATION)
-    seeds = f"from 0 to {_LARGEST_SEED}"
-    remedy = "null leaves the random generators alone."
-    _check_limit(config, "seed", 0, _LARGEST_SEED, seeds, remedy)
+    for key, (least, rule, remedy) in _AT_LEAST.items():
+        value = OmegaConf.select(config, key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        most = _LARGEST_SEED if key == "seed" else math.inf
+        if is_number and not least <= value <= most:
+            raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
     for key, choices, remedy in _CHOICES:
         if config[key] not in choices:
             known = " or ".join(choices)
             raise TrainkitError(
                 f"{key}: must be {known}, received {config[key]!r}. {remedy}"
             )
-
-
-def _check_limit(
-    config: DictConfig, key: str, least: float, most: float, rule: str, remedy: str
-) -> None:
-    value = OmegaConf.select(config, key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not least <= value <= most:
-        raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
 
 
 def refuse_no_end(trainer: DictConfig) -> None:
@@ -262,17 +241,6 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def has_text(value: Any) -> bool:
-    """Whether a value is a text or holds one.
-
-    >>> has_text("8"), has_text([1, ["2"]]), has_text([1, 2])
-    (True, True, False)
-    """
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    return any(map(has_text, value)) if isinstance(value, list) else type(value) is str
-
-
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(hint, config=_STRICT)
@@ -281,19 +249,8 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _fits_as_json(value: Any, adapter: TypeAdapter[Any]) -> bool:
-    if isinstance(value, Mapping) and any(map(_is_json, value)):
-        return False  # in JSON a key that is a number is a text
     try:
         adapter.validate_json(json.dumps(value), strict=True)
     except (TypeError, ValueError):  # of either; a ValidationError is a ValueError
-        return False
-    return True
-
-
-def _is_json(key: Any) -> bool:
-    """Whether a key is a text that stands for a number, true, false or null."""
-    try:
-        json.loads(key)
-    except (TypeError, ValueError):
         return False
     return True

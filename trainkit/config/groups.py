@@ -8,7 +8,6 @@ their types from the signature of the target.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
@@ -85,13 +84,6 @@ _ONE = (
 )
 _SEVERAL = ("callbacks", "logger")
 
-_KINDS = {
-    "model": "LightningModule",
-    "trainer": "Trainer",
-    **dict.fromkeys((*CALLBACK_GROUPS, "callbacks"), "Callback"),
-    "logger": "loggers.Logger",
-}
-
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 """One library, in two packages."""
 
@@ -148,32 +140,9 @@ def _refuse_without_target(node: Any, group: str) -> None:
     without = " ".join(f"'~{group}.{name}'" for name in names)
     raise TrainkitError(
         f"{group}.{names[0]}: needs an option of {group}, and none is chosen, received "
-        f"{node[names[0]]!r}. Choose one before it: {group}=...; trainkit train --help "
-        f"lists the options. A file of your own needs a line {TARGET}: "
-        f"my_module.MyClass. If an experiment sets the argument and you want no "
-        f"{group}: {group}=none {without}"
+        f"{node[names[0]]!r}. Choose one before it, {group}=..., add a line {TARGET}: "
+        f"my_module.MyClass to a file of your own, or take it out: {without}"
     )
-
-
-def check_made(made: Any, target: str, *, key: str) -> None:
-    """Refuse an object that does not belong in its group."""
-    group = key.partition(".")[0]
-    kind = _KINDS.get(group)
-    if group == "data" and not hasattr(made, "__iter__"):  # which loaders have
-        kind = "LightningDataModule"
-    if kind is not None and not isinstance(made, _bases(kind)):
-        raise TrainkitError(
-            f"{key}.{TARGET}: must make an object of lightning.pytorch.{kind}, and "
-            f"{target} has made one of {type(made).__name__}. Name a class or function "
-            f"that makes one, or put it into the group to which it belongs."
-        )
-
-
-def _bases(kind: str) -> tuple[type, ...]:
-    """The kind's class in each package of Lightning that has been imported."""
-    *inner, name = kind.split(".")
-    modules = (".".join([package, *inner]) for package in LIGHTNING)
-    return tuple(getattr(sys.modules[m], name) for m in modules if m in sys.modules)
 
 
 def refuse_unread(config: DictConfig) -> None:
