@@ -30,7 +30,7 @@ from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.runs.summary_rows import counted_steps
-from trainkit.cli.train.monitors import MissingMetric, Monitors
+from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.cli.words import of_this_job, to_paste
 from trainkit.config.build import Training, build
@@ -155,8 +155,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
     ending = Ending()
-    monitors = Monitors(config, overrides, folder)
-    monitors.look_before(trainer, training.module, training.data)
+    monitors = Monitors(config, overrides)
     first = [ending, monitors]
     trainer.callbacks = [*first, *trainer.callbacks, beginning]
     _keep_profile(trainer, folder)
@@ -277,8 +276,7 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
             raise does_not_fit("ckpt_path", ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
         had_begun = beginning.is_written and training.trainer.global_step > 0
-        is_early = is_mistake(error) and not had_begun
-        if is_early or isinstance(error, MissingMetric):
+        if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error
 
