@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -17,90 +17,63 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
 
-_FAILED = ".failed"
-"""A file that marks a failed run, maybe of another process, until the table."""
-
 
 class Comparison(Callback):
-    """Notes what a multirun is, and which of its runs fail, in any process."""
+    """Notes what a multirun is, and redacts the words that Hydra writes of it."""
 
     multirun: ClassVar[DictConfig | None] = None
     """The configuration of the multirun of this command, once it has begun."""
-    num_failed: ClassVar[int] = 0
-    """The number of failed runs in the last multirun; a sweeper may hide them."""
-    is_empty: ClassVar[bool] = False
-    """Whether the last multirun ended without any run, as `seed=range(1,1)` does."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.multirun = config
-        for path in _failures(config):  # left by a multirun that was killed
-            path.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
             _redact(config)  # first, since the run may be killed later
 
-    def on_job_end(
-        self, config: DictConfig, job_return: JobReturn, **kwargs: Any
-    ) -> None:
-        is_one_of_many = config.hydra.mode is RunMode.MULTIRUN
-        if is_one_of_many and job_return.status is JobStatus.FAILED:
-            Path(config.hydra.runtime.output_dir, _FAILED).touch()
+
+@dataclass
+class Compared:
+    """What came of a multirun, once it has ended.
+
+    Attributes:
+        is_empty: whether it had no job, as `seed=range(1,1)` has none.
+        num_unfinished: how many runs of the table did not finish.
+    """
+
+    is_empty: bool = False
+    num_unfinished: int = 0
 
 
 @contextmanager
-def compared_even_if_some_fail() -> Iterator[None]:
+def compared_even_if_some_fail() -> Iterator[Compared]:
     """Print the table of a multirun, even if a failure or an interruption ends it."""
     Comparison.multirun = None
-    Comparison.num_failed = 0
-    Comparison.is_empty = False
+    compared = Compared()
     try:
-        yield
+        yield compared
     finally:
         if Comparison.multirun is not None:
-            show(Comparison.multirun)
+            show(Comparison.multirun, compared)
 
 
-def some_failed() -> bool:
-    """Whether a run of the multirun under way has failed."""
-    return Comparison.multirun is not None and bool(_failures(Comparison.multirun))
-
-
-def _failures(config: DictConfig) -> list[Path]:
-    return list(Path(config.hydra.sweep.dir).absolute().rglob(_FAILED))
-
-
-def _removed_if_empty(folder: Path) -> bool:
-    """Whether a multirun's folder had none of a run; it is removed then."""
-    if not folder.is_dir():
-        return False
-    found = list(folder.iterdir())
-    if any(path.name != "multirun.yaml" for path in found):
-        return False
-    for path in found:
-        path.unlink()
-    folder.rmdir()
-    return True
-
-
-def show(config: DictConfig) -> None:
-    """Print the table of a multirun, and how many of its runs have failed."""
-    Comparison.is_empty = _removed_if_empty(Path(config.hydra.sweep.dir))
-    _redact(config)
-    failures = _failures(config)
-    Comparison.num_failed = len(failures)
-    for path in failures:
-        path.unlink()
+def show(config: DictConfig, compared: Compared) -> None:
+    """Print the table of a multirun, and how many of its runs did not finish."""
     where = Path(config.hydra.sweep.dir)
     runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
-    if runs:
-        print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
-        print(f"trainkit | all runs: {where.absolute()}", flush=True)
-    if failures:
-        begun = {run.path for run in runs} | {
-            path.parent.absolute() for path in failures
-        }
-        counted = f"{len(failures)} of {len(begun)} runs failed"
+    if not runs:
+        (where / "multirun.yaml").unlink(missing_ok=True)
+        with suppress(OSError):  # a job has written there
+            where.rmdir()
+        compared.is_empty = not where.exists()
+        return
+    _redact(config)
+    print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
+    print(f"trainkit | all runs: {where.absolute()}", flush=True)
+    ends = [run.read_summary().get("status") for run in runs]
+    compared.num_unfinished = len(ends) - ends.count("finished")
+    if compared.num_unfinished:
+        counted = f"{compared.num_unfinished} of {len(runs)} runs did not finish"
         print(f"trainkit | {counted}", flush=True)
 
 

@@ -16,7 +16,6 @@ from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.errors import guarded
 from trainkit.cli.runs.folder import only_one
-from trainkit.cli.runs.new_folder import NewFolder, remove_if_new
 from trainkit.cli.runs.resume import expand
 from trainkit.cli.words import quoted
 from trainkit.config.build import build
@@ -233,7 +232,7 @@ def test_a_multirun_without_runs_leaves_nothing(
 def test_a_refusal_leaves_the_folders_that_were_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither a new one nor those above it, but an empty one, and one with files."""
+    """Neither a new one nor those above it, but one with files, and one in use."""
     wrong, mine = "optimizer.lr=-1", tmp_path / "mine"
     said = "optimizer: Invalid learning rate: -1"
     for word, text in ((wrong, said), ("trainer.devices=0", "devices")):
@@ -243,32 +242,13 @@ def test_a_refusal_leaves_the_folders_that_were_there(
     here = f"paths.run_dir={mine}/run"
     assert train(here, "trainer.max_steps=1") == 0  # the control
     (mine / "thesis.txt").write_text("years of work")
-    (tmp_path / "outputs").mkdir()
     for words in ([], [f"paths.run_dir={mine}/new/run"], [here]):
         assert train(wrong, *words) == 2
         assert run_dirs(tmp_path) == [mine / "run"]
     assert train(wrong, f"paths.run_dir={mine}") == 2
     assert {each.name for each in mine.iterdir()} == {"run", "thesis.txt"}
     assert (mine / "thesis.txt").read_text() == "years of work"
-    assert not (mine / "new").exists()
-    assert not list((tmp_path / "outputs").iterdir())
-
-
-@pytest.mark.parametrize("name", ["mine.pt", "checkpoints/last.ckpt", "config.yaml"])
-def test_a_refusal_keeps_what_others_have_written_meanwhile(
-    name: str, tmp_path: Path
-) -> None:
-    """The control is a file that only trainkit writes, in a folder that goes too."""
-    folder = tmp_path / "run"
-    NewFolder.path, NewFolder.missing, NewFolder.names = folder, [folder], ()
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).touch()
-    with only_one(folder, what="paths.run_dir"):
-        remove_if_new(folder)
-        assert (folder / name).exists()
-    NewFolder.names = [name]  # it was there before
-    remove_if_new(folder)
-    assert (folder / name).exists()
-    NewFolder.names = ()
-    remove_if_new(folder)
-    assert folder.exists() is (name != "config.yaml")
+    assert {each.name for each in tmp_path.iterdir()} == {"mine"}
+    with only_one(tmp_path / "used", what="paths.run_dir"):
+        assert train("paths.run_dir=used") == 2
+        assert (tmp_path / "used").exists()

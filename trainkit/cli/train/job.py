@@ -47,18 +47,14 @@ from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
 class Beginning(Callback):
     """Writes `config.yaml` and `overrides.yaml`, and opens `train.log`.
 
-    A new folder gets them at once. A resumed run's folder gets them only when training
-    starts: if the checkpoint does not fit, or no step is left, the folder stays as it
-    was, and the next `ckpt_path=last` does not inherit the failed attempt.
+    It does so when training starts. What is refused before leaves a folder as it was,
+    and the next `ckpt_path=last` does not inherit the failed attempt.
 
     Args:
         folder: the folder of the run.
         config: the resolved configuration.
         words: the overrides of the command line.
         log: what has stood on the screen so far.
-
-    Attributes:
-        has_trained: whether training has started, on this rank and so on all.
     """
 
     def __init__(
@@ -69,26 +65,19 @@ class Beginning(Callback):
         log: ScreenLog,
     ) -> None:
         self.folder, self.config, self.words, self.screen = folder, config, words, log
-        self.has_trained = False
-        self._earlier = folder.started() if folder.is_of_a_run() else None
+        self._has_begun = False
+        self._earlier = folder.started()
 
     @property
-    def is_written(self) -> bool:
-        """Whether this process or another rank has written the files."""
-        return self._earlier is None or self.folder.started() != self._earlier
-
-    def write_if_new(self) -> None:
-        if self._earlier is None:
-            self._write()
+    def has_trained(self) -> bool:
+        """Whether training has started, here or in a process of Lightning's."""
+        return self._has_begun or self.folder.started() != self._earlier
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.has_trained = True
-        if self._earlier is not None and trainer.is_global_zero:
-            self._write()
-
-    def _write(self) -> None:
-        self.folder.write_start(self.config, self.words)
-        self.screen.open(self.folder.log)
+        self._has_begun = True
+        if trainer.is_global_zero:
+            self.folder.write_start(self.config, self.words)
+            self.screen.open(self.folder.log)
 
 
 class Ending(Callback):
@@ -162,8 +151,6 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")
     with signals_given_back(), one if trainer.is_global_zero else nullcontext():
-        if trainer.is_global_zero:
-            beginning.write_if_new()
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
@@ -177,7 +164,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         raise Interrupted(heard)  # the other runs do not start
     if test is not None and test.error is not None:
         raise test.error
-    if not beginning.is_written:
+    if not beginning.has_trained:
         return None  # no step was left, and that has been said
     value = monitors.value(metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
@@ -247,7 +234,7 @@ def _fit_and_report(
             is_wanted = is_over and not ending.signals.heard and beginning.has_trained
             facts["test"] = test.run(is_wanted=is_wanted)
             metrics.update(trainer.callback_metrics)
-        if trainer.is_global_zero and not beginning.is_written:
+        if trainer.is_global_zero and not beginning.has_trained:
             if status == "finished":
                 print(
                     f"trainkit | training: nothing to do: the run had finished after "
@@ -256,7 +243,7 @@ def _fit_and_report(
                     flush=True,
                 )
         elif trainer.is_global_zero:
-            beginning.screen.open(folder.log)  # if another rank began
+            beginning.screen.open(folder.log)  # if another process began
             with nullcontext() if is_over else suppress(OSError):  # of a full disk
                 folder.write_json(folder.SUMMARY, facts)
                 if config.report:
@@ -275,7 +262,7 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit("ckpt_path", ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
-        had_begun = beginning.is_written and training.trainer.global_step > 0
+        had_begun = beginning.has_trained and training.trainer.global_step > 0
         if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error

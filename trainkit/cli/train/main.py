@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from trainkit.cli.comparison import Comparison, compared_even_if_some_fail, some_failed
+from trainkit.cli.comparison import compared_even_if_some_fail
 from trainkit.cli.composition import LOOP
-from trainkit.cli.console import say_loading
+from trainkit.cli.console import is_first_rank, say_loading
 from trainkit.cli.door import spoken
-from trainkit.cli.errors import is_mistake, shown
+from trainkit.cli.errors import TrainingFailed, is_mistake, shown
 from trainkit.cli.runs import resume
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.new_folder import remove_if_new
+from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.words import (
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
         config_path=PACKAGE, config_name="train", **main_options(allowed_packages())
     )
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    with own, no_sweep, compared_even_if_some_fail():
+    with own, no_sweep, compared_even_if_some_fail() as compared:
         try:
             sys.argv = [*(before[:1] or ["trainkit"]), *argv]
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints errors and exits
@@ -74,21 +76,24 @@ def main(argv: list[str]) -> int:
             of_hydra = isinstance(error, PermissionError)  # it makes the run's folder
             if is_mistake(error) and not of_hydra or _is_of_a_job(error):
                 raise
-            if some_failed():  # Optuna raises if every trial failed
-                return 1
+            if "No trials are completed" in str(error):  # Optuna's words
+                raise TrainingFailed(
+                    "trainkit: metric: no trial has ended with a number, so there is "
+                    "no best one."
+                ) from error
             raise TrainkitError(_of_hydra_itself(error)) from error
         finally:
             sys.argv = before
             del os.environ["HYDRA_FULL_ERROR"]
             if full is not None:
                 os.environ["HYDRA_FULL_ERROR"] = full
-    if Comparison.is_empty:
+    if compared.is_empty:
         raise TrainkitError(
             "--multirun: the overrides must give at least one run, and one of them has "
             "no values, maybe a range(...) or a glob(...). trainkit train --help lists "
             "the options of each group."
         )
-    return 1 if Comparison.num_failed else 0
+    return 1 if compared.num_unfinished else 0
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
@@ -102,6 +107,7 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
     folder = RunFolder(HydraConfig.get().runtime.output_dir)
+    is_new = folder.path != Path.cwd() and not any(folder.path.iterdir())
     with screen_log() as log:
         say_loading("train")
         try:
@@ -112,11 +118,31 @@ def run_job(config: DictConfig) -> float | None:
                 return run(config, log)
         except Exception as error:
             log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
+            came_to_nothing = is_mistake(error) or not folder.is_of_a_run()
+            if came_to_nothing and is_first_rank():
+                root = OmegaConf.select(config, "paths.root_dir", default=".")
+                _remove(folder, Path(os.path.abspath(root)), is_new=is_new)
             if HydraConfig.get().mode is RunMode.RUN:
-                if is_mistake(error):
-                    remove_if_new(folder.path)
                 raise _JobEnded(error) from error
             raise  # Hydra counts the failures of a multirun
+
+
+def _remove(folder: RunFolder, root: Path, *, is_new: bool) -> None:
+    """Remove the folder of a run without a step, and the empty ones above it.
+
+    In a folder that had files only the lock goes.
+    """
+    with suppress(TrainkitError), only_one(folder.path, what="paths.run_dir"):
+        if folder.newest_checkpoint() or folder.read_summary().get("steps"):
+            return
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        elif not folder.is_of_a_run():
+            (folder.path / RunFolder.LOCK).unlink()
+    with suppress(OSError):  # it is not empty
+        for each in folder.path.parents:
+            if root in each.parents:
+                each.rmdir()
 
 
 def _is_of_a_job(error: Exception) -> bool:
@@ -128,11 +154,6 @@ def _is_of_a_job(error: Exception) -> bool:
 
 def _of_hydra_itself(error: Exception) -> str:
     """The message for an error that Hydra itself has raised."""
-    if "No trials are completed" in str(error):  # Optuna's words
-        return (
-            "metric: no trial has logged it as a number, so there is no best one. "
-            "Name a column of metrics.csv instead, for example metric=val/loss."
-        )
     if isinstance(error, RecursionError):
         return LOOP
     if isinstance(error, OSError):
