@@ -17,6 +17,14 @@ from pathlib import Path
 
 HEAVY = {"torch", "lightning", "hydra", "wandb", "torchmetrics", "matplotlib.pyplot"}
 
+ASKED = {
+    "_ARGCOMPLETE": "1",
+    "_ARGCOMPLETE_IFS": "\n",
+    "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout",
+    "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+}
+"""By these variables a shell asks what a line may become."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -29,7 +37,7 @@ class Answer:
 
 
 def fresh(
-    commands: Iterable[Sequence[str]],
+    commands: Iterable[Sequence[str] | str],
     folder: Path,
     *,
     first: Sequence[str] = (),
@@ -38,7 +46,7 @@ def fresh(
     """Run commands in a folder, with no setting of the user's.
 
     Args:
-        commands: the words of each.
+        commands: the words of each; a text is a line for which a shell asks.
         folder: the current one.
         first: modules that are imported once, before the forks.
         hidden: modules that cannot be imported.
@@ -58,7 +66,7 @@ def fresh(
     return [Answer(**each) for each in json.loads(done.stdout)]
 
 
-def _answer(words: list[str]) -> dict[str, object]:
+def _answer(words: list[str] | str) -> dict[str, object]:
     from trainkit.cli.main import main
 
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +74,12 @@ def _answer(words: list[str]) -> dict[str, object]:
         if not (child := os.fork()):
             os.dup2(files[0].fileno(), 1)
             os.dup2(files[1].fileno(), 2)
+            if isinstance(words, str):
+                os.environ |= ASKED | {
+                    "COMP_LINE": words,
+                    "COMP_POINT": f"{len(words)}",
+                }
+                words = ["completion"]
             try:
                 status = main(words)
             except SystemExit as end:

@@ -36,18 +36,14 @@ ANSWERS = [
     (["plan", "--help"], "--noise-scale", []),
     (["sweep", "--help"], "Run a sweep in W&B's own format", []),
     (["completion", "bash"], "-F _python_argcomplete trainkit", []),
-    (["completion", "--query", "trainkit plan --t"], "--target", []),
-    (
-        ["completion", "--query", "trainkit train accumulation=per_t"],
-        "accumulation=per_token",
-        ["hydra"],
-    ),
+    ("trainkit plan --t", "--target", []),
+    ("trainkit train accumulation=per_t", "accumulation=per_token", ["hydra"]),
     (["train", "--cfg", "job"], "accumulate_grad_batches:", ["hydra"]),
     (["train", "--help"], "accumulation: ", ["hydra"]),
 ]
 MISTAKES = [
     (["plna"], "command: must be one of new, train, .* Did you mean plan"),
-    ([*PLAN, "--rule", "auto"], "invalid choice: 'auto' .*linear"),
+    ([*PLAN, "--rule", "auto"], "unrecognized arguments: --rule"),
     (["plan", "--target", "0", "--max-micro-batch", "8"], "BatchPlan target: must"),
     (["completion", "tcsh"], "invalid choice: 'tcsh' .*bash"),
     (["train", "accumulation=nothing"], "'accumulation'(?s:.*)per_sample"),

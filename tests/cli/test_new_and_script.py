@@ -195,17 +195,3 @@ def test_another_rank_gets_the_whole_command(tmp_path: Path) -> None:
     path.write_text(RECIPE.read_text())
     assert python(path, "train", "experiment=nothing") == 2
     assert python(path, "train", "experiment=lines", "--cfg=job") == 0
-
-
-def test_conf_beside_the_file_is_found_from_any_folder(tmp_path: Path) -> None:
-    path = tmp_path / "project" / "mine.py"
-    (path.parent / "conf" / "experiment").mkdir(parents=True)
-    path.write_text(RECIPE.read_text().replace('"experiment=lines", ', ""))
-    own = path.parent / "conf" / "experiment" / "default.yaml"
-    own.write_text("# @package _global_\ndefaults: [lines]\nname: of_its_conf\n")
-    assert python(path, *FEW) == 0
-    (run,) = run_dirs(tmp_path)
-    assert run.parent == tmp_path / "outputs" / "of_its_conf"
-    (tmp_path / "other").mkdir()  # the control: a place that is given
-    assert python(path, "-cd", "other", "experiment=lines", "--cfg=job") == 0
-    assert python(path, "-cd", "other", "experiment=default", "--cfg=job") == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
 from tests.cli.training import SMALL, the_run, train
-from trainkit.cli.plan import main, overrides_of
+from trainkit.cli.plan import main
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.scaling import RULES
@@ -36,8 +36,9 @@ def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, *EPOCH, *RATE, "--rule", "adam-sde"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert main([*PLAN, *EPOCH, *RATE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "lr, " not in line or "sde" in line] == [
         "trainkit | micro-batch: 16 samples on each rank",
         "trainkit | accumulation: 8 micro-batches",
         "trainkit | ranks: 4",
@@ -45,14 +46,9 @@ def test_lines_say_what_to_train_with(capsys: pytest.CaptureFixture[str]) -> Non
         "trainkit | epoch: 98 optimizer steps, 782 micro-batches on each rank",
         "trainkit | last window: 340 samples",
         "trainkit | lr, adam-sde: 0.141421, and LRScaling changes betas",
-        "trainkit | Hydra: trainkit train trainer=ddp trainer.devices=4 "
+        "trainkit | to train: trainkit train trainer=ddp trainer.devices=4 "
         "data.batch_size=16 trainer.accumulate_grad_batches=8 optimizer.lr=0.1 "
-        "lr_scaling=adam_sde lr_scaling.reference_batch=256",
-        "trainkit | Lightning CLI: trainkit fit --trainer.strategy=ddp "
-        "--trainer.devices=4 --data.batch_size=16 "
-        "--trainer.accumulate_grad_batches=8 --lr_scaling.rule=adam-sde "
-        "--lr_scaling.reference_batch=256 (the rate for the reference batch is an "
-        "argument of your module)",
+        "lr_scaling=auto lr_scaling.reference_batch=256",
     ]
     main([*PLAN, "--dataset-size", "51200"])
     assert "last window: full\n" in capsys.readouterr().out
@@ -65,8 +61,6 @@ def test_a_rule_that_cannot_reach_the_batch_says_so(
     assert report(capsys, *far)["rates"]["adam-sde"] is None
     main(far)
     assert "lr, adam-sde: does not reach so far" in capsys.readouterr().out
-    with pytest.raises(TrainkitError, match="every beta must stay above 0"):
-        main([*far, "--rule", "adam-sde"])
 
 
 def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,20 +85,7 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     more = "data.batch_size=16 trainer.accumulate_grad_batches=8"
     rate = "optimizer.lr=0.1 lr_scaling=auto lr_scaling.reference_batch=256"
     train = f"trainer=ddp trainer.devices=4 {more} {rate}".split()
-    fit = f"trainer.strategy=ddp trainer.devices=4 {more} lr_scaling.rule=auto".split()
-    fit = [f"--{word}" for word in (*fit, "lr_scaling.reference_batch=256")]
-    assert found["overrides"] == {"train": train, "fit": fit}
-
-
-def test_fit_gets_the_ranks_that_were_probed() -> None:
-    """The control: how many micro-batches there are, the plan says."""
-    plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
-    ranks = ["trainer.devices=2", "+trainer.num_nodes=2", "seed=1", "~trainer.x"]
-    words = ["trainer=ddp", *ranks, "trainer.accumulate_grad_batches=3"]
-    fit = "strategy=ddp devices=2 num_nodes=2".split()
-    sizes = overrides_of(plan)["fit"][-2:]
-    found = overrides_of(plan, words)["fit"]
-    assert found == [*(f"--trainer.{word}" for word in fit), *sizes]
+    assert found["overrides"] == {"train": train}
 
 
 def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +105,7 @@ def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) 
         ([*PLAN, "--target", "0"], "BatchPlan target: must be a whole number"),
         ([*PLAN, "--targe", "8"], "unrecognized arguments: --targe"),
         ([*PLAN, "extra"], r"OVERRIDES: needs --probe, .* received \['extra'\]"),
-        ([*PLAN, *RATE, "--rule", "auto"], "invalid choice: 'auto' .*linear.*adam-sde"),
-        ([*PLAN, "--rule", "sqrt"], "--rule: needs --lr, which is missing"),
+        ([*PLAN, *RATE, "--rule", "sqrt"], "unrecognized arguments: --rule"),
         ([*PLAN, "--lr", "0.1"], "--lr: needs --reference, which is missing"),
         ([*PLAN, "--reference", "8"], "--reference: needs --lr, which is missing"),
         ([*PLAN, "--dataset-size", "0"], "num_samples: must be a whole number"),
@@ -133,8 +113,6 @@ def test_no_key_of_the_data_is_ever_missing(capsys: pytest.CaptureFixture[str]) 
         ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be above 0, received nan"),
         ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a positive number"),
         ([*PLAN, *RATE, "--reference", "8.5"], "--reference: invalid int value"),
-        ([*PLAN, *RATE, "--rule", "gain"], "--rule gain: needs --noise-scale"),
-        ([*PLAN, "--noise-scale", "2", "--rule", "gain"], "--rule: needs --lr"),
         ([*PROBE, "--world-size", "2"], "--world-size: --probe takes the ranks of"),
         (["--probe", "seed=1"], "are required: --target"),
         ([*PROBE, "--targe", "8"], "unrecognized arguments: --targe"),
@@ -174,8 +152,8 @@ def run(path: Path, **summary: Any) -> str:
 def test_a_noise_scale_says_what_the_window_is_worth(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*PLAN, *RATE, *SCALE, "--rule", "gain"]) == 0
-    assert capsys.readouterr().out.splitlines()[4:8] == [
+    assert main([*PLAN, *RATE, *SCALE]) == 0
+    assert capsys.readouterr().out.splitlines()[-5:-1] == [
         "trainkit | lr, gain with SGD: 0.129086",
         "trainkit | lr, gain with Adam: 0.113616",
         "trainkit | noise scale: 210 samples; an estimate, good to about a factor of 2",
@@ -222,32 +200,21 @@ def test_a_run_says_its_own_with_the_interval(
 
 @pytest.mark.parametrize(
     ("words", "rule", "rules"),
-    [
-        (SCALE, "gain", {*RULES, *GAIN}),
-        ([*SCALE, "--rule", "gain"], "gain", {*GAIN}),
-        ([*SCALE, "--rule", "sqrt"], "sqrt", {"sqrt"}),
-        (["--rule", "none"], "none", {"none"}),
-        ([], "auto", {*RULES}),
-    ],
+    [(SCALE, "gain", {*RULES, *GAIN}), ([], "auto", {*RULES})],
 )
-def test_the_rule_to_paste_is_gain_unless_another_is_named(
+def test_the_rule_to_paste_is_gain_where_the_noise_scale_is_known(
     words: list[str], rule: str, rules: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = report(capsys, *PLAN, *RATE, *words)
-    train, fit = found["overrides"].values()
+    train = found["overrides"]["train"]
     assert set(found["rates"]) == rules
-    assert f"lr_scaling={rule}" in train
-    assert (f"--lr_scaling.rule={rule}" in fit) == (rule != "none")
-    for word, is_there in (
-        ("lr_scaling.noise_scale=210", rule == "gain"),
-        ("lr_scaling.reference_batch=256", rule != "none"),
-    ):
-        assert (word in train) == (f"--{word}" in fit) == is_there
+    assert {f"lr_scaling={rule}", "lr_scaling.reference_batch=256"} < set(train)
+    assert ("lr_scaling.noise_scale=210" in train) == (rule == "gain")
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "-inf", "1e999", "21O"])
 def test_a_number_that_is_no_size_is_refused(wrong: str) -> None:
-    said = rf"--noise-scale: must be a positive number or the .* received '{wrong}'"
+    said = rf"noise_scale: must be a positive number or the .* received '{wrong}'"
     with pytest.raises(TrainkitError, match=said):
         main([*PLAN, f"--noise-scale={wrong}"])
 
@@ -265,7 +232,7 @@ def test_a_run_that_does_not_know_it_is_refused(
     summary: dict[str, Any] | None, said: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if summary is None else run(tmp_path, **summary)
-    with pytest.raises(TrainkitError, match=f"argument --noise-scale: .*{said}"):
+    with pytest.raises(TrainkitError, match=f"noise_scale: .*{said}"):
         main([*PLAN, "--noise-scale", folder])
 
 
@@ -307,7 +274,7 @@ def test_lines_show_sizes_and_plan(
         return step(self, batch, *args)
 
     monkeypatch.setattr(CodeLM, "training_step", limited)
-    assert main([*PROBE, "--lr", "0.1", "--reference", "8", "--rule", "sqrt"]) == 0
+    assert main([*PROBE, "--lr", "0.1", "--reference", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "trainkit | micro-batch 8: does not fit" in lines
     assert "trainkit | micro-batch: 4 samples on each rank" in lines

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import io
 import os
-import shlex
 from argparse import ArgumentParser, Namespace
 from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
-from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from trainkit.cli.console import Arguments, offer
 from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
-from trainkit.cli.training_words import TRAININGS
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, completed, key_of
 
 EPILOG = """\
@@ -33,6 +30,8 @@ It completes the command `trainkit`, not `python -m trainkit`, and not the optio
 the Lightning CLI, which trainkit fit --help lists.
 """
 
+_OF_LIGHTNING = (COMMANDS["fit"][0], EVALUATE)
+
 BEFORE = {
     "bash": "",
     "zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -D }\n",
@@ -40,74 +39,42 @@ BEFORE = {
 }
 """The lines that a shell may need before its script."""
 
-_before: list[str] = []
-"""The overrides that are already on the line."""
-
 
 def main(argv: list[str]) -> int:
-    """Print the script of a shell, or the candidates for a line of it."""
+    """Print the script of a shell, or answer what such a script asks."""
     if not argv and "_ARGCOMPLETE" in os.environ:
         answer()
     parser = Arguments(
         prog="trainkit completion", description="Shell completion.", epilog=EPILOG
     )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("shell", nargs="?", choices=list(BEFORE))
-    asked.add_argument(
-        "--query", metavar="LINE", help="print the candidates for a line"
-    )
-    args = parser.parse_args(argv)
-    if args.query is not None:
-        os.environ |= {
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_IFS": "\n",
-            "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout",
-            "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-            "COMP_LINE": args.query,
-            "COMP_POINT": str(len(args.query)),
-        }
-        answer()
-    print(BEFORE[args.shell] + shellcode(["trainkit"], shell=args.shell))
+    parser.add_argument("shell", choices=list(BEFORE))
+    shell = parser.parse_args(argv).shell
+    print(BEFORE[shell] + shellcode(["trainkit"], shell=shell))
     return 0
 
 
 def answer() -> NoReturn:
     """Write the answer, and exit."""
-    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
-    quote, word, _, before, _ = split_line(line, point)
+    before = _words()[:-1]
     if len(before) < 2:
-        offer(_parser_of_all())
-    program, command, *before = before
-    if command in ("check", "lengths"):
-        at = next((i for i, each in enumerate(before) if each in TRAININGS), None)
-        if at is not None:
-            command, *before = before[at:]
-    about = COMMANDS.get(command, ("",))[0]
-    if about == EVALUATE and not before and not word.startswith("-"):
-        offer(_parser_of_evaluation())
-    # argparse takes overrides in one place only, but Hydra also between options.
-    _before[:] = [each for each in before if _is_override(each)]
-    others = [each for each in before if not _is_override(each)]
-    line = f"{shlex.join([program, command, *others])} {quote}{word}"
-    # The parser reads the words from the second on.
-    os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": f"{len(line)}"}
+        parser = Arguments(prog="trainkit")
+        parser.add_argument("command", choices=list(COMMANDS))
+        offer(parser)
+    os.environ["_ARGCOMPLETE"] = "2"  # parsers read the words from the second on
+    command = before[1]
     if command == "train":
-        offer(_parser_of_train(), options=False)
-    elif about in (COMMANDS["fit"][0], EVALUATE):
-        raise SystemExit(0)  # Lightning's options, whose parser takes seconds to make
-    trainkit([command, "--help"])  # its parser then has all options
+        offer(_parser_of_train())
+    # The parser of the Lightning CLI takes seconds to make.
+    if command in COMMANDS and COMMANDS[command][0] not in _OF_LIGHTNING:
+        trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
 
 
-def _parser_of_evaluation() -> Arguments:
-    parser = Arguments(prog="trainkit")
-    parser.add_argument("command")
-    parser.add_argument("run").completer = FilesCompleter()  # type: ignore[attr-defined]
-    return parser
-
-
-def _is_override(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+def _words() -> list[str]:
+    """The words of the line, of which the last is to be completed."""
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    _, word, _, before, _ = split_line(line, point)
+    return [*before, word]
 
 
 def _parser_of_train() -> ArgumentParser:
@@ -120,18 +87,8 @@ def _parser_of_train() -> ArgumentParser:
     return parser
 
 
-def _parser_of_all() -> Arguments:
-    parser = Arguments(prog="trainkit")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("command", choices=list(COMMANDS))
-    return parser
-
-
 def like(prefix: str, parsed_args: Namespace, **_: Any) -> list[str]:
     """The overrides that begin with a word; a completer for argcomplete.
-
-    Hydra does not complete several values (`group=a,b`, for `--multirun`): it is asked
-    for the last one only.
 
     Args:
         prefix: the word.
@@ -139,14 +96,17 @@ def like(prefix: str, parsed_args: Namespace, **_: Any) -> list[str]:
     """
     if not getattr(parsed_args, "probe", True):
         return []  # `trainkit plan` takes overrides only with --probe
-    key, equals, values = prefix.partition("=")
-    others, comma, last = values.rpartition(",")
-    asked = f"{key}{equals}{last}"
-    found = [each for each in _ask(asked, parsed_args) if each.startswith(asked)]
-    while len(found) == 1 and found[0].endswith("."):  # a shell would add a space
-        found = _ask(found[0], parsed_args)
-    start = f"{key}{equals}{others}{comma}"
-    return [start + each[len(key + equals) :] for each in found]
+    places = places_in(parsed_args)
+    # Hydra composes this line, so it needs the experiment that the line leaves out.
+    words = [word for word in _words()[2:-1] if "=" in word and word[0] != "-"]
+    whole = completed([*places, *words, prefix])
+    added = [word for word in whole if key_of(word) == "experiment"]
+    before = [word for word in words if word not in added]
+    os.environ["COMP_LINE"] = " ".join(["trainkit", *added, *before, prefix])
+    with redirect_stdout(io.StringIO()) as printed:
+        status = trainkit(["train", *places, "-sc", "query=fish"])
+    found = [] if status else printed.getvalue().splitlines()
+    return [each for each in found if each.startswith(prefix)]
 
 
 def places_in(args: Namespace) -> list[str]:
@@ -156,16 +116,3 @@ def places_in(args: Namespace) -> list[str]:
         for option in (CONFIG_DIR, CONFIG_NAME, CONFIG_PATH)
         if (value := getattr(args, option[2:].replace("-", "_"), None))
     ]
-
-
-def _ask(word: str, given: Namespace) -> list[str]:
-    places = places_in(given)
-    # Hydra composes this line, so it needs the experiment that the line leaves out.
-    words = [*_before, word]
-    whole = completed([*places, *words])
-    added = [each for each in whole if each not in (*places, *words)]
-    added = [each for each in added if key_of(each) == "experiment"]
-    os.environ["COMP_LINE"] = " ".join(["trainkit", *added, *words])
-    with redirect_stdout(io.StringIO()) as printed:
-        status = trainkit(["train", *places, "-sc", "query=fish"])
-    return [] if status else printed.getvalue().splitlines()

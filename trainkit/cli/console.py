@@ -16,9 +16,9 @@ class Arguments(argparse.ArgumentParser):
     """A parser that takes no shortened option names, and raises its errors.
 
     >>> parser = Arguments(prog="trainkit plan")
-    >>> _ = parser.add_argument("--rule", choices=["linear", "sqrt"])
-    >>> parser.parse_args(["--rule", "linear"]).rule
-    'linear'
+    >>> _ = parser.add_argument("--unit", choices=["rows", "tokens"])
+    >>> parser.parse_args(["--unit", "rows"]).unit
+    'rows'
     """
 
     def __init__(self, *, prog: str, description: str = "", epilog: str = "") -> None:
@@ -49,22 +49,15 @@ class Arguments(argparse.ArgumentParser):
         )
 
 
-def offer(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
-    """Print completions and exit if the shell asks for them; otherwise do nothing.
-
-    Args:
-        parser: of the command.
-        options: whether options are offered before a hyphen is typed. They never are
-            if the command needs another word first.
-    """
+def offer(parser: argparse.ArgumentParser) -> None:
+    """Print completions and exit if the shell asks for them; otherwise do nothing."""
     if "_ARGCOMPLETE" not in os.environ:
         return
     import argcomplete
 
-    needs_word = any(not a.option_strings and a.nargs != "*" for a in parser._actions)
     argcomplete.autocomplete(
         parser,
-        always_complete_options="long" if options and not needs_word else False,
+        always_complete_options=False,  # only once a hyphen is typed
         exit_method=sys.exit,  # closes files; its own exit does not
     )
 

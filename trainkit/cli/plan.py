@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 example:
   trainkit plan --target 512 --world-size 4 --max-micro-batch 24 \\
-      --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
+      --dataset-size 50000 --lr 0.1 --reference 256
   trainkit plan --target 512 --max-micro-batch 24 --noise-scale outputs/MyModule/...
   trainkit plan --probe --target 512 model=mine trainer=gpu
 """
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     size = args.dataset_size
     epoch = None if size is None else plan.epoch(size)
     rates = _rates(plan, args)
-    overrides = overrides_of(plan, args.overrides, _rate_words(args))
+    words = overrides_of(plan, args.overrides) + _rate_words(args)
     if args.json:
         report = {
             **asdict(plan),
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             "epoch": epoch and epoch._asdict(),
             "rates": rates,
             "noise_scale": args.noise_scale and args.noise_scale.samples,
-            "overrides": overrides,
+            "overrides": {"train": words},
             "trials": trials,
         }
         print(json.dumps(report, indent=2))
@@ -78,10 +78,7 @@ def main(argv: list[str]) -> int:
     rows += [(f"lr, {rule}", _said(rule, rate)) for rule, rate in rates.items()]
     if args.noise_scale is not None:
         rows += _about_noise(args.noise_scale, plan)
-    note = " (the rate for the reference batch is an argument of your module)"
-    fit = f"trainkit fit {shlex.join(overrides['fit'])}{note * bool(rates)}"
-    rows.append(("Hydra", f"trainkit train {shlex.join(overrides['train'])}"))
-    show([*rows, ("Lightning CLI", fit)])
+    show([*rows, ("to train", f"trainkit train {shlex.join(words)}")])
     return 0
 
 
@@ -112,22 +109,19 @@ def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
 
 
 def _rates(plan: BatchPlan, args: argparse.Namespace) -> Rates:
-    """The rates by the chosen rule, or by all that can be applied."""
+    """The rates by all rules that can be applied."""
     if args.lr is None:
         return {}
     check_size("trainkit plan --reference", args.reference)
     found: Rates = {}
     for name, rule in RULES.items():
-        if args.rule in (None, name):
-            own = {"reference_batch": args.reference, "rule": name}
-            found[name] = plan.scaled_rate(args.lr, **own)
-            try:
-                rule.check_reach(*BETAS, plan.effective / args.reference)
-            except TrainkitError:
-                if args.rule is not None:
-                    raise
-                found[name] = None
-    if args.noise_scale is not None and args.rule in (None, BY_NOISE):
+        own = {"reference_batch": args.reference, "rule": name}
+        found[name] = plan.scaled_rate(args.lr, **own)
+        try:
+            rule.check_reach(*BETAS, plan.effective / args.reference)
+        except TrainkitError:
+            found[name] = None
+    if args.noise_scale is not None:
         times = gain(args.noise_scale.samples, args.reference, plan.effective)
         found[f"{BY_NOISE} with SGD"] = args.lr * times
         found[f"{BY_NOISE} with Adam"] = args.lr * math.sqrt(times)
@@ -148,28 +142,24 @@ def _rate_words(args: argparse.Namespace) -> list[str]:
     if args.lr is None:
         return []
     scale: NoiseEstimate | None = args.noise_scale
-    rule = args.rule or ("auto" if scale is None else BY_NOISE)
-    words = [f"optimizer.lr={args.lr:g}", f"lr_scaling={rule.replace('-', '_')}"]
-    if rule != "none":
-        words.append(f"lr_scaling.reference_batch={args.reference}")
-    if rule == BY_NOISE and scale is not None:
+    rule = "auto" if scale is None else BY_NOISE
+    words = [f"optimizer.lr={args.lr:g}", f"lr_scaling={rule}"]
+    words.append(f"lr_scaling.reference_batch={args.reference}")
+    if scale is not None:
         words.append(f"lr_scaling.noise_scale={scale.samples:g}")
     return words
 
 
-def overrides_of(
-    plan: BatchPlan, words: Sequence[str] = (), rate: Sequence[str] = ()
-) -> dict[str, list[str]]:
-    """The arguments with which either command trains by the plan.
+def overrides_of(plan: BatchPlan, words: Sequence[str] = ()) -> list[str]:
+    """The overrides with which `trainkit train` trains by the plan.
 
     >>> plan = BatchPlan.make(target=64, world_size=4, max_micro_batch=16)
-    >>> " ".join(overrides_of(plan)["train"])
+    >>> " ".join(overrides_of(plan))
     'trainer=ddp trainer.devices=4 data.batch_size=16 trainer.accumulate_grad_batches=1'
 
     Args:
         plan: the plan.
         words: what was probed; they have the ranks.
-        rate: the overrides of the learning rate.
     """
     sizes = {
         "data.batch_size": plan.micro_batch,
@@ -177,18 +167,8 @@ def overrides_of(
     }
     if plan.world_size > 1 and not words:
         words = ["trainer=ddp", f"trainer.devices={plan.world_size}"]
-    train = [word for word in words if key_of(word) not in sizes]
-    train += [f"{key}={size}" for key, size in sizes.items()]
-    fit = []
-    for word in [*train, *rate]:
-        key, value = key_of(word), word.partition("=")[2]
-        if word in ("trainer=ddp", "trainer=fsdp"):
-            fit.append(f"--trainer.strategy={value}")
-        elif key == "lr_scaling" and value != "none":
-            fit.append(f"--lr_scaling.rule={value.replace('_', '-')}")
-        elif key.startswith(("trainer.", "lr_scaling.")) or key in sizes:
-            fit += [f"--{key}={value}"] * (not word.startswith("~"))
-    return {"train": [*train, *rate], "fit": fit}
+    kept = [word for word in words if key_of(word) not in sizes]
+    return [*kept, *(f"{key}={size}" for key, size in sizes.items())]
 
 
 def _about_plan(plan: BatchPlan) -> list[Row]:
@@ -247,11 +227,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("the learning rate").add_argument
     add("--lr", type=_positive, help="the rate for the reference batch")
     add("--reference", type=int, help="the effective batch to which --lr belongs")
-    only = "one rule only (default: all of them)"
-    add("--rule", choices=[*RULES, BY_NOISE], help=only)
     noise = "the gradient noise scale, or a run that has measured it with NoiseScale"
     where = "SAMPLES|RUN_FOLDER"
-    add("--noise-scale", type=_noise_scale, metavar=where, help=noise)
+    add("--noise-scale", metavar=where, help=noise)
     add = parser.add_argument_group("measured sizes").add_argument
     probe = (
         "build what `trainkit train OVERRIDES` trains, and find the largest size that "
@@ -267,6 +245,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the data of it all")
     args = parser.parse_intermixed_args(argv)
     _refuse_what_lacks(args)
+    if args.noise_scale is not None:
+        args.noise_scale = _noise_scale(args.noise_scale)
     return args
 
 
@@ -275,11 +255,8 @@ def _refuse_what_lacks(args: argparse.Namespace) -> None:
     needs = [
         ("--lr", args.lr, "--reference", args.reference),
         ("--reference", args.reference, "--lr", args.lr),
-        ("--rule", args.rule, "--lr", args.lr),
         ("OVERRIDES", args.overrides or None, "--probe", args.probe or None),
     ]
-    if args.rule == BY_NOISE:
-        needs.append(("--rule gain", args.rule, "--noise-scale", args.noise_scale))
     if not args.probe:
         needs.append(("--target", 1, "--max-micro-batch", args.max_micro_batch))
     for option, value, needed, there in needs:
@@ -307,9 +284,5 @@ def _noise_scale(text: str) -> NoiseEstimate:
     try:
         samples = _positive(text)
     except (ValueError, argparse.ArgumentTypeError):
-        try:
-            return read_noise_scale(text)
-        except TrainkitError as error:
-            said = str(error).removeprefix("noise_scale: ").rstrip(".")
-            raise argparse.ArgumentTypeError(said) from error
+        return read_noise_scale(text)
     return NoiseEstimate(samples, samples / 2, samples * 2, samples, 1.0, 0)

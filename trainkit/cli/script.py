@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from trainkit.cli.main import main
-from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.words import (
-    CONFIG_DIR,
-    CONFIG_PATH,
-    conf_in,
-    find_modules_here,
-    key_of,
-    unquoted,
-)
+from trainkit.cli.words import key_of
 
 
 def train_file(path: str, *words: str, **classes: str) -> NoReturn:
     """Run `trainkit train` with classes of the file, and exit with its status.
-
-    A folder `conf/` beside the file is found from any current folder.
 
     At the end of the file `mine.py`, which has these two classes:
 
@@ -35,53 +23,18 @@ def train_file(path: str, *words: str, **classes: str) -> NoReturn:
         words: of the command line; the ones after `python mine.py` replace them.
         classes: the name of a class in the file for each group.
     """
-    given = sys.argv[1:]
+    from trainkit.config import allow_targets
+
+    file, given = Path(path).resolve(), sys.argv[1:]
+    allow_targets(file.stem)  # Python has put the file's own folder first
     if given[:1] == ["train"]:  # another rank, with the whole command line
         sys.exit(main(given))
-    find_modules_here()
-    file = Path(path).resolve()
-    module = _name_of(file)
+    is_here = file.is_relative_to(Path.cwd().resolve())
+    place = file.relative_to(Path.cwd().resolve()) if is_here else Path(file.name)
+    module = ".".join(place.with_suffix("").parts)
     own = [f"{group}._target_={module}.{name}" for group, name in classes.items()]
     taken = {key_of(word) for word in given}
     rest = [word for word in (*words, *own) if key_of(word) not in taken]
-    rest = [] if _resumes_a_run(given) else rest
-    sys.exit(main(["train", *_conf_beside(file, given), *rest, *given]))
-
-
-def _conf_beside(file: Path, given: Sequence[str]) -> list[str]:
-    """The option for the file's own `conf/`, unless another place is given."""
-    conf = conf_in(file.parent)
-    places = (CONFIG_DIR, CONFIG_PATH, "-cd", "-cp")
-    is_given = any(word.startswith(places) for word in given)
-    return [] if conf is None or is_given else [f"{CONFIG_DIR}={conf}"]
-
-
-def _resumes_a_run(given: Sequence[str]) -> bool:
-    """Whether a run is resumed, which has words of its own."""
-    named = [word.partition("=")[2] for word in given if key_of(word) == "ckpt_path"]
-    if not named or named[-1] == "last":
-        return bool(named)
-    path = Path(unquoted(named[-1])).expanduser().absolute()
-    return RunFolder.around(path) is not None
-
-
-def _name_of(path: Path) -> str:
-    """The name by which the file can be imported from the current folder."""
-    here = Path.cwd().resolve()
-    if path.is_relative_to(here):
-        name = ".".join(path.relative_to(here).with_suffix("").parts)
-        if _origin_of(name) == path:
-            return name
-    # Python has put the file's own folder first.
-    from trainkit.config import allow_targets
-
-    allow_targets(path.stem)
-    return path.stem
-
-
-def _origin_of(name: str) -> Path | None:
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).resolve() if spec and spec.origin else None
+    if "ckpt_path" in taken and "ckpt_path=auto" not in given:
+        rest = []  # a run that is resumed has words of its own
+    sys.exit(main(["train", *rest, *given]))

@@ -27,10 +27,7 @@ def words_behind(
         argv: all words.
         example: the words of a training, for messages.
     """
-    words: Any = parser.add_argument(
-        "words", nargs="*", help="train or fit, and its words"
-    )
-    words.completer = lambda **_: TRAININGS
+    parser.add_argument("words", nargs="*", help="train or fit, and its words")
     place = next((n for n, word in enumerate(argv) if word in TRAININGS), len(argv))
     options = parser.parse_args(argv[:place])
     if options.words or place == len(argv):

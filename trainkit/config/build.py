@@ -41,6 +41,14 @@ from trainkit.lit.proof.denominators import line_of
 from trainkit.lit.proof.report import checked_proof
 from trainkit.lit.schedule import total_steps
 
+_KINDS = {
+    "model": ("LightningModule", "automatic_optimization"),
+    "data": ("LightningDataModule", "prepare_data_per_node", "__iter__"),
+    "logger": ("Logger", "log_metrics"),
+}
+"""What some groups make, and what it, or a loader, has: in either package of
+Lightning."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -78,11 +86,6 @@ def build(
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")
-    if not hasattr(module, "automatic_optimization"):
-        raise TrainkitError(
-            f"model.{TARGET}: must make a LightningModule, and "
-            f"{config.model.get(TARGET)} has made an object of {type(module).__name__}."
-        )
     _refuse_no_data(config, module)
     data = _make(config, "data")
     keys = [*entries_of(config, "callbacks"), *CALLBACK_GROUPS]
@@ -130,7 +133,9 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     if is_empty(node):
         return None
     try:
-        return instantiate(node, _convert_="all", **kwargs)
+        made = instantiate(node, _convert_="all", **kwargs)
+        _refuse_other(made, node.get(TARGET), key)
+        return made
     except (TrainkitError, OmegaConfBaseException):
         raise  # its text names the key
     except Exception as error:
@@ -140,6 +145,16 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
         if isinstance(reason, TrainkitError):
             raise reason from None
         raise _cannot_make(error, reason, config, key) from reason
+
+
+def _refuse_other(made: Any, target: str, key: str) -> None:
+    """Refuse an object that does not belong in its group."""
+    kind, *attributes = _KINDS.get(key.partition(".")[0], ("",))
+    if kind and not any(hasattr(made, each) for each in attributes):
+        raise TrainkitError(
+            f"{key}.{TARGET}: must make a {kind}, and {target} has made one of "
+            f"{type(made).__name__}. Name a class or function that makes one."
+        )
 
 
 def _cannot_make(

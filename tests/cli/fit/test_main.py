@@ -74,9 +74,9 @@ MODEL = f"--model={USER}.Net"
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["fit"], r"required: fit.model\n--model takes the dotted path of a Lightning"),
-        (["fit", "--model=Nope"], r"model:(.|\n)*Nope(.|\n)*--model takes the dotted"),
-        (["fit", f"--model={USER}.Nope"], r"no attribute 'Nope'(.|\n)*--model takes"),
+        (["fit"], r"required: fit.model"),
+        (["fit", "--model=Nope"], r"model:(.|\n)*Nope"),
+        (["fit", f"--model={USER}.Nope"], r"no attribute 'Nope'"),
         (
             ["fit", MODEL, "--trainer.callbacks+=trainkit.Nope"],
             r"(?s)\A(?!.*describes its arguments).*No trainkit attribute Nope",
@@ -85,14 +85,14 @@ MODEL = f"--model={USER}.Net"
         (["fit", MODEL, "--accumulation=nope.yaml"], r"nope\.yaml either not access"),
         (
             ["fit", MODEL, "--accumulation=PerToken", "--accumulation.nope=1"],
-            r"'nope' is not accepted\n--accumulation\.help=trainkit\.PerToken desc",
+            r"'nope' is not accepted",
         ),
         (
             ["fit", MODEL, "--accumulation=PerToken", "--accumulation.ignore_index=x"],
             r"ignore_index:\n\s+Expected a int. Got value: x",
         ),
         (["fit", MODEL, "--batchnorm.policy=bad"], r"Literal\['warn', 'error', .* bad"),
-        (["fit", MODEL, "--lr_scaling=linear"], r"--lr_scaling\.rule=\.\.\.; --lr_sca"),
+        (["fit", MODEL, "--lr_scaling=linear"], r"lr_scaling:(.|\n)*linear"),
         (
             ["fit", MODEL, "--lr_scaling.reference_batch=-1"],
             r"^LRScaling reference_batch: must be a positive number, received -1\.0",
@@ -117,7 +117,7 @@ def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
         ("a: [", "Problems parsing config: while parsing a flow node"),
         ("nope: 3", "does not accept option 'nope'"),
         ("trainer: {max_epochs: '${data.n}'}", "Interpolation key 'data.n' not found"),
-        ("accumulation: {_target_: trainkit.PerToken}", "class_path and init_args des"),
+        ("accumulation: {_target_: trainkit.PerToken}", "one of PerSample, PerToken"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_message_too(

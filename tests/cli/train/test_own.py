@@ -284,6 +284,7 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     for word, said in (
         ("model._target_=ones_own.number", "and ones_own.number has made one of int"),
+        ("+logger.x._target_=ones_own.number", "must make a Logger, and ones_own"),
         ("data._target_=ones_own.number", "and ones_own.number has made one of int"),
         ("data._target_=ones_own.Empty", "the training loader must have batches"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import (
-    Checkpoint,
-    about_checkpoint,
     best_checkpoint,
     does_not_fit,
+    step_of,
     was_restoring,
 )
 from trainkit.cli.runs.folder import RunFolder
@@ -33,7 +33,7 @@ LOADERS = {verb: f"{verb.removesuffix('idate')}_dataloader" for verb in STEPS}
 def evaluate(
     verb: str,
     training: Training,
-    checkpoint: Checkpoint,
+    checkpoint: Path,
     folder: RunFolder,
     words: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -52,13 +52,15 @@ def evaluate(
         Interrupted: a signal has stopped it.
     """
     trainer: Any = training.trainer
+    name, step = str(checkpoint.relative_to(folder.path)), step_of(checkpoint)
+    _say(verb, name, step, trainer)
     refuse_missing(verb, training.module, training.data)
     writer = Predictions(folder.path) if verb == "predict" else None
     if writer is not None:
         _refuse_several_ranks(trainer)
         trainer.callbacks.append(writer)
     own = {"return_predictions": False} if writer else {"verbose": False}
-    source = {"datamodule": training.data, "ckpt_path": str(checkpoint.path)}
+    source = {"datamodule": training.data, "ckpt_path": str(checkpoint)}
     try:
         getattr(trainer, verb)(training.module, **source, **own)
     except SystemExit as end:
@@ -72,18 +74,18 @@ def evaluate(
         if is_mistake(error):
             raise
         if was_restoring(error):
-            raise does_not_fit("checkpoint", checkpoint.path, error) from error
+            raise does_not_fit("checkpoint", checkpoint, error) from error
         raise TrainingFailed.by(error) from error
     finally:
         if writer is not None:
             writer.close()
     _refuse_no_batch(verb, trainer)
     facts = {
-        "checkpoint": checkpoint.name,
-        "step": checkpoint.step,
+        "checkpoint": name,
+        "step": step,
         "metrics": {
-            name: number(value)
-            for name, value in trainer.callback_metrics.items()
+            metric: number(value)
+            for metric, value in trainer.callback_metrics.items()
             if not isinstance(value, torch.Tensor) or value.numel() == 1
         },
         "overrides": redact(list(words)),
@@ -103,9 +105,6 @@ class TestAtEnd:
         training: the training.
         folder: of the run.
 
-    Attributes:
-        error: what ended the test, if it failed; the summary is written first.
-
     Raises:
         TrainkitError: there is nothing to test: no test_step, loader or checkpoint.
     """
@@ -114,7 +113,6 @@ class TestAtEnd:
 
     def __init__(self, training: Training, folder: RunFolder) -> None:
         self.training, self.folder = training, folder
-        self.error: BaseException | None = None
         refuse_missing("test", training.module, training.data)
         if not training.trainer.checkpoint_callbacks:
             raise TrainkitError(
@@ -129,7 +127,7 @@ class TestAtEnd:
             logger.stays_open = True
 
     def run(self, *, is_wanted: bool) -> dict[str, Any] | None:
-        """The facts of the test, or None if it failed.
+        """The facts of the test, or None if there was none.
 
         Args:
             is_wanted: whether training has come to its end.
@@ -144,22 +142,25 @@ class TestAtEnd:
             if is_wanted and trainer.is_global_zero:
                 print("trainkit | test: left out, no checkpoint was written")
             return None
-        checkpoint = about_checkpoint(best, self.folder)
-        if trainer.is_global_zero:
-            shown = str(checkpoint)
-            if trainer.world_size > 1:
-                shown += (
-                    f"; on {trainer.world_size} ranks some rows may count twice, so "
-                    f"that each rank has as many; trainkit test RUN counts each once"
-                )
-            print(f"trainkit | test: {shown}", flush=True)
         try:
-            return evaluate("test", self.training, checkpoint, self.folder)
-        except (SystemExit, Exception) as error:
-            self.error = error
-            if isinstance(error, SystemExit) and not trainer.is_global_zero:
-                self.error = SystemExit(0)  # else Lightning kills the first rank
-        return None
+            return evaluate("test", self.training, best, self.folder)
+        except SystemExit as end:
+            if trainer.is_global_zero:
+                raise
+            raise SystemExit(0) from end  # else Lightning kills the first rank
+
+
+def _say(verb: str, name: str, step: int | None, trainer: Any) -> None:
+    """Say which checkpoint is evaluated, and what several ranks do to its rows."""
+    if not trainer.is_global_zero:
+        return
+    text = name if step is None else f"{name} of step {step:,}"
+    if trainer.world_size > 1:
+        text += (
+            f"; on {trainer.world_size} ranks some rows may count twice, so that each "
+            f"rank has as many; on one device each counts once"
+        )
+    print(f"trainkit | {verb}: {text}", flush=True)
 
 
 def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:

@@ -71,12 +71,9 @@ def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     same = replaced(sys, argv=[*sys.argv[:1], *argv])
     with without_advice(), same, spoken("train"):
         training = configured(verb, folder, words[1:])
-        is_first = training.trainer.is_global_zero
-        if is_first:
-            print(f"trainkit | {verb}: {checkpoint}", flush=True)
         with ranks_of_one_run(training.trainer):
             facts = evaluate(verb, training, checkpoint, folder, words[1:])
-    if is_first:
+    if training.trainer.is_global_zero:
         _show(verb, facts, folder)
     return 0
 

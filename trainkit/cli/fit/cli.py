@@ -6,14 +6,13 @@ trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from trainkit.config.attach import attach_accumulation
@@ -32,8 +31,9 @@ from trainkit.lit.schedule import AccumulationSchedule
 
 ACCUMULATION = "accumulation"
 MICRO_BATCHING = "micro_batching"
-WAYS = (
-    "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
+STRATEGIES = (
+    f"--{ACCUMULATION} takes one of PerSample, PerToken, PerClassWeight, Weighed and "
+    f"Uniform; the dotted path of a strategy of your own; or a YAML file with one."
 )
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "wide_gradients": (bool, False, "sum gradients in float32 beside bfloat16 ones"),
@@ -70,23 +70,13 @@ class TrainkitCLI(LightningCLI):
     too. The constructor's arguments, and everything else, are as in `LightningCLI`.
     """
 
-    def __init__(
-        self,
-        model_class: Any = None,
-        datamodule_class: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if len(args) < 6:  # else parser_class is given by position
-            kwargs.setdefault("parser_class", TrainkitParser)
-        super().__init__(model_class, datamodule_class, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("parser_class", TrainkitParser)
+        super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         kwargs.setdefault("parser_mode", "omegaconf")  # files may hold ${...}
-        parser = super().init_parser(**kwargs)
-        if isinstance(parser, TrainkitParser):
-            parser.hints.update(self._choices())
-        return parser
+        return super().init_parser(**kwargs)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         # Not in add_arguments_to_parser, which users override.
@@ -99,25 +89,6 @@ class TrainkitCLI(LightningCLI):
             parser.add_argument(f"--{key}", type=kind, default=default, help=about)
         for key, callback in CALLBACKS.items():
             parser.add_subclass_arguments(callback, key, required=False)
-
-    def _choices(self) -> dict[str, str]:
-        names = ", ".join(sorted({c.__name__ for c in _concrete(AccumulationStrategy)}))
-        choices = {
-            ACCUMULATION: f"--{ACCUMULATION} takes one of {names}; the dotted path of "
-            f"a strategy of your own; or a YAML file that holds one."
-        }
-        for key, cls in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
-            first = next(iter(inspect.signature(cls).parameters))
-            arguments = WAYS if key == MICRO_BATCHING else f"--{key}.{first}=..."
-            choices[key] = (
-                f"--{key} takes a YAML file, or its arguments one by one: {arguments}; "
-                f"--{key}.help={cls.__name__} describes them."
-            )
-        if self.subclass_mode_model:
-            choices["model"] = _dotted_path("model", LightningModule, "MyModule")
-        if self.subclass_mode_data:
-            choices["data"] = _dotted_path("data", LightningDataModule, "MyData")
-        return choices
 
     def instantiate_classes(self) -> None:
         try:
@@ -212,70 +183,29 @@ def _refusal_in(error: BaseException) -> TrainkitError | None:
     return TrainkitError(readable(str(error)).lstrip(" -")) if tried else None
 
 
-def _concrete(base: type) -> Iterator[type]:
-    for subclass in base.__subclasses__():
-        if not inspect.isabstract(subclass):
-            yield subclass
-        yield from _concrete(subclass)
-
-
-def _dotted_path(key: str, base: type, example: str) -> str:
-    return (
-        f"--{key} takes the dotted path of a {base.__name__}, such as "
-        f"my_module.{example} of a file my_module.py in this folder. Its arguments are "
-        f"--{key}.NAME=VALUE; --{key}.help=my_module.{example} describes them."
-    )
-
-
 # Lines of jsonargparse's messages about its own internals: an optional value is a
 # union with None, and a nested option is an object.
 _NOISE = re.compile(
     r"\s*(- )?(Does not validate against any|Subtypes: |Errors:|Given value type: "
     r"|Expected a <class 'NoneType'>|Given value: (NestedArg|Namespace)\()"
 )
-_NO_PATH = re.compile(r"\s*- Expected a path but [^\s/]+(?<!\.yaml)(?<!\.yml) either")
 
 
 class TrainkitParser(LightningArgumentParser):
-    """Lightning's parser, which answers a mistake with the choices, not with pages of
-    usage.
-
-    Attributes:
-        hints: for each argument, a line on its values for messages about it.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.hints: dict[str, str] = {}
+    """Lightning's parser, which answers a mistake with a message, not with pages of
+    usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with exit status 2, or raise `ArgumentError`, as jsonargparse does."""
         text = readable(message)
-        for hint in [*self._hints(message), *self._close_options(message)]:
+        hints = self._close_options(message)
+        hints += [STRATEGIES] * (f'"{ACCUMULATION}' in message)
+        for hint in hints:
             if hint not in text:  # a sub-command's parser has passed the error here
                 text += f"\n{hint}"
         if not self.exit_on_error:
             super().error(text, ex)
         self.exit(2, f"{self.prog}: {text}\n")
-
-    def _hints(self, message: str) -> list[str]:
-        if not self.hints:  # made by jsonargparse for a nested value
-            return []
-        if "'_target_'" in message:
-            return [
-                "In a file for the Lightning CLI class_path and init_args describe an "
-                "object; _target_ is for trainkit train."
-            ]
-        key = re.search(r'Parser key "([\w.]+)"', message)
-        path = re.search(r"given class_path '([\w.]+)'", message)
-        is_absent = re.search(r"No module named|[Nn]o [\w. ]*attribute", message)
-        if key and path and not is_absent:
-            return [f"--{key[1]}.help={path[1]} describes its arguments."]
-        return [
-            hint
-            for name, hint in self.hints.items()
-            if re.search(rf'"{name}[".]|required: (.*[ .])?{name}\b', message)
-        ]
 
     def _close_options(self, message: str) -> list[str]:
         unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message)
@@ -302,8 +232,6 @@ def readable(message: str) -> str:
       Given value: x
     """
     lines = [line for line in message.splitlines() if not _NOISE.match(line)]
-    if len(lines) > 2:  # there is another reason than the path's
-        lines = [line for line in lines if not _NO_PATH.match(line)]
     text = "\n".join(line for line in lines if line.strip())
     text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
     return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "")

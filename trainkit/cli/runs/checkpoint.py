@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import traceback
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,24 +13,6 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError, did_you_mean
 
 BEST = "best.ckpt"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of a run.
-
-    Args:
-        path: its file, or its folder if it is sharded.
-        name: its name within the run's folder.
-        step: the optimizer step after which it was written; None if not known.
-    """
-
-    path: Path
-    name: str
-    step: int | None
-
-    def __str__(self) -> str:
-        return self.name + ("" if self.step is None else f" of step {self.step:,}")
 
 
 def best_checkpoint(folder: RunFolder) -> Path | None:
@@ -51,13 +31,9 @@ def best_checkpoint(folder: RunFolder) -> Path | None:
     return newest
 
 
-def about_checkpoint(path: Path, folder: RunFolder) -> Checkpoint:
-    """The checkpoint with the step that is saved in it."""
-    is_inside = path.is_relative_to(folder.path)
-    name = str(path.relative_to(folder.path) if is_inside else path)
-    is_sharded = path.is_dir()
-    step = None if is_sharded else read_checkpoint(path).get("global_step")
-    return Checkpoint(path, name, step)
+def step_of(path: Path) -> int | None:
+    """The step that is saved in a checkpoint; None if it is sharded."""
+    return None if path.is_dir() else read_checkpoint(path).get("global_step")
 
 
 def read_checkpoint(path: Path | str, key: str = "checkpoint") -> dict[str, Any]:
@@ -76,21 +52,14 @@ def read_checkpoint(path: Path | str, key: str = "checkpoint") -> dict[str, Any]
         content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
         if isinstance(content, dict) and "state_dict" in content:
             return content
-        why = "has no state_dict, as checkpoints of Lightning have"
-    except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
+        why = "no state_dict, as checkpoints of Lightning have"
     except Exception as error:  # a file that was cut off, or something else
-        size = path.stat().st_size
-        why = f"is damaged or no checkpoint ({size:,} bytes; {type(error).__name__})"
-        if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
-            why = (
-                "holds objects other than tensors and plain values, and torch loads "
-                "none of them (weights_only). If you trust it, set "
-                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment"
-            )
+        why = type(error).__name__
     raise TrainkitError(
-        f"{key}: must be a readable checkpoint, received {path}, which {why}. Name "
-        f"another one; a run keeps them in its folder checkpoints/."
+        f"{key}: must be a readable checkpoint, received {path}, which is damaged or "
+        f"no checkpoint ({why}). Name another one; a run keeps them in its folder "
+        f"checkpoints/. If it holds objects other than tensors and you trust it, set "
+        f"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
     )
 
 
@@ -119,7 +88,7 @@ def was_restoring(error: BaseException) -> bool:
     )
 
 
-def find(verb: str, text: str) -> tuple[RunFolder, Checkpoint]:
+def find(verb: str, text: str) -> tuple[RunFolder, Path]:
     """The run and the checkpoint that a word of the command line names.
 
     Args:
@@ -156,4 +125,4 @@ def find(verb: str, text: str) -> tuple[RunFolder, Checkpoint]:
             f" has none. A run writes its first one after 50 steps or at its end; with "
             f"trainer.enable_checkpointing=false it writes none."
         )
-    return folder, about_checkpoint(named, folder)
+    return folder, named

@@ -45,12 +45,18 @@ def expand(argv: list[str]) -> list[str]:
             "ckpt_path: resumes one run, so it cannot be used with --multirun. Leave "
             "-m out to resume, or leave ckpt_path out to start new runs."
         )
-    if wanted == AUTO:
-        return _resumed_or_begun(rest)
-    folder, checkpoint = _newest(rest) if wanted == LAST else _of_file(wanted)
-    if folder is None:
-        return [*rest, f"{KEY}={quoted(checkpoint)}"]
-    if checkpoint is None:
+    if wanted in (LAST, AUTO):
+        folder = _run_of(rest, may_begin=wanted == AUTO)
+        if folder is None:
+            return rest
+        if not folder.is_of_a_run():
+            return [*rest, f"hydra.run.dir={quoted(folder.path)}"]
+        checkpoint = folder.newest_checkpoint()
+    else:
+        folder, checkpoint = _of_file(wanted)
+        if folder is None:
+            return [*rest, f"{KEY}={quoted(checkpoint)}"]
+    if checkpoint is None and wanted == LAST:
         print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
     return _resumed(folder, checkpoint, rest)
 
@@ -63,34 +69,34 @@ def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> li
     return words
 
 
-def _resumed_or_begun(given: list[str]) -> list[str]:
-    """The arguments that resume the run if there is one, and otherwise start it.
+def _run_of(given: list[str], *, may_begin: bool) -> RunFolder | None:
+    """The run in `paths.run_dir` if that is given, or else the newest one.
 
     torchrun, SLURM and supervisors of containers restart a program with an unchanged
-    command. The folder is `paths.run_dir` if given, or else the job's. Without a job it
-    is the newest run's.
+    command. Where a run may begin, the folder of the job comes before the newest run.
     """
-    folder = _of_the_job(given)
-    if folder is None:
-        newest = _newest_of(_folder_of_runs(given))
-        if newest is None:
-            return given
-        return _resumed(*newest, given)
-    if folder.is_of_a_run():
-        return _resumed(folder, folder.newest_checkpoint(), given)
-    return [*given, f"hydra.run.dir={quoted(folder.path)}"]
+    job = job_name() if may_begin else None
+    if any(key_of(word) == "paths.run_dir" for word in given):
+        where = Path(_paths(given).run_dir)
+        found = RunFolder(where)
+    elif job is not None:
+        where = Path(_paths(given).output_dir, job)
+        found = RunFolder(where)
+    else:
+        where = _folder_of_runs(given)
+        found = _newest_in(where)
+    if may_begin or (found is not None and found.is_of_a_run()):
+        return found
+    raise TrainkitError(
+        f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start a "
+        f"run, or name a checkpoint: ckpt_path=path/to/last.ckpt."
+    )
 
 
-def _of_the_job(given: list[str]) -> RunFolder | None:
-    named, job = _given_folder(given), job_name()
-    if named is None and job is not None:
-        named = Path(_paths(given).output_dir, job)
-    return None if named is None else RunFolder(named)
-
-
-def _given_folder(words: list[str]) -> Path | None:
-    is_given = any(key_of(word) == "paths.run_dir" for word in words)
-    return Path(_paths(words).run_dir) if is_given else None
+def _newest_in(where: Path) -> RunFolder | None:
+    runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
+    runs = [run for run in runs if not _came_to_nothing(run)]
+    return max(runs, key=lambda each: each.started(), default=None)
 
 
 def as_trial(argv: list[str]) -> list[str]:
@@ -110,32 +116,6 @@ def as_trial(argv: list[str]) -> list[str]:
             print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
             return [*argv, f"{KEY}={quoted(checkpoint)}"]
     return argv
-
-
-def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
-    """The newest run in `paths.run_dir` if given, or else in the folder of runs."""
-    given = _given_folder(argv)
-    where = given or _folder_of_runs(argv)
-    newest = _newest_of(where, deep=given is None)
-    if newest is None:
-        raise TrainkitError(
-            f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
-            f"a run, or name a checkpoint: ckpt_path=path/to/last.ckpt."
-        )
-    return newest
-
-
-def _newest_of(
-    where: Path | str, *, deep: bool = True
-) -> tuple[RunFolder, Path | None] | None:
-    where = Path(where)
-    files = (where.rglob if deep else where.glob)(RunFolder.OVERRIDES)
-    found = [RunFolder(path.parent) for path in files]
-    runs = [run for run in found if not _came_to_nothing(run)]
-    if not runs:
-        return None
-    run = max(runs, key=lambda each: each.started())
-    return run, run.newest_checkpoint()
 
 
 def _came_to_nothing(run: RunFolder) -> bool:

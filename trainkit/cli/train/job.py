@@ -162,8 +162,6 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     heard = stop.heard or ending.signals.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise Interrupted(heard)  # the other runs do not start
-    if test is not None and test.error is not None:
-        raise test.error
     if not beginning.has_trained:
         return None  # no step was left, and that has been said
     value = monitors.value(metrics)
@@ -226,31 +224,43 @@ def _fit_and_report(
         folder = beginning.folder
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
-        is_over = status == "finished"
         facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
-        if test is not None:
-            is_wanted = is_over and not ending.signals.heard and beginning.has_trained
-            facts["test"] = test.run(is_wanted=is_wanted)
-            metrics.update(trainer.callback_metrics)
-        if trainer.is_global_zero and not beginning.has_trained:
-            if status == "finished":
-                print(
-                    f"trainkit | training: nothing to do: the run had finished after "
-                    f"{counted_steps(trainer.global_step)}; to train longer, resume it "
-                    f"with a larger trainer.max_steps, max_epochs or max_time",
-                    flush=True,
-                )
-        elif trainer.is_global_zero:
-            beginning.screen.open(folder.log)  # if another process began
-            with nullcontext() if is_over else suppress(OSError):  # of a full disk
-                folder.write_json(folder.SUMMARY, facts)
-                if config.report:
-                    report_of_training(folder, pictures=config.pictures)
-            if status != "failed" or facts["steps"]:
-                summary.show(facts, folder)
+        try:
+            if test is not None:
+                facts["test"] = None
+                is_wanted = status == "finished" and beginning.has_trained
+                is_wanted = is_wanted and not ending.signals.heard
+                facts["test"] = test.run(is_wanted=is_wanted)
+                metrics.update(trainer.callback_metrics)
+        finally:
+            _write_and_show(facts, config, beginning, trainer)
     return metrics
+
+
+def _write_and_show(
+    facts: dict[str, Any], config: DictConfig, beginning: Beginning, trainer: Any
+) -> None:
+    """Write and show the summary; of a run without a step that was left, say that."""
+    if not trainer.is_global_zero:
+        return
+    folder, is_over = beginning.folder, facts["status"] == "finished"
+    if beginning.has_trained:
+        beginning.screen.open(folder.log)  # if another process began
+        with nullcontext() if is_over else suppress(OSError):  # of a full disk
+            folder.write_json(folder.SUMMARY, facts)
+            if config.report:
+                report_of_training(folder, pictures=config.pictures)
+        if facts["status"] != "failed" or facts["steps"]:
+            summary.show(facts, folder)
+    elif is_over:
+        print(
+            f"trainkit | training: nothing to do: the run had finished after "
+            f"{counted_steps(trainer.global_step)}; to train longer, resume it with a "
+            f"larger trainer.max_steps, max_epochs or max_time",
+            flush=True,
+        )
 
 
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
