@@ -30,10 +30,11 @@ _GROUPS = {
 }
 """The group of each class, and the name of its first argument."""
 
+_ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
+# {"name": PerToken(), ...} has no override.
 _CALL = re.compile(
-    rf"(?:(?:self\.)?[a-z_]+ = )?\b(?P<name>{'|'.join(_GROUPS)})(?P<begin>\()"
+    rf"(?:(?:self\.)?[a-z_]+ = )?(?<!\": )\b((?:{'|'.join(_GROUPS)}){_ARGUMENTS})"
 )
-_ONE_OF_SEVERAL = re.compile(r'": $')  # {"name": PerToken(), ...} has no override
 _TRAINER = re.compile(r"(?<![\w.])(accumulate_grad_batches=\d+)")
 _WORD = re.compile(r"(?<![\w.])(checks|proof)=(['\"])(\w+)\2")
 _CHECK = re.compile(r"trainkit\.check\(module, data\)")
@@ -47,14 +48,7 @@ def in_words(door: Door, text: str) -> str:
     >>> in_words("fit", "accumulation = PerToken('targets')")
     '--accumulation=PerToken --accumulation.labels=targets'
     """
-    said, place = "", 0
-    while (found := _CALL.search(text, place)) is not None:
-        end = _end_of_call(text, found.start("begin"))
-        call = text[found.start("name") : end]
-        words = "" if _ONE_OF_SEVERAL.search(text[: found.start()]) else _of(door, call)
-        said += text[place : found.start()] + (words or text[found.start() : end])
-        place = end
-    said += text[place:]
+    said = _CALL.sub(lambda found: _of(door, found[1]) or found[0], text)
     begin = "--" if door == "fit" else ""
     said = _TRAINER.sub(rf"{begin}trainer.\1", _WORD.sub(rf"{begin}\1=\3", said))
     return _CHECK.sub(f"`trainkit check {door} ...` with the same words", said)
@@ -83,16 +77,6 @@ def spoken(door: Door) -> Iterator[None]:
         wording.reset(before)
         if warnings.showwarning is showwarning:
             warnings.showwarning = show
-
-
-def _end_of_call(text: str, begin: int) -> int:
-    """Where the parenthesis that opens at a place is closed."""
-    depth = 0
-    for place in range(begin, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if not depth:
-            return place + 1
-    return begin + 1
 
 
 def _of(door: Door, call: str) -> str:

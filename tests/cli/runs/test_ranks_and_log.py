@@ -151,13 +151,13 @@ def test_it_has_what_was_printed_warned_and_logged(
     assert "\x1b[1mbold" in shown.err  # the screen is as it would be
 
 
-def test_it_is_appended_also_to_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_it_is_appended_to_that_of_an_earlier_run(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
-    path.write_text("an earlier run\nkill")
+    path.write_text("an earlier run\n")
     with screen_log() as log:
         log.open(path)
         print("resumed")
-    assert path.read_text() == "an earlier run\nkill\nresumed\n"
+    assert path.read_text() == "an earlier run\nresumed\n"
 
 
 def test_a_log_that_is_not_opened_leaves_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
@@ -29,41 +30,31 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def main(argv: list[str]) -> int:
-    """Make the folder, and return the exit status."""
+    """Make the folder of the template and the recipe `lines`; return the status."""
     folder = _checked(Path(_parse(argv).folder))
-    texts = contents(folder.resolve().name)
+    recipe = Path(str(files("trainkit.recipes")), "lines", "lines.py")
     try:
-        for path, text in texts.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
+        compiled = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(
+            _TEMPLATE,
+            folder,
+            ignore=compiled,
+            copy_function=shutil.copyfile,
+            dirs_exist_ok=True,
+        )
+        shutil.copyfile(recipe, folder / "lines.py")
+        for path in filter(Path.is_file, folder.rglob("*")):
+            text = path.read_text().replace("experiment=lines", "experiment=default")
+            path.write_text(text.replace(_PROJECT, folder.resolve().name))
     except OSError as error:
         raise TrainkitError(
             f"trainkit new: {folder} cannot be written: {error}. Choose a folder that "
             f"can be made."
         ) from error
-    shown = sorted({path.partition("/")[0] + "/" * ("/" in path) for path in texts})
+    shown = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     where = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     show([("new", f"{folder}: {', '.join(shown)}"), ("next", f"{where}trainkit train")])
     return 0
-
-
-def contents(project: str) -> dict[str, str]:
-    """The text of each file of a new folder: the template, and the recipe `lines`.
-
-    Args:
-        project: the name of the folder, and of the folder of its runs.
-    """
-    paths = sorted(path for path in _TEMPLATE.rglob("*") if path.is_file())
-    texts = {
-        str(path.relative_to(_TEMPLATE)): path.read_text().replace(_PROJECT, project)
-        for path in paths
-        if path.suffix != ".pyc"
-    }
-    recipe = Path(str(files("trainkit.recipes")), "lines", "lines.py").read_text()
-    return {
-        **texts,
-        "lines.py": recipe.replace("experiment=lines", "experiment=default"),
-    }
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -72,8 +72,8 @@ class RunFolder:
         return next((each for each in folders if each.is_of_a_run()), None)
 
     def started(self) -> float:
-        """When the run was last started or resumed; 0 if none has begun here."""
-        return _written(self.path / self.OVERRIDES) if self.is_of_a_run() else 0.0
+        """When the run was last started or resumed."""
+        return _written(self.path / self.OVERRIDES)
 
     def read(self, name: str, how: Callable[[Path], _Read]) -> _Read:
         """What a file holds, as `how` reads it.

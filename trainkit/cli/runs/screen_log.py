@@ -43,16 +43,12 @@ class ScreenLog:
 
     def open(self, path: Path) -> None:
         """Append to a file; does nothing if it is open."""
-        if self._file is not None or self._is_over:
-            return
-        try:
-            self._file = path.open("a+b", buffering=0)
-            self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - 1))
-            if self._file.read(1) not in (b"", b"\n"):  # killed within a line
-                self._lines.insert(0, "")
-            self._save()
-        except OSError as error:
-            self._fail(path, error)
+        if self._file is None and not self._is_over:
+            try:
+                self._file = path.open("ab", buffering=0)
+                self._save()
+            except OSError as error:
+                self._fail(error)
 
     def write(self, text: str) -> None:
         """Add a text, without showing it."""
@@ -64,11 +60,10 @@ class ScreenLog:
             drawn = map(_last_drawn, lines[: max(0, len(lines) - text.count(_UP))])
             # What begins with a return is a bar of tqdm.
             self._lines += [_CODES.sub("", each) for each in drawn if "\r" not in each]
-            if self._file is not None and self._lines:
-                try:
-                    self._save()
-                except OSError as error:
-                    self._fail(Path(self._file.name), error)
+            try:
+                self._save()
+            except OSError as error:
+                self._fail(error)
 
     def close(self) -> None:
         if self._rest:
@@ -78,13 +73,15 @@ class ScreenLog:
         self._is_over = True
 
     def _save(self) -> None:
+        if self._file is None:
+            return
         text = "".join(f"{line.rstrip()}\n" for line in self._lines)
         self._lines = []
         self._file.write(text.encode(errors="backslashreplace"))
 
-    def _fail(self, path: Path, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
         self._is_over = True  # a training must not fail because of its log
-        print(f"trainkit | {path.name}: is not written: {error}", file=sys.stderr)
+        print(f"trainkit | train.log: is not written: {error}", file=sys.stderr)
 
 
 def _last_drawn(line: str) -> str:
@@ -101,10 +98,6 @@ class _Shown:
         written = self._stream.write(text)
         self._log.write(text)
         return written
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -55,6 +55,9 @@ class Beginning(Callback):
         config: the resolved configuration.
         words: the overrides of the command line.
         log: what has stood on the screen so far.
+
+    Attributes:
+        has_trained: whether training has started, on this rank and so on all.
     """
 
     def __init__(
@@ -65,16 +68,10 @@ class Beginning(Callback):
         log: ScreenLog,
     ) -> None:
         self.folder, self.config, self.words, self.screen = folder, config, words, log
-        self._has_begun = False
-        self._earlier = folder.started()
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether training has started, here or in a process of Lightning's."""
-        return self._has_begun or self.folder.started() != self._earlier
+        self.has_trained = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._has_begun = True
+        self.has_trained = True
         if trainer.is_global_zero:
             self.folder.write_start(self.config, self.words)
             self.screen.open(self.folder.log)
@@ -247,7 +244,6 @@ def _write_and_show(
         return
     folder, is_over = beginning.folder, facts["status"] == "finished"
     if beginning.has_trained:
-        beginning.screen.open(folder.log)  # if another process began
         with nullcontext() if is_over else suppress(OSError):  # of a full disk
             folder.write_json(folder.SUMMARY, facts)
             if config.report:
