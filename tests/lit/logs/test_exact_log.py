@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,6 +28,7 @@ from tests.helpers import (
 from tests.lit.resume.interrupting import (
     Exactly,
     KillAt,
+    alone,
     ask,
     close,
     differing,
@@ -41,7 +43,7 @@ from tests.zoo.callbacks import Table
 from tests.zoo.modules import hooked
 from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.exact_log import KEY
+from trainkit.lit.resume.per_rank import EpochSums
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
@@ -67,8 +69,8 @@ class Evaluated(AccumulationMixin, TokenModule):
         self.log_exact("val/loss", loss, batch)
         if self.reduction == "mean" and not loss.isnan():
             self.log("naive", loss, sync_dist=True, batch_size=len(batch["ids"]))
-        if self.global_rank == 0:  # the other rank has no batch of this name
-            self.log_exact("val/first", loss, batch, prog_bar=True)
+        counts = int(batch["labels"].ne(-100).sum()) * (self.global_rank == 0)
+        self.log_exact("val/first", loss, weight=counts, prog_bar=True)
 
     test_step = validation_step
 
@@ -84,7 +86,7 @@ def one_batch(data: Any = EVAL, module: TokenModule | None = None) -> float:
 
 
 def near(number: float) -> Any:
-    return pytest.approx(number, rel=2e-7)  # logged in float32
+    return pytest.approx(number, rel=1e-12)
 
 
 SILENT = [(ids, torch.full_like(labels, -100)) for ids, labels in EVAL[8:12]]
@@ -96,6 +98,7 @@ SILENT = [(ids, torch.full_like(labels, -100)) for ids, labels in EVAL[8:12]]
         # transformers#35078: right in training, and times world in evaluation.
         ("validate", "mean", EVAL, EVAL),
         ("test", "sum", EVAL, EVAL),
+        ("validate", "total", EVAL, EVAL),
         # llama-cookbook#133: 0 / 0 where all labels of a batch are ignored.
         ("test", "mean", [*EVAL[:8], *SILENT, *EVAL[12:]], EVAL[:8] + EVAL[12:]),
     ],
@@ -103,7 +106,7 @@ SILENT = [(ids, torch.full_like(labels, -100)) for ids, labels in EVAL[8:12]]
 def test_logged_mean_equals_the_loss_of_one_batch(
     stage: str, reduction: Any, data: Any, counts: Any
 ) -> None:
-    module = Evaluated(dtype=torch.float64, reduction=reduction)
+    module = Evaluated(dtype=torch.float64, reduction=reduction.replace("total", "sum"))
     module.accumulation = PerToken(loss_reduction=reduction)
     (logged,) = getattr(trainer(), stage)(module, loader(data, BATCH), verbose=False)
     assert logged["val/loss"] == near(one_batch(counts))
@@ -120,15 +123,6 @@ def test_weight_of_its_own_equals_the_mean_with_that_weight() -> None:
     (logged,) = trainer().validate(module, loader(EVAL, BATCH), verbose=False)
     assert logged["index"] == near(sum(i * i for i in range(8)) / sum(range(8)))
     assert logged["rows"] == near((4 * sum(range(7)) + 2 * 7) / 30)
-
-
-def test_when_the_epoch_has_ended_it_is_too_late() -> None:
-    def ends(self: Any) -> None:
-        self.log_exact("late", 1.0, weight=1)
-
-    module = hooked(Evaluated, on_validation_epoch_end=ends)()
-    with pytest.raises(TrainkitError, match=r"log_exact\('late'\): the means of this"):
-        trainer().validate(module, loader(EVAL, BATCH), verbose=False)
 
 
 def test_without_a_strategy_a_weight_is_asked_for() -> None:
@@ -162,16 +156,18 @@ def test_two_loaders_are_two_names() -> None:
 @pytest.mark.parametrize(
     ("stage", "text"),
     [
-        ("validate", r"must be one number, .* shape \[3\]"),
-        ("predict", r"log_exact\(\): it logs the mean of an"),
+        ("validate", r"log\(val/number, .*the tensor must have a single element"),
+        ("predict", "trying to log in a `predict` hook"),
     ],
 )
-def test_a_vector_and_a_prediction_are_refused(stage: str, text: str) -> None:
+def test_a_vector_and_a_prediction_are_refused_by_lightning(
+    stage: str, text: str
+) -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log_exact("val/number", torch.ones(3), batch)
+        self.log_exact("val/number", torch.ones(3 if stage == "validate" else 1), batch)
 
     module = hooked(Evaluated, validation_step=step, predict_step=step)()
-    with pytest.raises(TrainkitError, match=text):
+    with pytest.raises((ValueError, MisconfigurationException), match=text):
         getattr(trainer(), stage)(module, loader(EVAL, BATCH))
 
 
@@ -189,11 +185,68 @@ def test_logged_means_in_fit_equal_those_of_one_batch(tmp_path: Path) -> None:
     for key, data in (("train/loss", TRAIN), ("val/loss", EVAL)):
         assert table.column(key) == [near(one_batch(data))] * 2
     assert fit.current_epoch == 2
-    assert stopper.best_score.dtype == torch.float32
     assert float(saver.best_model_score or 0) == near(one_batch(EVAL))
 
 
-# ---- several ranks -------------------------------------------------------------------
+# ---- each kind of window, and several ranks ------------------------------------------
+
+
+class ByHand(Evaluated):
+    """Steps by itself."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.accumulate(super().training_step(batch, batch_idx), batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+WAYS: dict[str, tuple[type[Evaluated], MicroBatching | None]] = {
+    "streamed": (Evaluated, None),
+    "by rows": (Evaluated, MicroBatching(size=1)),
+    "by tokens": (Evaluated, MicroBatching(tokens=24)),
+    "inside": (Evaluated, MicroBatching(size=2, inside="net")),
+    "by hand": (ByHand, None),
+}
+PARTLY_SILENT = [*EVAL[:4], *SILENT, *EVAL[4:14], *SILENT, *EVAL[14:16]]
+
+
+def mean_of_training(rank: int, world: int, way: str, reduction: Any) -> float:
+    """Of an epoch in which some rows, and some loader batches, weigh nothing."""
+    kind, cut = WAYS[way]
+    how: Any = {"accumulation": PerToken(loss_reduction=reduction), "proof": "off"}
+    is_mean = reduction == "mean"
+    module = hooked(kind, micro_batching=cut, **how)(
+        dtype=torch.float64, reduction="mean" if is_mean else "sum"
+    )
+    is_split = cut is not None and cut.inside is None
+    ddp: Any = {"strategy": "ddp" if world > 1 else "auto", "devices": world}
+    fit = trainer(1 if is_split else 2, max_epochs=1, **ddp)
+    fit.fit(module, rank_loader(PARTLY_SILENT, 3, rank, world))
+    return float(fit.callback_metrics["train/loss"])
+
+
+@pytest.mark.filterwarnings("ignore:.*none of the window's 3 micro-batches weighs")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "total"])
+@pytest.mark.parametrize("way", WAYS)
+def test_logged_mean_of_training_equals_the_loss_of_one_batch(
+    way: str, reduction: str
+) -> None:
+    found = mean_of_training(0, 1, way, reduction)
+    assert found == near(one_batch(PARTLY_SILENT))
+
+
+def test_logged_mean_of_training_on_ranks_equals_the_loss_of_one_batch() -> None:
+    ways: list[tuple[str, str]] = [(way, "mean") for way in WAYS]
+    ways += [("by rows", "sum"), ("streamed", "total")]
+    cases: Any = {way: (mean_of_training, *way) for way in ways}
+    for way, found in run_cases(2, cases).items():
+        assert raise_rank_errors(found) == [near(one_batch(PARTLY_SILENT))] * 2, way
 
 
 def on_ranks(world: int, **options: Any) -> Any:
@@ -206,7 +259,7 @@ def evaluate_ranks(rank: int, world: int, stage: str) -> dict[str, float]:
     share = rank_loader(EVAL, BATCH, rank, world)
     if stage == "fit":
         fit.fit(module, rank_loader(TRAIN, BATCH, rank, world), share)
-        assert "val/first" in fit.progress_bar_metrics  # also where it had no batch
+        assert "val/first" in fit.progress_bar_metrics
         return {k: float(v) for k, v in fit.callback_metrics.items()}
     return dict(fit.validate(module, share, verbose=False)[0])
 
@@ -215,7 +268,8 @@ def save_and_resume(rank: int, world: int, path: str) -> list[float]:
     """The mean of a whole epoch, and of one that resumes after six batches."""
     found = []
     for resume in (None, path) if world > 1 else (path,):
-        fit = on_ranks(world, callbacks=[] if resume else [Save(path, after=6)])
+        save = [] if resume else [Save(path, after=6)]
+        fit = on_ranks(world, callbacks=[EpochSums(), *save])
         data = FromBatch(rank, world, 6 if resume else 0)
         fit.fit(Evaluated(dtype=torch.float64), data, ckpt_path=resume)
         found.append(float(fit.callback_metrics["train/loss"]))
@@ -223,7 +277,8 @@ def save_and_resume(rank: int, world: int, path: str) -> list[float]:
 
 
 def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(tmp_path: Path) -> None:
-    """Also of an epoch that resumes on as many ranks, or on one."""
+    """Also of an epoch that resumes on as many ranks, or on one, with `EpochSums`. On
+    one of the ranks all weights of a name are zero."""
     path = str(tmp_path / "inside.ckpt")
     cases: Any = {stage: (evaluate_ranks, stage) for stage in ("validate", "fit")}
     found = run_cases(2, {**cases, "resumed": (save_and_resume, path)})
@@ -241,7 +296,8 @@ def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(tmp_path: Path) -> No
 
 
 def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
-    """To the last bit. The hooks take turns, so that each of them dies in both ways."""
+    """To the last bit. The hooks take turns, so that each of them dies in both ways.
+    What is stopped has `ExactResume`, and the others its parts."""
 
     def exact(folder: Path) -> list[tuple[str, str]]:
         found = [row for row in rows(folder) if row.get("train/exact")]
@@ -260,7 +316,9 @@ def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
         ):
             folder = tmp_path / f"{batch} {dies}"
             kill = KillAt(hook, batch) if dies == "killed" else ask(hook, batch)
-            found = interrupted(folder, kill, kind=Exactly)
+            how: dict[str, Any] = {"folder": folder}
+            how = alone(folder) if dies == "stopped" else how
+            found = interrupted(how.pop("folder"), kill, kind=Exactly, **how)
             assert kill.has_died
             assert differing(whole, state_of(*found)) == []
             assert close(rows(tmp_path), rows(folder)) == []
@@ -268,10 +326,8 @@ def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
 
 
 PLACES = [
-    *(("on_train_batch_start", at, 4) for at in (0, 4, 9)),
+    *(("on_train_batch_start", at, 4) for at in (0, 4, 8)),
     *(("on_train_batch_end", at, 4) for at in (0, 3, 8)),
-    # The batch was logged already, and was under way when the checkpoint was made.
-    *(("on_before_backward", at, 1) for at in (0, 9)),
 ]
 
 
@@ -279,13 +335,14 @@ PLACES = [
 def test_resumed_epoch_has_the_mean_of_all_its_batches(
     tmp_path: Path, hook: str, at: int, window: int
 ) -> None:
-    """Without what the checkpoint holds, it is that of the rest, and is said."""
+    """With `EpochSums`, which `ExactResume` brings. Without what the checkpoint holds,
+    it is that of the rest."""
     path = tmp_path / "inside.ckpt"
 
     def trained(*callbacks: Any, resume: Any = None) -> Any:
         # The loader has given the batch that was under way, too.
         replay = int(resume is not None and hook != "on_train_batch_end")
-        fit = trainer(window, max_epochs=1, callbacks=[*callbacks])
+        fit = trainer(window, max_epochs=1, callbacks=[EpochSums(), *callbacks])
         module = Evaluated(dtype=torch.float64)
         fit.fit(module, Resumable(replay), ckpt_path=resume, weights_only=True)
         return float(fit.callback_metrics["train/loss"])
@@ -293,6 +350,5 @@ def test_resumed_epoch_has_the_mean_of_all_its_batches(
     trained(Saving(path, at, hook))
     assert trained(resume=path) == near(one_batch(SEQUENCES))
     if (hook, at) == ("on_train_batch_end", 3):  # the control
-        strip(path, KEY)
-        with pytest.warns(UserWarning, match=r"log_exact: .* for train/loss, so the"):
-            assert trained(resume=path) != pytest.approx(one_batch(SEQUENCES), rel=1e-3)
+        strip(path, EpochSums.KEY)
+        assert trained(resume=path) != pytest.approx(one_batch(SEQUENCES), rel=1e-3)

@@ -75,15 +75,15 @@ class Dropping(pl.LightningModule):
 
 
 class Exactly(AccumulationMixin, Dropping):
-    """Logs exact means in training; one of them in the first batches only."""
+    """Logs exact means in training; in one of them only the first batches count."""
 
     accumulation = PerToken()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log_exact("train/exact", loss.detach(), batch)
-        if batch_idx < 2:
-            self.log_exact("train/first", loss.detach(), batch)
+        counts = batch["labels"].ne(-100).sum() * (batch_idx < 2)
+        self.log_exact("train/first", loss.detach(), weight=counts)
         return loss
 
 

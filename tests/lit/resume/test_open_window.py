@@ -258,8 +258,7 @@ def logging(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -> None:
-    """With `EpochSums`, of loader batches that are cut; `log_exact` goes on by
-    itself."""
+    """With `EpochSums`, of loader batches that are cut."""
     path = tmp_path / "mid.ckpt"
     how: dict[str, Any] = {"kind": hooked(Plain, training_step=logging), "cut": CUT}
     how |= {"window": 1, "max_epochs": 1}

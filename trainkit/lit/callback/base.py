@@ -210,9 +210,6 @@ class WindowOwner(OrderedCallback):
                 return number
         return 0
 
-    def forget_means(self) -> None:
-        """Drop the sums of `log_exact` in the batch, which is run again."""
-
     @property
     def strategy(self) -> AccumulationStrategy:
         """The rule that weighs a micro-batch; with several terms, the first term's."""

@@ -8,18 +8,14 @@ from typing import Any
 
 from trainkit.core.checks import Checks
 from trainkit.core.nested import are_equal
-from trainkit.core.ranks import Aggregation, find_ranks
+from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
-from trainkit.lit.logs.exact_log import KEY, ExactMeans
 from trainkit.lit.proof.report import Proof
-from trainkit.lit.resume._compat import batches_into_epoch
-from trainkit.lit.resume.per_rank import gather, shares
-from trainkit.lit.resume.run_checkpoint import ends_epoch
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -68,7 +64,6 @@ class MixinCallback(WindowCallback):
         super()._forget()
         self._chosen: Any = None
         self.is_apart: dict[int, bool] = {}
-        self.means = ExactMeans()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
@@ -128,38 +123,11 @@ class MixinCallback(WindowCallback):
                     each.on_window_finished(trainer, index)
         return stats
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        self.means.open("train")
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         self.refuse_changes(pl_module)
-        self.means.begin_batch("train")
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self.means.end_batch()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        self._log_means(trainer, pl_module, "train")
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.means.open("validate")
-
-    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.means.open("test")
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_means(trainer, pl_module, "validate")
-
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_means(trainer, pl_module, "test")
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -167,39 +135,9 @@ class MixinCallback(WindowCallback):
         super().on_exception(trainer, pl_module, exception)
         self._give_back_window_size(trainer)
 
-    def on_save_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        # After an epoch's last batch Lightning continues with the next epoch, and no
-        # hook shows where it begins.
-        has_ended = ends_epoch(trainer) and not self.means.is_in_batch
-        mine = {} if has_ended else self.means.state_dict("train")
-        checkpoint[KEY] = gather(trainer, mine)
-
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
-        super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if trainer.state.fn != "fit":
-            return
-        states = checkpoint.get(KEY, [None])
-        self.means.load_state_dict(
-            "train",
-            shares(trainer, states),
-            is_whole=None not in states or not batches_into_epoch(checkpoint),
-        )
-
-    def forget_means(self) -> None:
-        self.means.begin_again("train")
-
     def _give_back_window_size(self, trainer: Any) -> None:
         if self._asked is not None:
             trainer.accumulate_grad_batches, self._asked = self._asked, None
-
-    def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # "mean": outside of fit nothing is wrapped; only the group matters here.
-        self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
 
 
 def strategies_of(pl_module: Any) -> Strategies:

@@ -21,7 +21,7 @@ from trainkit.core.strategies import (
     checked_weight,
 )
 from trainkit.core.terms import leading
-from trainkit.core.window import WindowStats
+from trainkit.core.window import WindowStats, scalar
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import current_hook, is_scaled, scaler_of
 from trainkit.lit.batch_size import find_effective_batch, read_effective_batch
@@ -32,7 +32,6 @@ from trainkit.lit.front.callbacks import (
     strategies_of,
     with_mixin_callback,
 )
-from trainkit.lit.logs.exact_log import one_number, stage_of
 from trainkit.lit.proof.report import Proof
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -278,8 +277,10 @@ class AccumulationMixin(_Base):
     ) -> None:
         """Log a mean with the strategy's weights, over all batches and ranks.
 
-        Lightning's own `self.log` weighs an epoch's means by rows, or by nothing. One
-        name is one mean: with several loaders, put the loader's index into it. Rows
+        By itself `self.log` weighs an epoch's means by rows, or by nothing. One name is
+        one mean: with several loaders, put the loader's index into it. All ranks log
+        the same names in the same order, as with `sync_dist=True`. `ExactResume` lets
+        an epoch that is resumed in its middle have the mean of all its batches. Rows
         that Lightning's distributed sampler repeats to make ranks even count twice.
 
         Args:
@@ -292,12 +293,9 @@ class AccumulationMixin(_Base):
             logger: send it to the loggers; default: if there are any.
         """
         strategy = leading(strategies_of(self))
-        stage = stage_of(self.trainer)
         windows = self._find_windows()
         if windows is None:
             return  # lr_find and scale_batch_size run without callbacks
-        if windows.driver is not None and windows.driver.fills_up:
-            return
         if weight is None:
             if self.accumulation is None:  # for an inner cut
                 raise TrainkitError(
@@ -308,13 +306,23 @@ class AccumulationMixin(_Base):
                 )
             is_said = isinstance(strategy, Weighed)
             weight = windows.said.look() if is_said else strategy.weight(batch)
-        windows.means.add(
-            stage,
+        weight = scalar(checked_weight(weight), self.device)
+        mean = torch.as_tensor(loss).detach().to(weight)
+        if strategy.loss_reduction != "mean":
+            mean = mean / weight
+        # Lightning divides the sum of value x batch_size by the sum of batch_size, over
+        # all ranks; windows that are cut go by `weight`.
+        self.log(
             name,
-            one_number(name, loss, self.device),
-            checked_weight(weight),
-            strategy.loss_reduction,
-            {"prog_bar": prog_bar, "logger": logger},
+            torch.where(weight == 0, 0, mean),  # a mean over nothing is NaN
+            on_step=False,
+            on_epoch=True,
+            batch_size=weight,
+            weight=weight,
+            sync_dist=True,
+            add_dataloader_idx=False,
+            prog_bar=prog_bar,
+            logger=logger,
         )
 
     def _find_windows(self) -> MixinCallback | None:

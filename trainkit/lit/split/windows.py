@@ -124,11 +124,6 @@ class Split:
         return None if self.sizes is None else self.sizes.shown
 
     @property
-    def fills_up(self) -> bool:
-        """Whether the present micro-batch only lets all ranks run equally many."""
-        return self.current is not None and self.current.is_filler
-
-    @property
     def rows_now(self) -> tuple[int, Sequence[int]] | None:
         """The number of the micro-batch under way, and its rows."""
         current = self.current
@@ -307,7 +302,6 @@ class Split:
         """Drop what was collected in a pass in which memory ran out, on some rank;
         returns the micro-batch that was under way."""
         current, self.current = self.current, None
-        self._windows.forget_means()
         return None if current is None else current.parts[current.index]
 
     def _end(self) -> Any:

@@ -27,7 +27,7 @@ class Streamed:
         windows: the callback that divides windows; its `weight` is set.
     """
 
-    is_split, size, rows_now, fills_up = False, None, None, False
+    is_split, size, rows_now = False, None, None
 
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer: Any = trainer
