@@ -125,7 +125,7 @@ def test_a_mistake_is_refused_by_name(argv: list[str], message: str) -> None:
         main(argv)
 
 
-def test_it_loads_nothing_heavy_and_no_rich_without_a_terminal() -> None:
+def test_it_loads_nothing_heavy() -> None:
     program = f"""
 import sys
 from trainkit.cli.plan import main

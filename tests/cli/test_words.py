@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -186,7 +187,8 @@ def test_errors_warnings_and_rows_are_said_in_them(
         warnings.simplefilter("always")
         warnings.warn(text, stacklevel=1)
         show([("one", text)])
-        say(None, ("two", text))
+        say(SimpleNamespace(is_global_zero=True), ("two", text))
+        say(SimpleNamespace(is_global_zero=False), ("two", text))
     assert capsys.readouterr().out.count("write --accumulation=PerSample") == 2
     assert [str(each.message) for each in caught] == ["write --accumulation=PerSample"]
     show([("three", text)])  # afterwards as before

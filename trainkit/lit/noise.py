@@ -177,7 +177,7 @@ class NoiseScale(OrderedCallback):
             say(trainer, ("noise scale", f"{NOT_MEASURED}{TOO_FEW}"))
         else:
             is_tokens = windows is not None and isinstance(windows.strategy, PerToken)
-            show(advice(self._found, "tokens" if is_tokens else "samples"), trainer)
+            show(advice(self._found, "tokens" if is_tokens else "samples"))
 
     def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self._end()

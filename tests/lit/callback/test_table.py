@@ -1,11 +1,9 @@
-"""The table before training: once, in order, plain or rich; on the first rank alone,
+"""The table before training: once, in order, above every bar; on the first rank alone,
 which `tests/lit/windows/test_ranks.py` shows."""
 
 from __future__ import annotations
 
-import io
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from tests.lit.fronts import micro_batches
 from tests.lit.schedule.scheduling import SEQUENCES, batches, fitted, make
 from tests.zoo.callbacks import Terminal
 from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
-from trainkit.lit.callback.table import say, show
+from trainkit.lit.callback.table import show
 
 STEP = "trainkit | step: per-device batch"
 BY = "weighed by PerToken"
@@ -78,38 +76,14 @@ def test_plan_is_printed_once_in_order(
         assert sum(STEP in line for line in found) == 1
 
 
-def at_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
-    monkeypatch.setattr(sys, "stdout", found := Terminal())
-    monkeypatch.setenv("COLUMNS", str(columns))
-    return found
-
-
-def test_plan_in_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Brackets are no markup."""
-    terminal = at_terminal(monkeypatch, 80)
-    show([("lr", "[0.1] -> [0.2] [bold]"), ("epoch", "97 windows")])
-    text = terminal.getvalue()
-    assert "trainkit |" not in text
-    title, top, first, second, bottom = text.splitlines()
-    assert "trainkit" in title
-    assert "[0.1] -> [0.2] [bold]" in first
-    assert "97 windows" in second
-    assert len(top) == len(bottom)
-
-
-def test_a_line_of_its_own_is_cut_between_words(monkeypatch: Any) -> None:
-    text = "not measured: " + " ".join(["word"] * 20)
-    terminal = at_terminal(monkeypatch, 60)
-    say(trainer(), ("proof", text))
-    cut = terminal.getvalue().splitlines()
-    assert len(cut) > 1
-    assert all(len(line) <= 60 for line in cut)
-    whole = f"trainkit | proof: {text}"
-    assert " ".join(line.strip() for line in cut) == whole
-    pipe = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", pipe)
-    say(trainer(), ("proof", text))
-    assert pipe.getvalue() == f"{whole}\n"
+def test_a_terminal_gets_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are no markup, and the terminal itself wraps what is long."""
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    text = "[0.1] -> [0.2] [bold]" + " word" * 20
+    show([("lr", text), ("epoch", "97 windows")])
+    lines = [f"trainkit | lr: {text}", "trainkit | epoch: 97 windows"]
+    assert terminal.getvalue().splitlines() == lines
 
 
 def test_nothing_is_shown_without_rows_or_standard_output(
@@ -120,31 +94,6 @@ def test_nothing_is_shown_without_rows_or_standard_output(
     assert lines(capsys) == []
     monkeypatch.setattr(sys, "stdout", None)
     show([("step", "64 samples")])
-
-
-def test_a_resumed_fit_says_from_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run is named by its folder, relative to the current one if it is below it."""
-    monkeypatch.chdir(tmp_path)
-    _, first = fitted("callback", accumulate=2, max_epochs=1)
-    assert "resumed" not in capsys.readouterr().out
-    for path in ("out/run/checkpoints/last.ckpt", "elsewhere.ckpt"):
-        first.save_checkpoint(tmp_path / path)
-    step = f"trainkit | training: resumed at step {first.global_step}"
-
-    def resumed(path: str) -> str:
-        fitted("callback", accumulate=2, max_epochs=2, resume=path)
-        table, proof = lines(capsys)[-2:]
-        assert "proof: exact" in proof
-        return table
-
-    assert resumed("out/run/checkpoints/last.ckpt") == f"{step} of out/run"
-    assert resumed(str(tmp_path / "elsewhere.ckpt")) == f"{step} from elsewhere.ckpt"
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    run = tmp_path / "out" / "run"
-    assert resumed(f"{run}/checkpoints/last.ckpt") == f"{step} of {run}"
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def _say_if_plain(module: Any, trainer: Any) -> None:
     is_weighed = isinstance(module, AccumulationMixin) or has_callback(
         trainer.callbacks, "AccumulationCallback"
     )
-    if number > 1 and not is_weighed and trainer.is_global_zero:
+    if number > 1 and not is_weighed:
         said = (
             f"plain Lightning: each micro-batch's loss is divided by "
             f"{number} (trainer.accumulate_grad_batches), whatever it weighs, so "

@@ -103,7 +103,7 @@ class Monitors(Checkpoint):
         ]
         for each in found:
             each.save_top_k = 0
-        if found and trainer.is_global_zero:
+        if found:
             said = f"none, since {why}; last.ckpt is kept"
             say(trainer, ("best checkpoint", said))
 

@@ -121,5 +121,4 @@ def say_unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> None:
         f"statistics of each micro-batch, so the step is not the big batch's; "
         f"BatchNormGuard has remedies"
     )
-    if trainer.is_global_zero:
-        say(trainer, ("BatchNorm", text))
+    say(trainer, ("BatchNorm", text))

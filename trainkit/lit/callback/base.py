@@ -24,7 +24,7 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, unwrapped
 from trainkit.lit.callback.said_weight import SaidWeight
-from trainkit.lit.callback.table import Row, clipping, resumed, say, show
+from trainkit.lit.callback.table import Row, show
 
 Found = TypeVar("Found")
 
@@ -112,10 +112,9 @@ class OrderedCallback(Callback):
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self:
             rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
-            show([*rows, *clipping(trainer), *resumed(trainer)], trainer)
+            show(rows)
         elif is_late:
-            for row in self.table_rows(trainer, pl_module):
-                say(trainer, row)
+            show(self.table_rows(trainer, pl_module))
 
 
 class WindowOwner(OrderedCallback):

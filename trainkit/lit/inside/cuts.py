@@ -79,8 +79,7 @@ class InsideCuts:
             of = trainer, self._module, windows, batch
             paths = choose(*of, trainer.callbacks)
             self._install(paths)
-            if trainer.is_global_zero:
-                say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
+            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
         for cut in self.cuts:
             if isinstance(cut, ChunkedForward):
                 refuse_pruned(trainer, cut.module, cut.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from trainkit.core.plan.options import brief, check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now
 from trainkit.lit.callback.base import Stopped, windows_of
-from trainkit.lit.callback.table import is_terminal
 from trainkit.lit.logs.rows import LateNumbers
 from trainkit.lit.schedule import total_steps
 
@@ -71,7 +71,7 @@ class StepProgress(ProgressBar):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(trainer.global_step, _end_of(trainer))
-        if self._is_enabled and is_terminal():
+        if self._is_enabled and _is_terminal():
             self._bar = StepBar(self._total)
             self._bar.draw(self._last_step, [])
 
@@ -191,6 +191,12 @@ class StepBar:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._progress.stop()
+
+
+def _is_terminal() -> bool:
+    """Whether the standard output is a terminal; there may be none at all."""
+    isatty = getattr(sys.stdout, "isatty", None)
+    return isatty is not None and isatty()
 
 
 def _texts(numbers: dict[str, float]) -> list[str]:

@@ -117,7 +117,7 @@ class ProofAtStart:
         documents = find_documents(batch, how)
         if documents is not None:
             number = len(documents.spans) - len(documents.numbers)
-        if number > 0 and self._trainer.is_global_zero:
+        if number > 0:
             say(self._trainer, ("documents", str(documents)))
         if windows.proof == "off":
             return
@@ -234,8 +234,7 @@ class ProofAtStart:
                 f"micro-batches {keep} it could not be measured whether the model sees "
                 f"its padding: {in_one_line(error)}"
             )
-            if trainer.is_global_zero:
-                say(trainer, ("trimming", text))
+            say(trainer, ("trimming", text))
             return False
         if not off:
             return None if off is None else True

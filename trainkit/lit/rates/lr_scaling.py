@@ -257,7 +257,7 @@ class LRScaling(OrderedCallback):
     def _show_again(self, trainer: Any) -> None:
         if trainer.is_global_zero:
             step = ("step", str(self.effective_batch))
-            show([step, *self.table_rows(trainer, trainer.lightning_module)], trainer)
+            show([step, *self.table_rows(trainer, trainer.lightning_module)])
 
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)

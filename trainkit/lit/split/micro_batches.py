@@ -196,7 +196,7 @@ class MicroBatches:
         named = set(map(str, self._options.shared))
         fields = [e for e in self.cutter.read(batch).shared if is_array(e.value)]
         shared = [repr(each.path) for each in fields if each.path not in named]
-        if shared and self._trainer.is_global_zero:
+        if shared:
             row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
             say(self._trainer, row)
 
