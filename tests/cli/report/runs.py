@@ -37,7 +37,6 @@ SUMMARY: dict[str, Any] = {
         "accumulate": 4,
         "replicas": 2,
         "size": 32,
-        "first_size": 32,
         "unit": "samples",
     },
     "versions": {"torch": "2.13.0"},

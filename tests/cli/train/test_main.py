@@ -88,7 +88,7 @@ def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
     run = the_run(tmp_path)
     assert summary_of(run)["steps"] == 3
     batch = summary_of(run)["effective_batch"]
-    assert (batch["accumulate"], batch["size"], batch["first_size"]) == (4, 8, 2)
+    assert (batch["accumulate"], batch["size"]) == (4, 8)
     assert "run_training_epoch" in (run / "fit-profile.txt").read_text()
 
 

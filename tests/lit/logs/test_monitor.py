@@ -1,4 +1,4 @@
-"""What is measured of windows: by WindowMonitor, PlainComparison and WindowSummary."""
+"""What is measured of windows: by WindowMonitor and PlainComparison."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainkit import (
 from trainkit.core.checks import LateReading
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs import monitor
-from trainkit.lit.logs.summary import WindowSummary, facts_of_windows
+from trainkit.lit.logs.summary import facts_of_windows
 
 DATA = ragged_sequences(38)  # ten batches of four, the last of two
 BATCH, WINDOW = 4, 4
@@ -369,7 +369,7 @@ def test_it_goes_on_where_a_checkpoint_was_taken() -> None:
 
 def test_the_summary_of_all_windows(tmp_path: Path) -> None:
     def trained(epochs: int, resume: Any = None) -> pl.Trainer:
-        return fit(by_sample(), WindowSummary(), max_epochs=epochs, resume=resume)
+        return fit(by_sample(), max_epochs=epochs, resume=resume)
 
     assert facts_of_windows(trainer(callbacks=[by_sample()])) == {}
     first = trained(1)

@@ -6,7 +6,6 @@ import math
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.batch_size import find_effective_batch
 from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.callback.table import show as show_rows
-from trainkit.lit.logs.summary import PlainComparison, WindowSummary, facts_of_windows
+from trainkit.lit.logs.summary import PlainComparison, facts_of_windows
 from trainkit.lit.noise import NoiseScale
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -32,9 +31,16 @@ _PACKAGES = ("torch", "lightning", "hydra-core", "wandb")
 
 
 def collect(
-    training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
+    training: Training, config: DictConfig, folder: RunFolder, window: int | None
 ) -> dict[str, Any]:
-    """The content of `summary.json`."""
+    """The content of `summary.json`.
+
+    Args:
+        training: that has ended.
+        config: of the run.
+        folder: of the run.
+        window: micro-batches of a full window at the last step; None before the first.
+    """
     trainer = training.trainer
     metrics = {name: number(value) for name, value in trainer.callback_metrics.items()}
     checkpoint = folder.newest_checkpoint()
@@ -48,7 +54,7 @@ def collect(
             name: number(fact) for name, fact in facts_of_windows(trainer).items()
         },
         "unit": unit_of_weights(trainer),
-        "effective_batch": _effective_batch(trainer, windows.sizes),
+        "effective_batch": _effective_batch(trainer, window),
         "micro_batching": _micro_batching(trainer),
         "learning_rates": [
             number(group["lr"])
@@ -100,23 +106,18 @@ def git_commit(where: str | Path = ".") -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _effective_batch(
-    trainer: Any, sizes: tuple[int, int] | None
-) -> dict[str, Any] | None:
-    """The effective batch of the last step, and its size at the first step."""
+def _effective_batch(trainer: Any, window: int | None) -> dict[str, Any] | None:
+    """The effective batch of the last step."""
     if trainer.train_dataloader is None:
         return None  # it ended before the data were loaded
-    first, last = sizes or (None, None)
     for unit in ("samples", "tokens"):
-        found = find_effective_batch(trainer, unit=unit, accumulate=last)
+        found = find_effective_batch(trainer, unit=unit, accumulate=window)
         if found is not None:
-            begun = found if first is None else replace(found, accumulate=first)
             return {
                 "micro_batch": found.micro_batch,
                 "accumulate": int(found.accumulate),
                 "replicas": found.replicas,
                 "size": found.size,
-                "first_size": begun.size,
                 "unit": found.unit,
             }
     return None

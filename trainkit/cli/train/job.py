@@ -37,10 +37,10 @@ from trainkit.config.build import Training, build
 from trainkit.config.check import refuse_other_root
 from trainkit.config.redact import public_config, redact
 from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size import longest_window
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
-from trainkit.lit.logs.summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
 
 
@@ -86,15 +86,21 @@ class Ending(Callback):
 
     Attributes:
         is_over: whether training has ended by itself.
+        window: micro-batches of a full window at the last step; a schedule makes the
+            Trainer forget them.
         signals: the first signal after training, once they are listened to.
     """
 
     def __init__(self) -> None:
         self.is_over = False
+        self.window: int | None = None
         self.signals = FirstSignal(
             "training is over, writing the summary",
             on_ctrl_c="Ctrl+C again quits at once",
         )
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.window = longest_window(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.signals.listen()
@@ -123,10 +129,9 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     overrides = of_this_job()
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
-    windows = WindowSummary()
     training = build(
         config,
-        callbacks=[OneStep(), windows, StepTimes(folder), WandbFacts()],
+        callbacks=[OneStep(), StepTimes(folder), WandbFacts()],
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
@@ -151,9 +156,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            metrics = _fit_and_report(
-                training, config, beginning, windows, stop, ending, test
-            )
+            metrics = _fit_and_report(training, config, beginning, stop, ending, test)
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
@@ -194,7 +197,6 @@ def _fit_and_report(
     training: Training,
     config: DictConfig,
     beginning: Beginning,
-    windows: WindowSummary,
     stop: GracefulStop,
     ending: Ending,
     test: TestAtEnd | None,
@@ -220,7 +222,7 @@ def _fit_and_report(
         ending.signals.listen()
         folder = beginning.folder
         trainer = training.trainer
-        facts = summary.collect(training, config, folder, windows)
+        facts = summary.collect(training, config, folder, ending.window)
         facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)

@@ -10,38 +10,7 @@ from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
 from trainkit.core.strategies import Uniform
-from trainkit.lit.batch_size import longest_window
 from trainkit.lit.callback.base import windows_of
-
-
-class WindowSummary(Callback):
-    """Keeps how long the windows of the first optimizer were.
-
-    Attributes:
-        sizes: micro-batches of a full window at the first optimizer step and at the
-            last one, which a schedule makes differ; None before the first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps = 0
-        self.sizes: tuple[int, int] | None = None
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._steps = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step != self._steps:
-            self._steps = trainer.global_step
-            size = longest_window(trainer)
-            self.sizes = (size if self.sizes is None else self.sizes[0], size)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sizes": self.sizes}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        sizes = state_dict["sizes"]
-        self.sizes = None if sizes is None else (sizes[0], sizes[1])
 
 
 def facts_of_windows(trainer: Any) -> dict[str, float]:
