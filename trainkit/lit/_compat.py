@@ -100,9 +100,9 @@ def follows_validation(trainer: Any) -> bool:
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
-def shown_now(trainer: Any, to: str = "pbar") -> dict[str, float]:
-    """The values for bars (or to "callback") of the batch or validation that ended."""
-    return trainer._logger_connector.metrics[to]
+def shown_now(trainer: Any) -> dict[str, float]:
+    """The values for bars of the batch or validation that ended."""
+    return trainer._logger_connector.metrics["pbar"]
 
 
 def logged_at_batch_end(trainer: Any) -> dict[str, int]:

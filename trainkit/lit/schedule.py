@@ -44,7 +44,8 @@ class AccumulationSchedule(OrderedCallback):
         sizes: from each start on, how many micro-batches a window has; from 0 on, too.
         unit: what the starts count: epochs, optimizer steps, or tokens: all that the
             strategy has weighed, on all ranks. Tokens are read one window late, so that
-            nothing waits for the device.
+            nothing waits for the device. They are counted from 0 if a checkpoint does
+            not hold their number, as one of plain Lightning.
     """
 
     order = 0
@@ -82,54 +83,34 @@ class AccumulationSchedule(OrderedCallback):
         self._tokens: deque[LateReading] = deque(maxlen=2)
 
     def total_steps(
-        self,
-        trainer: Any = None,
-        *,
-        batches_per_epoch: int | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        tokens_per_micro_batch: float | None = None,
+        self, trainer: Any, *, tokens_per_micro_batch: float | None = None
     ) -> int:
         """How many optimizer steps the whole training takes.
 
         `trainer.estimated_stepping_batches` takes the first size for all. Give this to
         a scheduler instead, in `configure_optimizers`.
 
-        >>> AccumulationSchedule({0: 4, 1: 2}).total_steps(
-        ...     batches_per_epoch=10, epochs=2
-        ... )
-        8
-
         Args:
-            trainer: says what is left out of the following.
-            batches_per_epoch: micro-batches in an epoch, on one rank.
-            epochs: how many.
-            max_steps: where training stops anyway; -1 is nowhere.
+            trainer: in `fit`.
             tokens_per_micro_batch: the mean over one rank's micro-batches, needed
                 with `unit="tokens"`.
         """
         self._was_asked = True
-        batches: Any = batches_per_epoch
-        number: Any = epochs
-        if trainer is not None:
-            train_loader(trainer)
-            batches = trainer.num_training_batches if batches is None else batches
-            number = trainer.max_epochs if number is None else number
-            max_steps = trainer.max_steps if max_steps is None else max_steps
-            if tokens_per_micro_batch is not None:
-                tokens_per_micro_batch *= num_replicas(trainer)
-        limit: Any = math.inf if max_steps in (None, -1) else max_steps
-        is_endless = batches == math.inf or number == -1
-        if None in (batches, number) or (is_endless and limit == math.inf):
-            raise TrainkitError(
-                f"AccumulationSchedule.total_steps: it needs the length of training, "
-                f"and has {batches} batches in an epoch and {number} epochs. Pass the "
-                f"trainer, or batches_per_epoch= and epochs=; or set max_steps."
-            )
-        if is_endless:
+        train_loader(trainer)
+        batches, epochs = trainer.num_training_batches, trainer.max_epochs
+        limit: Any = math.inf if trainer.max_steps == -1 else trainer.max_steps
+        if batches == math.inf or epochs == -1:
+            if limit == math.inf:
+                raise TrainkitError(
+                    f"AccumulationSchedule.total_steps: it needs the length of "
+                    f"training, and has {batches} batches in an epoch and {epochs} "
+                    f"epochs. Set max_steps."
+                )
             return limit
+        if tokens_per_micro_batch is not None:
+            tokens_per_micro_batch *= num_replicas(trainer)
         return self.stages.num_steps(
-            int(batches), number, max_steps=limit, tokens=tokens_per_micro_batch
+            int(batches), epochs, max_steps=limit, tokens=tokens_per_micro_batch
         )
 
     # ---- before training -------------------------------------------------------------
@@ -177,7 +158,7 @@ class AccumulationSchedule(OrderedCallback):
             check_measurable(trainer, "tokens")
         self._announce_estimate(trainer)
         saved, self._restored = self._restored or {}, None
-        self._continue_tokens(trainer, windows.ledger.of(), saved.get("tokens_before"))
+        self._continue_tokens(windows.ledger.of(), saved.get("tokens_before"))
         if saved:
             self._set(trainer, saved["size"], first_batch=saved["first_batch"])
         else:  # perhaps resumed in mid-epoch, without a schedule's state
@@ -277,21 +258,12 @@ class AccumulationSchedule(OrderedCallback):
             self._num_windows = account.num_windows
             self._tokens.append(LateReading(account.weight))
 
-    def _continue_tokens(self, trainer: Any, account: Any, saved: float | None) -> None:
+    def _continue_tokens(self, account: Any, saved: float | None) -> None:
         """Continue the count of a run that is resumed, perhaps with another plan."""
         self._count_tokens(account)
         if saved is None and account is not None:
             saved = account.weight.item()
         self._tokens_at_start = saved or 0.0
-        is_lost = account is None and trainer.global_step > 0
-        if is_lost and self.stages.unit == "tokens":
-            warnings.warn(
-                f"AccumulationSchedule(unit='tokens'): training resumes at step "
-                f"{trainer.global_step} from a checkpoint that holds no count of "
-                f"tokens, so they are counted from 0. Write the stages for the tokens "
-                f"that are to come.",
-                stacklevel=3,
-            )
 
     # ---- afterwards ------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -314,12 +313,6 @@ def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:
     (said,) = complaints(**alone(tmp_path))
     assert "will replace" in said
     assert complaints(**alone(tmp_path, resume=True, max_epochs=2)) == []
-
-
-def test_a_thread_that_hears_no_signals_is_said(tmp_path: Path) -> None:
-    with ThreadPoolExecutor() as threads:
-        (said,) = threads.submit(complaints, **alone(tmp_path)).result(240)
-    assert "not in the main thread" in said
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")

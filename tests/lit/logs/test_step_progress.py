@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.helpers import loader, quiet_lightning, trainer
 from tests.zoo.callbacks import Ending, Terminal
@@ -89,13 +89,12 @@ class Validated(Counting):
         self.log("val/loss", float(self.global_step), prog_bar=True)
 
 
-SAVES: dict[str, Any] = {"enable_checkpointing": True}
 TWICE: dict[str, Any] = {"val_check_interval": 4}  # after steps 2 and 4
 CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
     # Its loss stands in the line above.
     "now and then": (Net(), 2, {}, ["2: loss 3", "4: loss 3", "4: val/loss 0.125"]),
     "a module that shows nothing": (Quiet(), 50, {}, ["4: loss 3"]),
-    "nothing is monitored": (Logging(), 50, {}, ["4: loss 3"]),
+    "nothing for the bar": (Logging(), 50, {}, ["4: loss 3"]),
     "a line has the numbers of its own step": (
         *(Counting(), 1, {}),
         [f"{n}: loss {2 * n - 1.5:g}, train/loss {2 * n - 1}" for n in (1, 2, 3, 4)],
@@ -115,15 +114,6 @@ CASES: dict[str, tuple[LightningModule, int, dict[str, Any], list[str]]] = {
     ),
     "no window, no number, no line": (Quiet(), 50, {"plain": True}, []),
     "no window": (Net(), 50, {"plain": True}, ["4: val/loss 0.125"]),
-    "what stops it early": (
-        *(Logging(), 50, {"more": lambda: [EarlyStopping("val/loss")]}),
-        ["4: loss 3, val/loss 0.125"],
-    ),
-    "by what it is saved": (
-        *(Logging(), 50),
-        {"more": lambda: [ModelCheckpoint(monitor="val/loss")], **SAVES},
-        ["4: loss 3, val/loss 0.125"],
-    ),
 }
 
 
@@ -133,12 +123,11 @@ def test_the_lines_without_a_terminal(
 ) -> None:
     """Also where numbers arrive late, as from a busy GPU."""
     module, every, given, expected = CASES[name]
-    more = given.get("more", list)
-    options = {name: value for name, value in given.items() if name != "more"}
+    options = dict(given)
     for is_late in (False, True):
         monkeypatch.setattr(LateReading, "arrived", not is_late)
         options["default_root_dir"] = tmp_path / str(is_late)
-        fit(StepProgress(every_n_steps=every), *more(), module=module, **options)
+        fit(StepProgress(every_n_steps=every), module=module, **options)
         found = [line.removeprefix("trainkit | step ") for line in lines(capsys)]
         assert [line.replace(" of 4: window/", ": ") for line in found] == [
             line if ": loss" in line else line.replace(":", " of 4:", 1)
@@ -228,15 +217,14 @@ def bars(monkeypatch: Any) -> list[tuple[int, list[str]]]:
 
 
 def test_on_a_terminal_it_draws_a_bar(terminal: Any, bars: Any) -> None:
-    """In it an earlier validation has its step."""
+    """In it the numbers of the last validation stay, as in Lightning's bars."""
     shown = terminal(120)
     fit(StepProgress(), module=Validated(), **TWICE)
-    last = r"step .* 4/4 window/loss 6.5, val/loss 4 at step 4 0:00:.*"
+    last = r"step .* 4/4 window/loss 6.5, train/loss 7, val/loss 4 0:00:.*"
     assert re.fullmatch(last, shown())
     texts = [each for _, each in bars]
-    assert ["window/loss 2.5", "val/loss 2 at step 2"] in texts
-    assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in texts
-    assert texts[-1] == ["window/loss 6.5", "val/loss 4 at step 4"]
+    assert ["window/loss 2.5", "train/loss 3", "val/loss 2"] in texts
+    assert ["window/loss 4.5", "train/loss 5", "val/loss 2"] in texts
 
 
 @pytest.mark.parametrize("columns", [60, 79])

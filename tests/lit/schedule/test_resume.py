@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import NAIVE, trainer
-from tests.lit.fronts import Plain, micro_batches
+from tests.helpers import NAIVE
+from tests.lit.fronts import micro_batches
 from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.schedule.scheduling import (
     EPOCHS,
@@ -195,12 +195,3 @@ def test_a_plan_by_tokens_resumes_a_plan_by_steps_exactly(path: Path) -> None:
     two = [range(4), range(4, 8)]
     assert off(module, [[*two, range(8, 9), range(9, 10)], *ones]) <= EXACT
     assert off(module, [[*two, range(8, 10)], *ones]) > NAIVE
-
-
-def test_tokens_that_nobody_counted_are_announced(path: Path) -> None:
-    """A checkpoint of plain Lightning holds no count; the plan starts at 0."""
-    plain = trainer(2, callbacks=[Saving(path, 9)], max_epochs=1)
-    plain.fit(Plain(optimizer="adamw"), Resumable())
-    by_tokens = AccumulationSchedule({0: 2, 50: 4}, unit="tokens")
-    with pytest.warns(UserWarning, match="holds no count of tokens, so they are"):
-        fitted("mixin", by_tokens, loader=Resumable(), resume=path)

@@ -75,8 +75,7 @@ def test_schedule_equals_the_big_batch(plan: str, front: str, optimizer: str) ->
         state = fit.optimizers[0].state.values()
         assert {int(each["step"]) for each in state} == {number_of(windows)}
     if ours.stages.unit != "tokens":
-        total = ours.total_steps(batches_per_epoch=len(RAGGED), epochs=EPOCHS)
-        assert total == number_of(windows)
+        assert ours.stages.num_steps(len(RAGGED), EPOCHS) == number_of(windows)
     shown = logger.column("window/micro_batches")
     assert shown == [len(window) for ws in windows for window in ws]
     assert (fit.accumulate_grad_batches, type(fit.accumulate_grad_batches)) == (1, int)
@@ -206,28 +205,20 @@ def test_total_steps_equals_global_step(length: dict[str, Any], steps: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("known", "text"),
+    ("unit", "length", "text"),
     [
-        ({}, "it needs the length of training"),
-        ({"epochs": 3}, "it needs the length of training"),
-        ({"batches_per_epoch": 10}, "it needs the length of training"),
-        ({"max_steps": 5}, "it needs the length of training"),
-        ({"batches_per_epoch": 10, "epochs": -1}, "has 10 .* and -1 epochs"),
-        ({"batches_per_epoch": 10, "epochs": -1, "max_steps": -1}, "set max_s"),
-        ({"batches_per_epoch": 10, "epochs": 1}, "tokens_per_micro_batch="),
+        ("epoch", {"max_epochs": -1}, "has 10 .* and -1 epochs. Set max_steps"),
+        ("epoch", {"loader": STREAM}, "needs the length of training, and has inf bat"),
+        ("tokens", {"max_epochs": 1}, "tokens_per_micro_batch="),
     ],
 )
-def test_total_steps_of_an_unknown_length_is_refused(known: Any, text: str) -> None:
-    unit: Any = "tokens" if "tokens" in text else "epoch"
+def test_total_steps_of_an_unknown_length_is_refused(
+    unit: Any, length: Any, text: str
+) -> None:
     with pytest.raises(TrainkitError, match=text):
-        AccumulationSchedule(PLAN, unit=unit).total_steps(**known)
-    endless = {"batches_per_epoch": 10, "epochs": -1, "max_steps": 7}
-    assert AccumulationSchedule(PLAN).total_steps(**endless) == 7
-
-
-def test_total_steps_of_an_endless_stream_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="and has inf batches"):
-        fitted("mixin", AccumulationSchedule(PLAN), module=Asking(), loader=STREAM)
+        fitted(
+            "mixin", AccumulationSchedule(PLAN, unit=unit), module=Asking(), **length
+        )
 
 
 # ---- two ranks -----------------------------------------------------------------------
@@ -255,9 +246,8 @@ def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, in
 
 def planned_steps(unit: Any, tokens: float) -> int:
     """The number of steps by the mean tokens of a micro-batch of both ranks."""
-    length: dict[str, Any] = {"batches_per_epoch": 5, "epochs": EPOCHS}
-    ours = AccumulationSchedule(ON_RANKS[unit], unit=unit)
-    return ours.total_steps(**length, tokens_per_micro_batch=tokens)
+    stages = AccumulationSchedule(ON_RANKS[unit], unit=unit).stages
+    return stages.num_steps(5, EPOCHS, tokens=tokens)
 
 
 @pytest.fixture(scope="module")

@@ -358,16 +358,6 @@ def is_rehearsal(trainer: Any) -> bool:
     return getattr(trainer, "is_rehearsal", False)
 
 
-def averages_statistics(trainer: Any) -> bool:
-    """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
-    computes BatchNorm's statistics and takes no step."""
-    return any(
-        has_callback([each], "StochasticWeightAveraging")
-        and trainer.current_epoch > each.swa_end
-        for each in trainer.callbacks
-    )
-
-
 class Stopped(SIGTERMException):
     """Ends a run that was asked to stop; its state is saved, open windows included.
 

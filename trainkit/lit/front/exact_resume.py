@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,11 +40,11 @@ class ExactResume(RunCheckpoint):
     way resumes what the other has saved.
 
     Before training it warns by name of what would make a resumed run differ: a loader
-    that cannot be resumed, a `CSVLogger`, a folder that the next start will not find, a
-    thread that gets no signals. It cannot see worker processes that draw random
-    numbers, which begin anew: seed them by the row's index. It refuses
-    duplicates: one of the five callbacks beside it, or another `ModelCheckpoint` that
-    writes `last.ckpt` to its folder.
+    that cannot be resumed, a `CSVLogger`, a folder that the next start will not find.
+    It cannot see worker processes that draw random numbers, which begin anew: seed them
+    by the row's index. Python delivers signals to the main thread only, so `fit` must
+    run there to be saved by them. It refuses duplicates: one of the five callbacks
+    beside it, or another `ModelCheckpoint` that writes `last.ckpt` to its folder.
 
     Args:
         dirpath: the folder of `last.ckpt`; default: `checkpoints` in the folder of the
@@ -142,11 +141,6 @@ class ExactResume(RunCheckpoint):
                     "a CSVLogger begins its file anew when a run is resumed, so the "
                     "earlier rows are lost. Use trainkit.MetricsCSVLogger."
                 )
-        if threading.current_thread() is not threading.main_thread():
-            yield (
-                "the run is not in the main thread, which alone hears SIGTERM and "
-                "Ctrl+C, so these do not save it. Call fit in the main thread."
-            )
 
 
 def without_checkpoint(

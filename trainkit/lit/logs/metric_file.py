@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from trainkit.errors import TrainkitError
-
 Row = dict[str, str]
 """The cells of a row by column, without empty cells."""
 
@@ -59,18 +57,8 @@ class MetricFile:
         return read_rows(self.path)
 
     def make_folder(self) -> None:
-        """Make the folder of the file.
-
-        Raises:
-            TrainkitError: it cannot be made.
-        """
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainkitError(
-                f"MetricsCSVLogger save_dir: must be a folder that can be written, "
-                f"received {self.path.parent}: {error}. Choose another."
-            ) from error
+        """Make the folder of the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, row: Row) -> None:
         """Write a row, or join it to the row of its step."""

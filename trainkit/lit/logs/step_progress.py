@@ -31,10 +31,8 @@ class StepProgress(ProgressBar):
     prints a line every n steps and after validation.
 
     `window/loss` is the mean loss of the window of this step, over all ranks. The other
-    numbers are those that the module logs with `prog_bar=True`, under their own names,
-    and of a validation those that a checkpoint or an early stop monitors.
-    A line has only numbers of its own step; in the bar, those of the last validation
-    stay, with their step.
+    numbers are those that the module logs with `prog_bar=True`, under their own names.
+    A line has only numbers of its own step; in the bar the last ones stay.
 
     With several optimizers the steps of all count, as for `max_steps`.
 
@@ -53,7 +51,6 @@ class StepProgress(ProgressBar):
     def _begin(self, step: int, total: int | None) -> None:
         self._total, self._last_step, self._said_step = total, step, step
         self._late = LateNumbers()
-        self._validated: list[str] = []
         self._last_update = 0.0
 
     @property
@@ -80,24 +77,18 @@ class StepProgress(ProgressBar):
         if self._is_enabled:
             self._last_step = step
             if step != before and self._is_due(step, before):
-                self._add(trainer, shown_now(trainer), is_line=True)
+                self._add(trainer, self._shown(trainer), is_line=True)
             self._late.serve()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if not self._is_enabled or not is_within:
-            return
-        found = _monitored(trainer) | shown_now(trainer)
-        if self._bar is not None:
-            at = f" at step {brief(self._last_step)}"
-            self._validated = [f"{text}{at}" for text in _texts(found)]
-            found = {}
-        self._add(trainer, found)
-        self._late.serve(wait=True)
+        if self._is_enabled and is_within:
+            self._add(trainer, self._shown(trainer))
+            self._late.serve(wait=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._bar is not None:
-            self._add(trainer, {})
+            self._add(trainer, self._shown(trainer))
         self._late.serve(wait=True)
         self._close()
 
@@ -112,6 +103,10 @@ class StepProgress(ProgressBar):
         self._close()
 
     # ---- showing ---------------------------------------------------------------------
+
+    def _shown(self, trainer: Any) -> dict[str, float]:
+        """What the module shows beside a bar; for a line, of this step alone."""
+        return shown_now(trainer) if self._bar is None else trainer.progress_bar_metrics
 
     def _is_due(self, step: int, before: int) -> bool:
         """Whether numbers are shown at this step, after the steps before it."""
@@ -147,7 +142,7 @@ class StepProgress(ProgressBar):
     ) -> None:
         texts = _texts(dict(zip(names, losses, strict=True)) | found)
         if self._bar is not None:
-            self._bar.draw(self._last_step, texts + self._validated)
+            self._bar.draw(self._last_step, texts)
             return
         of = "" if self._total is None else f" of {brief(self._total)}"
         numbers = f": {', '.join(texts)}" if texts else ""
@@ -201,14 +196,6 @@ def _is_terminal() -> bool:
 
 def _texts(numbers: dict[str, float]) -> list[str]:
     return [f"{name} {number:.4g}" for name, number in numbers.items()]
-
-
-def _monitored(trainer: Any) -> dict[str, float]:
-    """What a checkpoint or an early stop reads of the validation that has ended."""
-    watching = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
-    names = {getattr(each, "monitor", None) for each in watching}
-    found = shown_now(trainer, to="callback").items()
-    return {name: float(value) for name, value in found if name in names}
 
 
 def _end_of(trainer: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,21 +19,15 @@ from trainkit.core.plan.effective_batch import (
 from trainkit.core.plan.options import check_whole_number, is_positive_number
 from trainkit.core.plan.scaling import RuleName, WeightDecayName, check_rules
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import logged_step
+from trainkit.lit._compat import logged_step, skips_backward
 from trainkit.lit.batch_size import (
     check_measurable,
     find_effective_batch,
     longest_window,
-    scheduled_sizes,
     steps_taken,
     why_unknown,
 )
-from trainkit.lit.callback.base import (
-    OrderedCallback,
-    averages_statistics,
-    has_callback,
-    windows_of,
-)
+from trainkit.lit.callback.base import OrderedCallback, windows_of
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
@@ -66,7 +59,8 @@ class LRScaling(OrderedCallback):
 
     Args:
         rule: one of these.
-        reference_batch: the batch that the configured rates are meant for, in `unit`.
+        reference_batch: the batch that the configured rates are meant for, in `unit`;
+            for a rate that `lr_find` has found, the batch with which it has searched.
         unit: `"samples"`, or `"tokens"`, which are measured over the first windows.
         micro_batch: how much a micro-batch holds on one rank. Give it where the loader
             has no batch size and you do not want it measured.
@@ -143,20 +137,6 @@ class LRScaling(OrderedCallback):
             self.move_to_front(trainer)
             release_left()
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Warn that `lr_find` returns a rate for the present batch."""
-        if not has_callback(trainer.callbacks, "LearningRateFinder"):
-            return
-        batch = self._find(trainer)
-        if batch is None or batch.size != self.reference_batch:
-            size = "" if batch is None else f", {batch.size:g} {self.unit}"
-            warnings.warn(
-                f"LearningRateFinder: it searches with the present batch{size}, and "
-                f"LRScaling(reference_batch={self.reference_batch:g}) scales the rate "
-                f"that it finds again. Give the present batch as reference_batch.",
-                stacklevel=2,
-            )
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved, self._restored = self._restored or {}, None
         self.scaled = [
@@ -172,23 +152,12 @@ class LRScaling(OrderedCallback):
         self._adopt(trainer)
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
-        self._refuse_stages_out_of_reach(trainer)
         self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
 
     def _adopt(self, trainer: Any) -> None:
         for scaled in self.scaled:
             scaled.adopt(trainer.lr_scheduler_configs)
-
-    def _refuse_stages_out_of_reach(self, trainer: Any) -> None:
-        """Refuse now a later stage of a schedule that the rule cannot follow."""
-        batch = self.effective_batch
-        if batch is None:
-            return
-        for size in scheduled_sizes(trainer).values():
-            k = replace(batch, accumulate=size).over(self.reference_batch)
-            for scaled in self.scaled:
-                scaled.check_reach(k)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -268,7 +237,7 @@ class LRScaling(OrderedCallback):
         """Scale to the window under way; False while its size is not known."""
         step = steps_taken(trainer)
         now = longest_window(trainer), min(step, self.warmup_steps)
-        if now == self._followed or averages_statistics(trainer):
+        if now == self._followed or skips_backward(trainer):
             return True
         batch = self._find(trainer)
         if batch is None:
