@@ -25,7 +25,6 @@ from tests.core.inside.common import (
     nt_xent,
     off,
     off_by,
-    refused,
     step,
     twin,
 )
@@ -262,12 +261,40 @@ def checkpointed(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpoints_inside(dropout: float) -> None:
-    net = twin(Net(checkpointed, dropout=dropout, reentrant=False))
-    _, wanted = gradient(net, in_parts)
-    assert off(net, wanted=wanted) <= EXACT
-    net.reentrant = True
-    refused(net, "use_reentrant=False", X.clone().requires_grad_())
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_inside(reentrant: bool, dropout: float) -> None:
+    net = twin(Net(checkpointed, dropout=dropout, reentrant=reentrant))
+    x = X.clone().requires_grad_()  # or a reentrant one gives no gradient at all
+
+    def made(net: Any) -> Tensor:
+        return nt_xent(net(x), LABELS)
+
+    def parts(net: Any) -> Tensor:
+        return nt_xent(torch.cat([net(part) for part in x.tensor_split(6)]), LABELS)
+
+    _, wanted = gradient(net, parts)
+    assert off(net, made, wanted=wanted) <= EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_checkpoints_inside_autocast(reentrant: bool) -> None:
+    """What they save is not seen, and has the rounding of half precision."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True)
+    net: Any = nn.TransformerEncoder(layer, 4)
+
+    def through(x: Tensor) -> Tensor:
+        for each in net.layers:
+            x = checkpoint(each, x, use_reentrant=reentrant)  # type: ignore[assignment]
+        return F.layer_norm(x.float(), (64,))
+
+    net.forward = through
+    x = torch.randn(16, 12, 64).requires_grad_()
+    with Chunked(net, size=4), torch.autocast("cpu", torch.bfloat16):
+        net(x).std().backward()
+    assert all(each.grad is not None for each in net.parameters())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

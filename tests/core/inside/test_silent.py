@@ -293,13 +293,15 @@ def test_a_generator_of_its_own_is_refused(make: Any, late: int) -> None:
             step(net)
 
 
+def test_transforms_of_torch_func_within_are_refused() -> None:
+    def sloped(net: Any, x: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.jacrev(net.body))(x)
+        return net.head(slopes.sum(-1))
+
+    refused(twin(Net(sloped)), "does not run on fewer rows: .* saved tensor hooks")
+
+
 # ---- unusual, and right --------------------------------------------------------------
-
-
-def sloped(net: Any, x: Tensor) -> Tensor:
-    """The slope of its own body for each row."""
-    slopes = torch.func.vmap(torch.func.jacrev(net.body))(x)
-    return net.head(slopes.sum(-1))
 
 
 def caching(net: Any, x: Tensor) -> Tensor:
@@ -332,7 +334,6 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "sparse operators": lambda: Net(
         lambda net, x: net.plain((net.mesh @ x.T).T), mesh=torch.eye(WIDTH).to_sparse()
     ),
-    "slopes": lambda: Net(sloped),
     "a pass within": lambda: Net(stepping, w=nn.Parameter(torch.eye(WIDTH))),
     "a table": lambda: Net(caching, table=None),
     "another sign backwards": lambda: between(function(lambda given: -given)),

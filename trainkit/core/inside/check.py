@@ -22,7 +22,7 @@ from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import States
 from trainkit.core.inside.call import Joined
-from trainkit.core.inside.cut import nodes_of, strangers_of
+from trainkit.core.inside.cut import strangers_of
 from trainkit.core.inside.moment import (
     Moment,
     attributes_of,
@@ -47,8 +47,6 @@ from trainkit.errors import TrainkitError
 
 FEW = 4
 """The most rows whose gradient is compared with that of their halves."""
-
-REENTRANT = "CheckpointFunctionBackward"
 
 ON_DEVICE = 2**-11
 """Kernels of a device may round products to so few digits (TF32)."""
@@ -107,7 +105,7 @@ class Trial:
         has_graph: whether graphs are looked at too.
         has_drawn: whether the last run drew random numbers.
         paths: of the outputs of the last run.
-        eps: the coarsest rounding of what graphs have saved.
+        eps: the coarsest rounding of autocast, and of what graphs have saved.
     """
 
     def __init__(self, moment: Moment) -> None:
@@ -115,7 +113,10 @@ class Trial:
         self.sizes, self.begun = moment.sizes, States(self.arguments.devices)
         self._shadows = moment.shadows
         self.has_graph = torch.is_grad_enabled()
-        self.has_drawn, self.eps = False, 0.0
+        self.has_drawn = False
+        kinds = {each.type for each in self.arguments.devices}
+        cast = map(torch.get_autocast_dtype, filter(torch.is_autocast_enabled, kinds))
+        self.eps = max((torch.finfo(each).eps for each in cast), default=0.0)
         self.paths: list[str] = []
 
     def run(self, rows: Sequence[int] | Chunk) -> list[Any]:
@@ -242,18 +243,12 @@ class Trial:
                     own, value = own * marks, value * marks
                 if are_close(own, value, eps=self.eps):
                     continue
-                again = self.run(rows)[index]
-                if not are_close(found[index], again, eps=self.eps):
-                    raise Unfit(
-                        f"{joint.name} is another one each time it runs. It draws from "
-                        f"a generator of its own, or counts its runs: draw from "
-                        f"torch's generator"
-                    )
-                columns = ", or on the columns that are padding"
+                columns = ", on the columns that are padding"
                 columns = columns if arguments.width else ""
                 raise Unfit(
                     f"{joint.name} of a row depends on other rows, on its place among "
-                    f"them, or on how many there are{columns}"
+                    f"them, on how many there are{columns}, or is another one each "
+                    f"time it runs (a generator of its own, a counter)"
                 )
 
     # ---- what a graph leaves ---------------------------------------------------------
@@ -272,27 +267,12 @@ class Trial:
             return found
 
         with torch.enable_grad(), self._shadows.in_place(), self._again():
-            try:
-                with saved_tensors_hooks(pack, lambda held: held.tensor):
-                    paths, outputs = few.run(self.cut, few.values)[:2]
-            except RuntimeError as error:
-                # Functions of torch.func refuse what is added to a graph.
-                words = "saved tensor hooks", "functorch"
-                if not any(word in str(error) for word in words):
-                    raise
-                self.has_graph = False
-                return
-        if any(node.name() == REENTRANT for node in nodes_of(outputs)):
-            raise Unfit(
-                "it has activation checkpoints with use_reentrant=True, which warn of "
-                "each chunk that runs without a graph. Write use_reentrant=False"
-            )
+            with saved_tensors_hooks(pack, lambda held: held.tensor):
+                outputs = few.run(self.cut, few.values)[1]
         known = [*self._shadows.own, *leaves]
         strangers = strangers_of(outputs, known, self.cut.name)
         foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
-        pairs = zip(paths, outputs, strict=True)
-        others = [each for each in pairs if not isinstance(each[1], Tensor)]
-        del pairs, outputs, strangers, known, few, leaves
+        del outputs, strangers, known, few, leaves
         if _are_alive(foreign):
             raise Unfit(
                 "its output depends on a tensor that trains, and is neither a "
@@ -305,12 +285,6 @@ class Trial:
         ]
         if not names and not _are_alive(held):
             return
-        for path, value in others:
-            if hasattr(value, "__dict__") or isinstance(value, set):
-                raise Unfit(
-                    f"its output {path!r} is a {type(value).__name__}, which cannot be "
-                    f"joined from those of chunks"
-                )
         where = listed(names) if names else "a list, a hook or a cache"
         raise Unfit(
             f"its forward leaves tensors with a gradient in {where}, where each chunk "
