@@ -6,7 +6,6 @@ What the tests of a caller show by themselves has no test here.
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
-    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader
@@ -161,27 +159,6 @@ def test_combined_loader_holds_loaders_and_their_mode(mode: Any, length: int) ->
     assert found[0] == list(pair.values())
     found[1].limits = None
     assert len(list(found[1])) == length
-
-
-@pytest.mark.parametrize("only", [True, False])
-@pytest.mark.parametrize("every", [1, 5, timedelta(0)])
-def test_when_a_model_checkpoint_saves_weights_alone(
-    tmp_path: Path, every: Any, only: bool
-) -> None:
-    by_time = isinstance(every, timedelta)
-    due: Any = {"train_time_interval" if by_time else "every_n_train_steps": every}
-    how: Any = {**due, "save_weights_only": only, "save_top_k": -1}
-    saving = ModelCheckpoint(tmp_path, filename="{step}", **how)
-    trainer(WINDOW, callbacks=[saving], enable_checkpointing=True).fit(
-        TokenModule(), loader(DATA, BATCH)
-    )
-    saved = {int(p.stem.removeprefix("step=")) for p in tmp_path.glob("*.ckpt")}
-    assert saved
-    assert _compat.saves_weights_by_time(saving) is (only and by_time)
-    now = {step for step in range(1, 7) if _compat.saves_weights_now(saving, step)}
-    assert now == (saved if only and not by_time else set())
-    assert not _compat.saves_weights_now(Callback(), 1)
-    assert not _compat.saves_weights_by_time(Callback())
 
 
 def test_average_of_finds_the_model_that_lightning_averages() -> None:

@@ -70,19 +70,6 @@ def before_batch_transfer(pl_module: Any, batch: Any) -> Any:
     return pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-def saves_weights_now(callback: Any, step: int) -> bool:
-    """Whether a callback saves weights alone after an optimizer step."""
-    every = getattr(callback, "_every_n_train_steps", 0)
-    only = bool(getattr(callback, "save_weights_only", False))
-    return only and every >= 1 and step % every == 0
-
-
-def saves_weights_by_time(callback: Any) -> bool:
-    """Whether a callback saves weights alone at intervals of time."""
-    only = bool(getattr(callback, "save_weights_only", False))
-    return only and getattr(callback, "_train_time_interval", None) is not None
-
-
 def combined_loader(trainer: Any) -> Any:
     """The object that combines all training loaders."""
     return trainer.fit_loop._combined_loader

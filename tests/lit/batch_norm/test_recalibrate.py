@@ -122,20 +122,19 @@ def test_nothing_runs_while_sanity_checking_nor_twice_for_one_step(
     passes = count_passes(monkeypatch)
     saving = [
         ModelCheckpoint(tmp_path / "a", save_last=True, every_n_epochs=1),
-        ModelCheckpoint(tmp_path / "b", save_weights_only=True, every_n_train_steps=3),
+        ModelCheckpoint(tmp_path / "b", every_n_train_steps=3),
     ]
     how = {"num_sanity_val_steps": 2, "enable_checkpointing": True}
     fit("recalibrate", *saving, module=Validated(), val=batches(), **how)
     assert passes == [3] * 3 + [6] * 3  # three layers follow each other
 
 
-CHECKPOINTS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    # options, whether it validates, and whether weights alone are saved
-    "every epoch": ({"every_n_epochs": 1, "save_top_k": -1}, False, True),
-    "every second step": ({"every_n_train_steps": 2, "save_top_k": -1}, True, True),
-    "last": ({"save_last": True}, True, False),
-    "its end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, False, False),
-    "monitored": ({"monitor": "val"}, True, False),
+CHECKPOINTS: dict[str, tuple[dict[str, Any], bool]] = {
+    # options, and whether it validates
+    "every second step": ({"every_n_train_steps": 2, "save_top_k": -1}, True),
+    "last": ({"save_last": True}, True),
+    "its end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, False),
+    "monitored": ({"monitor": "val"}, True),
 }
 
 
@@ -147,8 +146,8 @@ def test_checkpoints_hold_the_statistics_of_their_own_weights(
     tmp_path: Path, policy: Any, name: str
 ) -> None:
     """Those of plain Lightning, the control, do not."""
-    options, validates, only = CHECKPOINTS[name]
-    saving = ModelCheckpoint(tmp_path, save_weights_only=only, **options)
+    options, validates = CHECKPOINTS[name]
+    saving = ModelCheckpoint(tmp_path, **options)
     module = Validated() if validates else ConvModule()
     val = batches(batch_size=27) if validates else None
     fit(policy, saving, module=module, val=val, enable_checkpointing=True)

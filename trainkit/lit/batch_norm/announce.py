@@ -12,14 +12,9 @@ from trainkit.core.batch_norm.layers import (
     num_sharing_ranks,
 )
 from trainkit.core.plan.options import brief
-from trainkit.core.strategies import num_samples
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policies import Policy
-from trainkit.lit.batch_size import (
-    find_effective_batch,
-    longest_window,
-    may_be_several,
-)
+from trainkit.lit.batch_size import may_be_several
 from trainkit.lit.callback.base import WindowOwner, has_callback
 from trainkit.lit.callback.table import say
 
@@ -37,8 +32,8 @@ REMEDIES = (
 class Announce(Policy):
     """Warns, or refuses, if statistics come from few samples of a large window.
 
-    What the loader says is judged before the first step, and the first batch after it:
-    the loader may say nothing, and a module the size of its windows later.
+    Micro-batches are those of the first batch, before its step. Each window is looked
+    at: a module may say their size later.
     """
 
     def __init__(
@@ -47,41 +42,15 @@ class Announce(Policy):
         self._how = how
         self._min_samples = min_samples
         self._outcome = ""
-        self._is_over = False  # the first batch
+        self._is_told = False  # whether warnings are for this rank
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._outcome = ""
-        batch = find_effective_batch(trainer, unit="samples")
-        self._is_over = False
-        if batch is not None and batch.is_exact:
-            self._judge(trainer, layers, batch.micro_batch, batch.accumulate)
+        self._outcome, self._is_told = "", trainer.is_global_zero
 
-    def end_batch(
-        self, trainer: Any, layers: dict[str, BatchNorm], batch: Any, num_parts: int
-    ) -> None:
-        if not self._is_over:
-            self._is_over = True
-            number = longest_window(trainer) * num_parts
-            self._judge(trainer, layers, float(num_samples(batch)) / num_parts, number)
-
-    def _judge(
-        self,
-        trainer: Any,
-        layers: dict[str, BatchNorm],
-        samples: float,
-        num_micro_batches: int,
-    ) -> None:
-        """Warn or refuse, once, if micro-batches are too small for the layers.
-
-        Args:
-            trainer: in `fit`.
-            layers: the layers that train.
-            samples: the samples of a micro-batch, on one rank.
-            num_micro_batches: the micro-batches of a window, on one rank.
-        """
+    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         if self._outcome or num_micro_batches <= 1:
             return
-        seen = {n: samples * num_sharing_ranks(x) for n, x in layers.items()}
+        seen = {n: self.samples * num_sharing_ranks(x) for n, x in layers.items()}
         few = {name: n for name, n in seen.items() if n < self._min_samples}
         if not few:
             return
@@ -98,7 +67,7 @@ class Announce(Policy):
         )
         if self._how == "error":
             raise TrainkitError(text)
-        if trainer.is_global_zero:
+        if self._is_told:
             warnings.warn(text, stacklevel=2)
 
     def summary(self, num_layers: int) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.core.plan.options import check_choice, check_kind, check_whole_number
+from trainkit.core.strategies import num_samples
 from trainkit.core.tape.forward import warn_of_memory
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
 from trainkit.lit.batch_norm.exact import ExactStatistics
 from trainkit.lit.batch_norm.policies import (
@@ -21,7 +22,8 @@ from trainkit.lit.batch_norm.policies import (
     Policy,
 )
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
-from trainkit.lit.callback.base import OrderedCallback, window_ends
+from trainkit.lit.batch_size import micro_batch_of
+from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.table import Row
 
 PolicyName = Literal[
@@ -99,8 +101,9 @@ class BatchNormGuard(OrderedCallback):
       micro-batches.
     - `"recalibrate"`: computes the statistics anew from training data: before
       validation, before a checkpoint is written, and at the end of training. No
-      callback is called when `trainer.save_checkpoint(weights_only=True)` writes in
-      mid-epoch, so that file has the old statistics.
+      callback is called where weights alone are written (`save_weights_only=True`,
+      `trainer.save_checkpoint(weights_only=True)`): such a file has the statistics of
+      the last use.
     - `"freeze"`: keeps the statistics, for fine-tuning.
     - `"group_norm"`: replaces the layers by GroupNorm, with their weights.
 
@@ -150,6 +153,7 @@ class BatchNormGuard(OrderedCallback):
         self._forget()
         self._num_layers = 0
         self._window: int | None = None  # loader batches in a full window
+        self._rows = math.nan  # of the first loader batch
         self._num_batches = 1  # loader batches in the window under way
         self._num_parts = 1  # micro-batches that a loader batch was cut into
         self._is_training = self._has_started = False
@@ -188,15 +192,17 @@ class BatchNormGuard(OrderedCallback):
         self._window, self._num_parts = None, 1
         self._policy.begin(trainer, pl_module)
 
-    def _start(self, trainer: Any, pl_module: Any) -> None:
+    def _start(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         """Start the policy at the first batch.
 
         By then the module's own hooks have decided which of its parts train.
         """
         layers = self._training_layers()
         self._num_layers = len(layers)
+        self._rows = float(num_samples(batch))
+        if math.isnan(self._rows):  # lists of samples do not tell: the loader does
+            self._rows = micro_batch_of(trainer.train_dataloader) or math.nan
         self._policy.start(trainer, pl_module, layers)
-        self.show_table(trainer, pl_module, is_late=True)
 
     def _training_layers(self) -> dict[str, BatchNorm]:
         return {name: x for name, x in self._layers.items() if is_training(x)}
@@ -220,7 +226,7 @@ class BatchNormGuard(OrderedCallback):
             self._layers = every_layer(pl_module)
             self._policy.note_modes(pl_module)
         if is_first:
-            self._start(trainer, pl_module)
+            self._start(trainer, pl_module, batch)
         size = trainer.accumulate_grad_batches
         inside = batch_idx % size
         if inside == 0 or size != self._window:
@@ -228,6 +234,8 @@ class BatchNormGuard(OrderedCallback):
             left = trainer.num_training_batches - (batch_idx - inside)
             self._num_batches = int(max(min(size, left), 1))
             self._open_window()
+        if is_first:
+            self.show_table(trainer, pl_module, is_late=True)
 
     def on_cut(self, num_micro_batches: int) -> None:
         # N is chosen as if all batches of the window were cut like this one. Then each
@@ -238,27 +246,13 @@ class BatchNormGuard(OrderedCallback):
 
     def _open_window(self) -> None:
         num_micro_batches = self._num_batches * self._num_parts
+        self._policy.samples = self._rows / self._num_parts
         self._policy.open_window(num_micro_batches, self._training_layers())
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        layers = self._training_layers()
-        self._policy.end_batch(trainer, layers, batch, self._num_parts)
-        # Callbacks are not called when a checkpoint of weights alone is written.
-        if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
-            if window_ends(trainer, batch_idx, trainer.accumulate_grad_batches):
-                self._policy.before_use(trainer, pl_module)
 
     # ---- where statistics are used or kept -------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._is_training:
-            self._policy.before_use(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        # See on_train_batch_end.
-        if any(getattr(c, "save_weights_only", False) for c in trainer.callbacks):
             self._policy.before_use(trainer, pl_module)
 
     def on_save_checkpoint(

@@ -3,6 +3,7 @@ layers."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -24,7 +25,13 @@ from trainkit.lit.callback.base import has_callback
 
 
 class Policy:
-    """Base of the policies; itself it does nothing."""
+    """Base of the policies; itself it does nothing.
+
+    Attributes:
+        samples: of a micro-batch, on one rank, by the first loader batch; may be NaN.
+    """
+
+    samples = math.nan
 
     def begin(self, trainer: Any, module: Any) -> None:
         """Prepare for training, before the first batch is loaded."""
@@ -40,11 +47,6 @@ class Policy:
 
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         """Prepare for a window, in which these layers train."""
-
-    def end_batch(
-        self, trainer: Any, layers: dict[str, BatchNorm], batch: Any, num_parts: int
-    ) -> None:
-        """A loader batch, which was cut into so many micro-batches, has ended."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
         """Complete the running statistics, which are about to be used or saved."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.generators import seed_all
 from trainkit.core.ranks import find_ranks
@@ -19,7 +19,6 @@ from trainkit.lit._compat import (
     before_batch_transfer,
     combined_loader,
     forget_iterator,
-    saves_weights_by_time,
     step_arguments,
 )
 from trainkit.lit.aside import Kept, muted
@@ -63,21 +62,19 @@ class Recalibrate(Policy):
         if self._forward is None:
             _refuse_unusable_step(module)
         refuse_unreadable(trainer)
-        if has_callback(trainer.callbacks, "WeightAveraging"):
+        passed_over = [
+            type(each).__name__
+            for each in trainer.callbacks
+            if getattr(each, "save_weights_only", False)
+            or has_callback([each], "WeightAveraging")
+        ]
+        if passed_over:
             warnings.warn(
-                "BatchNormGuard('recalibrate'): it computes the statistics of the "
-                "model under training, but WeightAveraging validates and saves the "
-                "averaged model, and averages the statistics too. Recalibrate the "
-                "averaged model after training, with "
-                "torch.optim.swa_utils.update_bn.",
-                stacklevel=2,
-            )
-        if any(map(saves_weights_by_time, trainer.callbacks)):
-            warnings.warn(
-                "BatchNormGuard('recalibrate'): no callback is called before "
-                "ModelCheckpoint(save_weights_only=True, train_time_interval=...) "
-                "writes, so its files hold statistics that are not recalibrated. Save "
-                "by steps or epochs, or with save_weights_only=False.",
+                f"BatchNormGuard('recalibrate'): it computes the statistics of the "
+                f"model under training, when that is saved with its optimizer. Files "
+                f"of weights alone, and of an averaged model, may have others: "
+                f"received {listed(passed_over)}. Save with save_weights_only=False, "
+                f"or call torch.optim.swa_utils.update_bn on the model of the file.",
                 stacklevel=2,
             )
 
