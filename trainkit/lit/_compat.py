@@ -60,11 +60,6 @@ def average_of(callback: Any) -> Any:
     return getattr(callback, "_average_model", None)
 
 
-def pruned_modules(callback: Any) -> list[Any]:
-    """The modules whose parameters a `ModelPruning` replaces, once it is set up."""
-    return [module for module, _ in callback._parameters_to_prune]
-
-
 def before_batch_transfer(pl_module: Any, batch: Any) -> Any:
     """A batch after `on_before_batch_transfer` of the module or the data module."""
     return pl_module._on_before_batch_transfer(batch, dataloader_idx=0)

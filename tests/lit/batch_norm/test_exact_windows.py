@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
         *(Stem, exact(SPLIT), {}),
     ),
     "shared": (
-        r"received shared=\['x'\]",
+        r"received tokens=None, shared=\['x'\]",
         *(Images, unproven(MicroBatching(inside="net", size=4, shared=("x",))), {}),
     ),
     "tokens": ("by rows alone, received", Images, exact(MicroBatching(tokens=8)), {}),
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
         *(Images, exact(MicroBatching(size=4, collate=list)), {}),
     ),
     "tokens, inside": (
-        "tokens= leaves out padding",
+        "with its padding, received tokens=8",
         *(Images, unproven(MicroBatching(inside="net", tokens=8)), {}),
     ),
     "by the data": (

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -150,24 +149,6 @@ def test_memory_that_runs_out_makes_chunks_finer_and_is_remembered(
     run.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
     held = torch.load(tmp_path / "small.ckpt", weights_only=False)
     assert held["trainkit_micro_batching"] == {"limit": 5}
-
-
-@pytest.mark.parametrize("inside", ["net", "net.body", "auto"])
-def test_what_will_be_pruned_is_refused_before_the_first_step(inside: str) -> None:
-    """Pruning begins at an epoch's end. The control: another submodule is cut."""
-
-    def pruned(cut: MicroBatching | None) -> Any:
-        module = Foreign(dice)
-        of: Any = [(module.net.body[0], "weight")]
-        fit(module, cut, ModelPruning("l1_unstructured", of, amount=0.2))
-        return module
-
-    with pytest.raises(TrainkitError, match="': ModelPruning lets each call"):
-        pruned(MicroBatching(size=4, inside=inside))
-    whole, cut = pruned(None), pruned(MicroBatching(size=4, inside="net.head"))
-    first = whole.net.body[0].weight
-    assert 0 < int((first == 0).sum()) < first.numel()
-    torch.testing.assert_close(cut.state_dict(), whole.state_dict())
 
 
 # ---- a budget of tokens --------------------------------------------------------------

@@ -24,7 +24,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.inside.refusals import refused_logs
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import NotMeasured, in_one_line
+from trainkit.lit.proof.report import in_one_line
 from trainkit.lit.proof.rows import FewRows
 
 ROWS = 5
@@ -49,35 +49,23 @@ def choose(
     Raises:
         TrainkitError: there is none.
     """
-    if not pl_module.automatic_optimization:
-        raise _unfit(
-            pl_module,
-            "it runs training_step on a few rows, which a module with "
-            "automatic_optimization=False would take a step with",
-        )
-    try:
-        rows = FewRows(batch, None, None)
-        few = list(range(min(ROWS, rows.num_rows)))
-        own = rows.make(few)
-    except (TrainkitError, NotMeasured) as error:
-        raise _unfit(
-            pl_module,
-            f"it runs training_step on a few rows of the batch, and they cannot be "
-            f"cut from {describe(batch)}",
-        ) from error
     guards = [each for each in callbacks if isinstance(each, BatchNormGuard)]
     search = _Search()
     of = trainer, pl_module, windows
-    rehearsal = Rehearsal(*of, callbacks=guards, changes=(search.begin,))
     try:
+        rows = FewRows(batch, None, None)
+        few = list(range(min(ROWS, rows.num_rows)))
+        rehearsal = Rehearsal(*of, callbacks=guards, changes=(search.begin,))
+        own = rows.make(few)
         with saved_tensors_hooks(search.pack, lambda tensor: tensor):
             rehearsal.run([own], [few])
     except Exception as error:
-        why = "" if isinstance(error, NotMeasured) else "that failed: "
-        raise _unfit(
-            pl_module,
-            f"it runs training_step on {len(few)} rows of the batch, and "
-            f"{why}{in_one_line(error)}",
+        named = paths_within(pl_module, SELF) or ["path"]
+        inside = repr(named[0] if len(named) == 1 else named)
+        raise TrainkitError(
+            f'MicroBatching inside="auto": it runs training_step on a few rows of '
+            f"{describe(batch)}, and that failed: {in_one_line(error)}. Name the "
+            f"submodules: inside={inside}."
         ) from error
     finally:
         search.end()
@@ -94,14 +82,6 @@ def choose(
         f'MicroBatching inside="auto": no submodule of {type(pl_module).__name__} can '
         f"run in chunks of rows. {said or 'None was called with rows.'}. Name one with "
         f"inside='path'."
-    )
-
-
-def _unfit(pl_module: nn.Module, text: str) -> TrainkitError:
-    found = paths_within(pl_module, SELF) or ["path"]
-    inside = repr(found[0] if len(found) == 1 else found)
-    return TrainkitError(
-        f'MicroBatching inside="auto": {text}. Name the submodules: inside={inside}.'
     )
 
 

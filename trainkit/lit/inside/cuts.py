@@ -22,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size import micro_batch_of
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
-from trainkit.lit.inside.refusals import refuse_pruned, refused_logs
+from trainkit.lit.inside.refusals import refused_logs
 
 
 class InsideCuts:
@@ -53,11 +53,10 @@ class InsideCuts:
 
     def join_statistics(self, ranks: Ranks) -> None:
         """Let BatchNorm layers see all chunks of a call, and those of these ranks."""
+        has_begun = bool(self.cuts)
+        self.stop()
         self._ranks = ranks
-        for cut in self.cuts:
-            cut.remove()
-        if self.cuts:
-            self.cuts = []
+        if has_begun:
             self._install(self.paths)
 
     def around_chunks(self, around: Any) -> None:
@@ -68,30 +67,20 @@ class InsideCuts:
 
     def stop(self) -> None:
         """Give all submodules their own forward back."""
-        for cut in self.cuts:
+        for cut in reversed(self.cuts):
             cut.remove()
         self.cuts, self._ranks = [], None
 
     def find(self, trainer: Any, windows: Any, batch: Any) -> None:
-        """Find submodules on rows of the first batch, if none is cut yet; refuse those
-        that will be pruned."""
-        if not self.cuts:
-            of = trainer, self._module, windows, batch
-            paths = choose(*of, trainer.callbacks)
-            self._install(paths)
-            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
-        for cut in self.cuts:
-            if isinstance(cut, ChunkedForward):
-                refuse_pruned(trainer, cut.module, cut.name)
+        """Find submodules on rows of the first batch, if none is cut yet."""
+        if self.cuts:
+            return
+        paths = choose(trainer, self._module, windows, batch, trainer.callbacks)
+        self._install(paths)
+        say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
 
     def _install(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
-        modules = [_submodule(self._module, path) for path in paths]
-        if len(set(modules)) < len(modules):
-            raise TrainkitError(
-                f"MicroBatching inside: each path must lead to a module of its own, "
-                f"and two of {listed(self.paths)} lead to one. Name it once."
-            )
         for path in paths:
             cut = self._cut(_submodule(self._module, path), path)
             cut.refused = refused_logs(self._module, cut.module, path)
@@ -105,18 +94,12 @@ class InsideCuts:
         if self._ranks is None or not has_layers:
             of = self._sizes, options.shared, by_tokens, options.documents
             return ChunkedForward(module, path, *of)
-        if by_tokens is not None:
+        if by_tokens is not None or options.shared:
             raise TrainkitError(
-                f"{path}: exact BatchNorm needs whole chunks of a whole module, and "
-                f"tokens= leaves out padding. Cut by size= alone, or use another "
-                f"policy."
-            )
-        if options.shared:
-            raise TrainkitError(
-                f"{path}: with exact BatchNorm every argument as long as the first "
-                f"tensor is cut, received shared={list(options.shared)!r}. Give what "
-                f"all rows need as an attribute or parameter of the module, or leave "
-                f"shared= out if it is not as long as the batch."
+                f"{path}: exact BatchNorm cuts every argument as long as the first "
+                f"tensor, with its padding, received tokens={options.tokens}, "
+                f"shared={list(options.shared)!r}. Cut by size= alone; give what all "
+                f"rows need as an attribute or parameter of the module."
             )
         return TapedForward(module, self._sizes, self._ranks, path)
 
@@ -132,25 +115,20 @@ class InsideCuts:
         for cut in self.cuts:
             if cut.was_cut or cut.most_rows >= rows:
                 continue
-            if is_flat and cut.most_rows:
-                raise TrainkitError(
-                    f"MicroBatching inside={cut.name!r}: it cuts rows, and the "
-                    f"loader batch is one row of {rows:g} documents, which none "
-                    f"of its arguments tells apart. Pass it offsets by the name "
-                    f"cu_seq_lens_q, numbers as seq_idx or position_ids that begin "
-                    f"anew, or name another argument in documents=. Or cut between "
-                    f"documents by MicroBatching(tokens=...) without inside=; or "
-                    f"name a submodule whose tensors have an entry for each token "
-                    f"in their first dimension. Exact BatchNorm cuts rows alone."
-                )
-            warnings.warn(
+            text = (
                 f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
-                f"{rows:g} rows, training_step calls it with {cut.most_rows}. Only "
-                f"calls of the module itself are cut, such as self.net(x), and rows "
-                f"are the first dimension of its tensors, not the samples of a list. "
-                f"Name a submodule that is called so.",
-                stacklevel=2,
+                f"{rows:g} rows or documents, training_step calls it with "
+                f"{cut.most_rows}. Only calls of the module itself are cut, such as "
+                f"self.net(x), and rows are the first dimension of its tensors, not "
+                f"the samples of a list. Documents of one row are told apart by an "
+                f"argument: offsets by the name cu_seq_lens_q, numbers as seq_idx, "
+                f"position_ids that begin anew, or what documents= names (exact "
+                f"BatchNorm cuts rows alone). Name a submodule that is called so; or "
+                f"cut documents by MicroBatching(tokens=...) without inside=."
             )
+            if is_flat and cut.most_rows:
+                raise TrainkitError(text)
+            warnings.warn(text, stacklevel=2)
 
     # ---- what others ask -------------------------------------------------------------
 

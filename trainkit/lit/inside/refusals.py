@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import pruned_modules
 from trainkit.lit.batch_size import may_be_several
-from trainkit.lit.callback.base import WindowOwner, has_callback
+from trainkit.lit.callback.base import WindowOwner
 
 
 def refuse_several_unweighed(
@@ -26,19 +25,6 @@ def refuse_several_unweighed(
             f"accumulate_grad_batches at 1; or say what a loader batch weighs, such as "
             f"PerSample(), if the loss is a mean over that."
         )
-
-
-def refuse_pruned(trainer: Any, module: nn.Module, name: str) -> None:
-    """Refuse to run in chunks what `ModelPruning` will prune at an epoch's end."""
-    held = set(module.modules())
-    for each in trainer.callbacks:
-        if has_callback([each], "ModelPruning") and held & {*pruned_modules(each)}:
-            raise TrainkitError(
-                f"MicroBatching inside={name!r}: ModelPruning lets each call make the "
-                f"weights in it anew, of a mask and a parameter, and each chunk would "
-                f"overwrite those before. Cut on the host, by size= without inside=, "
-                f"or name a submodule that is not pruned."
-            )
 
 
 LOGS = ("log", "log_dict", "log_exact")
