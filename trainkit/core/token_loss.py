@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainkit.core.inside.cut import strangers_of
-from trainkit.core.plan.options import check_kind, check_whole_number
+from trainkit.core.plan.options import check_choice, check_kind, check_whole_number
 from trainkit.errors import TrainkitError
 
 Reduction = Literal["mean", "sum"]
@@ -59,11 +59,7 @@ class TokenLoss(nn.Module):
                 f"received {type(head).__name__}. For a bare weight, take a Linear "
                 f"layer that shares it."
             )
-        if reduction not in get_args(Reduction):
-            raise TrainkitError(
-                f'TokenLoss reduction: must be "mean" or "sum", received '
-                f"{reduction!r}. For a loss of each token, call cross_entropy."
-            )
+        check_choice("TokenLoss reduction", reduction, get_args(Reduction))
         if not 0 <= label_smoothing <= 1:
             raise TrainkitError(
                 f"TokenLoss label_smoothing: must be a share from 0 to 1, received "

@@ -192,7 +192,7 @@ def test_layers_that_cannot_be_replaced_are_refused() -> None:
         fit(POLICY, module=module)
     module = ConvModule()
     module.net.bn2 = nn.LazyBatchNorm2d()
-    with pytest.raises(TrainkitError, match=r"net\.bn2 is lazy"):
+    with pytest.raises(TrainkitError, match=r"net\.bn2 is a LazyBatchNorm2d"):
         fit(POLICY, module=module)
 
 

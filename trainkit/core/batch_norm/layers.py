@@ -7,11 +7,9 @@ import functools
 import math
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.parameter import UninitializedParameter
 
 from trainkit.errors import TrainkitError
 
@@ -160,7 +158,6 @@ def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if id(layer) in concerned and isinstance(layer, BatchNorm):
             if id(layer) not in made:
-                _refuse_lazy(path, layer)
                 _refuse_own_forward(path, layer)
                 made[id(layer)] = _group_norm(layer, groups)
             module.set_submodule(path, made[id(layer)])
@@ -179,23 +176,13 @@ def _group_norm(layer: BatchNorm, groups: int) -> nn.Module:
 
 
 def _refuse_own_forward(path: str, layer: BatchNorm) -> None:
-    """Refuse a layer that does more than BatchNorm, such as timm's with activation."""
+    """Refuse a layer that does more than BatchNorm, such as timm's with activation, and
+    a lazy one."""
     known = (BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if type(layer).forward not in known:
+    if type(layer).forward not in known or not layer.num_features:
         raise TrainkitError(
             f"BatchNormGuard: {path} is a {type(layer).__name__}. Its forward() does "
-            f"more than BatchNorm's, which replacing it would lose. Replace it "
-            f"yourself, or use 'momentum', 'recalibrate' or 'freeze'."
-        )
-
-
-def _refuse_lazy(path: str, layer: BatchNorm) -> None:
-    tensors: list[torch.Tensor | None] = [layer.weight, layer.running_mean]
-    if layer.num_features == 0 or any(
-        isinstance(t, UninitializedParameter) for t in tensors
-    ):
-        raise TrainkitError(
-            f"BatchNormGuard: {path} is lazy ({type(layer).__name__}) and does not "
-            f"know its channels yet, so it cannot be replaced. Run one batch through "
-            f"the model before fit, or make the layer with its number of channels."
+            f"more than BatchNorm's, which replacing it would lose; or it is lazy, and "
+            f"gets its channels in a first forward pass: run one batch before fit. Or "
+            f"replace it yourself, or use 'momentum', 'recalibrate' or 'freeze'."
         )

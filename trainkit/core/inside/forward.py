@@ -40,9 +40,6 @@ class ChunkedForward(Cut):
         by_tokens: cuts by the lengths of rows.
         documents: the argument that tells documents of one row apart; `"auto"` looks
             for it, `"off"` for none.
-
-    Attributes:
-        is_copy: whether it came with a copy of its module, which may be cut anew.
     """
 
     def __init__(
@@ -54,11 +51,7 @@ class ChunkedForward(Cut):
         by_tokens: ByTokens | None = None,
         documents: str = "auto",
     ) -> None:
-        copied = vars(module).get("forward")
-        if isinstance(copied, ChunkedForward) and copied.is_copy:
-            copied.remove()
         super().__init__(module, name, sizes)
-        self.is_copy = False
         self.by_tokens = by_tokens
         self._documents = documents
         several = shared if isinstance(shared, tuple | list) else [shared]
@@ -140,7 +133,7 @@ class ChunkedForward(Cut):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return {**super().__getstate__(), "_kinds": {}, "is_copy": True}
+        return {**super().__getstate__(), "_kinds": {}}
 
 
 def _kind(value: Any) -> Any:

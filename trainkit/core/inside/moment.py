@@ -23,7 +23,7 @@ Modes = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
 State = dict[tuple[nn.Module, str], tuple[Any, ...]]
 """Which weights and buffers modules have, by their names, how often each was changed,
-and its sum."""
+whether it trains, and its sum."""
 
 KINDS = frozenset({int, float, bool, str})
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -132,9 +132,9 @@ class Surroundings:
 class Moment:
     """A call of a module, and what the module is like at its moment.
 
-    In the second pass the modes of its layers, the numbers in its attributes, what
-    trains, and autocast are as they were. Weights must not have changed: that is
-    refused, as torch refuses it.
+    In the second pass the modes of its layers, the numbers in its attributes, and
+    autocast are as they were. Weights must not have changed, nor which of them train:
+    that is refused, as torch refuses it.
 
     Args:
         cut: the module that is called.
@@ -154,10 +154,7 @@ class Moment:
         self.cut, self.arguments, self.name = cut, arguments, cut.name
         self.sizes = arguments.sizes or cut.sizes
         self.settings = settings_of(cut.module)
-        self.parameters: list[Tensor] = []
-        self._frozen: list[Tensor] = []
-        for each in cut.module.parameters():
-            (self.parameters if each.requires_grad else self._frozen).append(each)
+        self.parameters = [x for x in cut.module.parameters() if x.requires_grad]
         if cut.shadows is None or not cut.shadows.fit(self.parameters):
             cut.shadows = Shadows(cut.module, self.parameters)
         self.shadows = cut.shadows
@@ -178,7 +175,8 @@ class Moment:
             for name, held in (*each._parameters.items(), *each._buffers.items())
             if held is not None
         }
-        found: State = dict(zip(named, versions_of(named.values()), strict=True))
+        versions = zip(named.items(), versions_of(named.values()), strict=True)
+        found = {place: (*two, x.requires_grad) for (place, x), two in versions}
         for place, each in named.items() if has_sums else ():
             is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
             is_odd = each.is_complex() or each.is_quantized or each.is_meta
@@ -191,9 +189,10 @@ class Moment:
         """Refuse weights and buffers that were changed since the forward pass."""
         if moved := self._moved(self._state, self.state()):
             raise TrainkitError(
-                f"{self.name}: its weights and buffers must stay as they are between "
-                f"the forward and the backward pass, and {listed(moved)} changed. Call "
-                f"backward before the optimizer steps, and within functional_call."
+                f"{self.name}: its weights and buffers must stay as they are, and "
+                f"frozen or not, between the forward and the backward pass, and "
+                f"{listed(moved)} changed. Call backward before the optimizer steps, "
+                f"and within functional_call."
             )
 
     def check_state(self, values: Sequence[Any], before: State | None = None) -> None:
@@ -232,13 +231,8 @@ class Moment:
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
         now = put_back(self.cut.module, self.settings)
-        thawed = [each for each in self._frozen if each.requires_grad]
         try:
-            for each in thawed:
-                each.requires_grad_(False)
             with self._surroundings.kept(self._modes):
                 yield
         finally:
             put_back(self.cut.module, now)
-            for each in thawed:
-                each.requires_grad_(True)

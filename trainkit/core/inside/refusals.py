@@ -21,12 +21,6 @@ from trainkit.core.inside.outputs import Unfit
 from trainkit.errors import TrainkitError
 
 HINTS = {
-    "batch_sizes": "A PackedSequence cannot be cut: pass the padded "
-    "tensor and the lengths, and pack them inside the module",
-    r"is an? \w*Cache": "Pass use_cache=False to it, or name a module within it{}",
-    "does not require grad": "Chunks run without a graph first: within its forward, "
-    "wrap what calls autograd.grad in torch.enable_grad(), with an input that "
-    "requires_grad_() there",
     r"of shape \[\], has no rows": "Compute that outside of it, and name a module "
     "within it that makes the hidden states{}",
     "told apart by": "Let it keep documents apart by what it is given (a model of "
@@ -35,7 +29,9 @@ HINTS = {
     "documents='off' does not cut between them",
     "": "Name in shared= the arguments that all rows need; or name a module within "
     "it{}, or one around it. Rows must be dimension 0 of its arguments, as with "
-    "batch_first=True. If a list holds samples, stack them into one tensor",
+    "batch_first=True: stack lists of samples, and pack sequences inside of it. Chunks "
+    "run without a graph first (write torch.enable_grad() around autograd.grad), and "
+    "return no cache (use_cache=False)",
 }
 """What to do, by a pattern of what was seen; the first that fits. {} is for names."""
 
@@ -117,10 +113,15 @@ def refuse_parts(
                 raise TrainkitError(f"{name}: {path or 'it'} {why}.")
 
 
+LAZY: dict[str, Callable[[str, Any], Any]] = {
+    "has lazy parameters, which get their shape in a first forward pass. Run one batch "
+    "before it is cut": lambda path, each: any(
+        map(is_lazy, [*each._parameters.values(), *each._buffers.values()])
+    ),
+}
 FLAT: Any = (FullyShardedDataParallel, FlatParameter)
 OF_ROWS: dict[str, Callable[[str, Any], Any]] = {
-    "has lazy parameters, which get their shape in a first forward pass. Run one batch "
-    "before it is cut": lambda path, each: any(map(is_lazy, own_parameters(each))),
+    **LAZY,
     "is scripted, and cannot run in chunks. Give the module that was scripted": (
         lambda path, each: not path and isinstance(each, torch.jit.ScriptModule)
     ),

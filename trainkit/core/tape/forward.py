@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import transform, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
 from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
 from trainkit.core.inside.moment import Surroundings, attributes_of
-from trainkit.core.inside.refusals import refuse_parts
+from trainkit.core.inside.refusals import LAZY, refuse_parts
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
@@ -75,13 +74,12 @@ class TapedForward(Cut):
         )
 
     def _run(self, given: Any, rows: int) -> Any:
-        size, module = self.sizes.limit or rows, self.module
+        size = self.sizes.limit or rows
         if rows > size and few_rows(rows, size) > 1:
-            is_lazy_ = any(map(is_lazy, [*module.parameters(), *module.buffers()]))
-            self._num_calls += not is_lazy_
-            if not is_lazy_ and not self._num_calls & (self._num_calls - 1):
+            self._num_calls += 1
+            if not self._num_calls & (self._num_calls - 1):
                 alone = partial(self._record, ranks=Ranks())  # on this rank
-                check(module, self.name, alone, given, size)
+                check(self.module, self.name, alone, given, size)
         return self._record(given, rows, size, self.ranks).result()
 
     def _record(self, given: Any, rows: int, size: int, ranks: Ranks) -> Recorded:
@@ -139,10 +137,11 @@ OF_TAPES: dict[str, Callable[[str, Any], Any]] = {
     "has sharded weights, so that exact BatchNorm cannot run. Use DDP": (
         lambda path, each: isinstance(each, FSDPModule)
     ),
-    "is scripted, and exact BatchNorm writes down what a forward does. Give the plain "
-    "one": lambda path, each: isinstance(each, torch.jit.ScriptModule),
-    "is compiled, and exact BatchNorm writes down what a forward does. Give the plain "
-    "one": lambda path, each: hasattr(each, "_orig_mod"),
+    **LAZY,
+    "is scripted or compiled, and exact BatchNorm writes down what a forward does. "
+    "Give the plain one": lambda path, each: (
+        isinstance(each, torch.jit.ScriptModule) or hasattr(each, "_orig_mod")
+    ),
     "has backward hooks, which would see one chunk of exact BatchNorm": (
         lambda path, each: path and (each._backward_hooks or each._backward_pre_hooks)
     ),
