@@ -54,7 +54,7 @@ class OfDocuments(Arguments):
         found, rows = Documents(str(self.by), numbers, numbers), Rows(self.rows)
         self._layout = Flattened([], iter, (), rows, found, frozenset())
         self._ends = [*accumulate(self.lengths, initial=0)]
-        pairs = zip(self.values, self._made(self.values, [0]), strict=True)
+        pairs = zip(self.values, self.of_rows([0], self.values), strict=True)
         self.axes = [() if made is x else (self._axis(x),) for x, made in pairs]
 
     def _axis(self, value: Any) -> Axis:
@@ -63,19 +63,14 @@ class OfDocuments(Arguments):
         dim = self._layout.dim_of_tokens(value) if is_tensor else None
         return Axis(0) if dim is None else Axis(dim, TOKENS)
 
-    def _made(self, values: Sequence[Any], documents: Sequence[int]) -> list[Any]:
-        """What some documents have of the values of a call."""
+    def of_rows(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
         three = list(zip(self.paths, values, self.whole, strict=True))
         fields = [Field(path, value) for path, value, whole in three if not whole]
-        made = iter(replace(self._layout, fields=fields).values(documents))
+        made = iter(replace(self._layout, fields=fields).values(rows))
         return [value if whole else next(made) for _, value, whole in three]
 
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        return self._made(values, range(chunk.start, chunk.stop))
-
-    def taken(self, rows: Sequence[int]) -> list[Any]:
-        values = [x.detach() if isinstance(x, Tensor) else x for x in self.values]
-        return self._made(values, rows)
+        return self.of_rows(range(chunk.start, chunk.stop), values)
 
     def few(self, rows: Sequence[int]) -> Arguments:
         # What is not cut keeps its length, also where that is theirs by chance.

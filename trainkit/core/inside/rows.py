@@ -18,7 +18,9 @@ from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.nested import Build, Field, is_dense, is_list, length_of, take_apart
+from trainkit.core.split.layout import Layout
 from trainkit.core.split.partition import even_runs
+from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -171,6 +173,13 @@ class Arguments:
         has_cache = self.by is not None
         return cut.run(values[:num], kwargs, call, chunk, has_cache=has_cache)
 
+    def of_rows(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """What some rows have of the values of the call, in this order, as a
+        micro-batch of the arguments has it."""
+        fields = [Field(*each) for each in zip(self.paths, values, strict=True)]
+        trims = [() if self.has_rows(place) else None for place in range(len(fields))]
+        return Layout(fields, iter, trims, Rows(self.rows)).values(rows)
+
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The values that a chunk gets."""
         found = []
@@ -187,12 +196,10 @@ class Arguments:
         return replace(self, values=self.taken(rows), rows=len(rows))
 
     def taken(self, rows: Sequence[int]) -> list[Any]:
-        """The values of some rows, in this order, without their graph."""
+        """The values of some rows, in this order: copies, without their graph."""
         return [
-            reordered(value.detach() if isinstance(value, Tensor) else value, rows)
-            if self.has_rows(index)
-            else value
-            for index, value in enumerate(self.values)
+            x.detach().clone() if isinstance(x, Tensor) and self.has_rows(place) else x
+            for place, x in enumerate(self.of_rows(rows, self.values))
         ]
 
 
@@ -277,13 +284,3 @@ def _is_column(path: str, value: Any) -> bool:
     return is_list(value) and all(
         each is None or isinstance(each, str | int | float) for each in value
     )
-
-
-def reordered(value: Any, rows: Sequence[int]) -> Any:
-    """Some rows of an argument that has rows, in this order."""
-    if isinstance(value, Tensor):
-        index = torch.tensor(rows).to(value.device, non_blocking=True)
-        return value.index_select(0, index)
-    if is_list(value):
-        return type(value)([value[row] for row in rows])
-    return value[list(rows)]

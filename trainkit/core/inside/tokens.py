@@ -28,7 +28,6 @@ from trainkit.core.inside.rows import (
     Chunk,
     Sizes,
     Span,
-    reordered,
 )
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import columns_of, partition
@@ -118,10 +117,7 @@ class ByTokens:
         runs = zip(pairwise(ends), columns, strict=True)
         axes = [self._axes(arguments, index, width) for index in range(len(values))]
         of_rows = {
-            "values": [
-                reordered(value, order) if arguments.has_rows(index) else value
-                for index, value in enumerate(values)
-            ],
+            "values": arguments.of_rows(order, values),
             "sizes": self.sizes(width, rows),
             # Where each chunk has all columns, none has an axis of them.
             "axes": arguments.axes if {*columns} == {(0, width)} else axes,
