@@ -176,7 +176,7 @@ class Moment:
             if held is not None
         }
         versions = zip(named.items(), versions_of(named.values()), strict=True)
-        found = {place: (*two, x.requires_grad) for (place, x), two in versions}
+        found: State = {place: (*two, x.requires_grad) for (place, x), two in versions}
         for place, each in named.items() if has_sums else ():
             is_plain = type(each) in (Tensor, nn.Parameter) and is_dense(each)
             is_odd = each.is_complex() or each.is_quantized or each.is_meta
