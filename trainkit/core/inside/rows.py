@@ -197,10 +197,11 @@ class Arguments:
 
     def taken(self, rows: Sequence[int]) -> list[Any]:
         """The values of some rows, in this order: copies, without their graph."""
-        return [
-            x.detach().clone() if isinstance(x, Tensor) and self.has_rows(place) else x
-            for place, x in enumerate(self.of_rows(rows, self.values))
-        ]
+        with torch.no_grad():
+            return [
+                x.clone() if isinstance(x, Tensor) and self.has_rows(place) else x
+                for place, x in enumerate(self.of_rows(rows, self.values))
+            ]
 
 
 class Signature:
