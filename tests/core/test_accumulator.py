@@ -254,7 +254,7 @@ def run(waits: Waits, accumulator: Accumulator, loss: Any = token_loss) -> Noise
             if window:
                 moments.watch()
             run_open(accumulator, net, parts, loss)
-            stats = accumulator.finish(optimizer, slots=4)
+            stats = accumulator.finish(optimizer)
             if window:
                 moments.add(stats, samples=12)
             optimizer.step()

@@ -116,19 +116,6 @@ def test_window_of_a_process_group_equals_that_of_its_ranks(on_ranks: OnRanks) -
     assert on_ranks(subsets, 3) == [alone, pair, pair]
 
 
-def announced(rank: int, world_size: int) -> list[float]:
-    toy, weights = Toy(aggregation="none"), [0.25, 0.5][: 1 + rank]
-    toy.accumulator.expect(weights)
-    told: Any = toy.accumulator.told
-    slots = told.most_micro_batches()
-    stats: Any = toy.window(*((1, None) for _ in weights), slots=slots)
-    return stats.weights.tolist()
-
-
-def test_announced_micro_batches_count_whatever_they_weigh(on_ranks: OnRanks) -> None:
-    assert on_ranks(announced, 2) == [[0.25, 0.25, 0.5]] * 2
-
-
 # ---- what is refused -----------------------------------------------------------------
 
 

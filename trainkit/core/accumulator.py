@@ -290,7 +290,7 @@ class Accumulator:
         self.window, self.told, self._joined = window.copy(), None, None
         if not window.is_open:
             self.division.close()
-        self.gradients.rewind(len(window.carried_weights) + len(window.entries))
+        self.gradients.rewind(len(window.entries))
 
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
@@ -303,7 +303,7 @@ class Accumulator:
         return held
 
     def finish(
-        self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False
+        self, optimizer_or_parameters: Any, *, is_apart: bool = False
     ) -> WindowStats:
         """Close the window: its gradients become those of the big batch.
 
@@ -311,7 +311,6 @@ class Accumulator:
 
         Args:
             optimizer_or_parameters: whose gradients. Others are left as they are.
-            slots: how many single weights of each rank to exchange; equal on all.
             is_apart: True if no backward pass of the window has communicated, so that
                 the ranks' gradients must be brought together here.
 
@@ -326,7 +325,7 @@ class Accumulator:
         if self.told is not None:
             self.told.refuse_unfinished()
         self._refuse_ranks(is_apart=is_apart)
-        row = window.row(self.device, slots=slots)
+        row = window.row(self.device)
         table, totals = row.unsqueeze(0), row
         if self.ranks.size > 1:
             table = self.ranks.gather_rows(row).wait()

@@ -299,13 +299,11 @@ class Told:
         self.is_whole = ranks.size == 1 and self.num_micro_batches == 1
         self.num_begun = 0
         self._totals: dict[str, Weight] | None = None
-        self._most: int | None = None
         own = {term: _sum(column, device) for term, column in weights.items()}
         if ranks.size == 1:
-            self._totals, self._most = own, self.num_micro_batches
+            self._totals = own
             return
-        row = vector([*own.values(), self.num_micro_batches], device)
-        self._shared = ranks.gather_rows(row)
+        self._shared = ranks.gather_rows(vector([*own.values()], device))
 
     def next_weights(self) -> dict[str, Weight]:
         """Return the weights of the next micro-batch, by term."""
@@ -323,14 +321,8 @@ class Told:
         """The window's total weight in each term, over all ranks."""
         if self._totals is None:
             table = self._shared.wait()
-            self._totals = dict(zip(self._terms, table.sum(0).unbind(), strict=False))
+            self._totals = dict(zip(self._terms, table.sum(0).unbind(), strict=True))
         return self._totals
-
-    def most_micro_batches(self) -> int:
-        """The largest number of micro-batches on one rank; waits for the device."""
-        if self._most is None:
-            self._most = int(self._shared.wait()[:, -1].amax())
-        return self._most
 
     def refuse_unfinished(self) -> None:
         if self.num_begun != self.num_micro_batches:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.core._compat import version_of
 from trainkit.core.checks import LateReading
 from trainkit.core.ranks import Ranks, sum_over_ranks_
-from trainkit.core.window import Window
+from trainkit.core.window import DIVISOR, Window
 from trainkit.errors import TrainkitError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -359,6 +359,8 @@ class ZeroedWatch:
             is_zero = _is_zero(self._held[index][0].grad)
             flags[index] = is_zero * (1 - 2 * known[index] if known else 2)
         weight = sum(window.applied)
+        if window.carried is not None:
+            weight = weight + window.carried[DIVISOR]
         weighs = (weight > 0).int() if isinstance(weight, Tensor) else int(weight > 0)
         row = [weighs, *flags]
         device = next((f.device for f in row if isinstance(f, Tensor)), None)

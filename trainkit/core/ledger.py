@@ -12,7 +12,6 @@ from torch import Tensor
 from trainkit.core.window import (
     COLUMNS,
     COUNT,
-    NUM_COLUMNS,
     SAMPLES,
     WEIGHT,
     WindowStats,
@@ -45,7 +44,7 @@ class Account:
     def over(cls, windows: Sequence[WindowStats], *, counts_samples: bool) -> Account:
         """The account of windows, in their order."""
         new = windows[-1].totals
-        rows = [stats.totals[:NUM_COLUMNS].to(new.device) for stats in windows]
+        rows = [stats.totals.to(new.device) for stats in windows]
         totals = torch.stack(rows)
         losses = windows[0].loss.to(new.device), windows[-1].loss
         extremes = torch.stack([*totals[:, WEIGHT].aminmax(), *losses])

@@ -11,22 +11,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainkit.core._compat import inside_wrappers
 from trainkit.core.ranks import Ranks
-from trainkit.core.strategies import Weight, kind_of
+from trainkit.core.strategies import kind_of
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, scalar, vector
+from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, scalar
 from trainkit.errors import TrainkitError
 
 
 def save_state(accumulator: Any, ranks: Ranks) -> dict[str, Any]:
     """The open window of an accumulator, its parts added up over ranks, each of which
     must call this, even without a micro-batch; `Ranks()` is this rank alone."""
-    window, device = accumulator.window, accumulator.device
-    weights = save_weights(vector(window.weights, device), ranks)
+    row = accumulator.window.row(accumulator.device)
     return {
         "num_windows": accumulator.num_windows,
         "strategy": kind_of(accumulator.strategy),
-        "weights": weights,
-        **_save_sums(accumulator, window.row(device), ranks),
+        **_save_sums(accumulator, row, ranks),
     }
 
 
@@ -48,7 +46,7 @@ def load_state(accumulator: Any, state: dict[str, Any], ranks: Ranks) -> None:
     if totals is not None:
         # Open on every rank, since they must act alike; one has the totals.
         totals = torch.stack([totals[name] for name in COLUMNS]) * (ranks.index == 0)
-    accumulator.window.carry(totals, load_weights(state.get("weights"), ranks))
+    accumulator.window.carry(totals)
     accumulator.division.is_open = accumulator.is_open
 
 
@@ -85,27 +83,6 @@ def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
         "factor": shared_factor.cpu() if bool(shared_factor) else None,
         "gradients": gradients,
     }
-
-
-def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
-    """A table of micro-batch weights: a row for each rank, filled up with NaN.
-
-    Each of these ranks must call this.
-    """
-    longest = ranks.gather_rows(weights.new_tensor([len(weights)])).wait().max()
-    unused = weights.new_full((int(longest) - len(weights),), torch.nan)
-    return ranks.gather_rows(torch.cat([weights, unused])).wait().cpu()
-
-
-def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
-    """This rank's weights in a table that `save_weights` made.
-
-    Empty if the number of ranks has changed, or if an older checkpoint has no table.
-    """
-    if table is None or len(table) != ranks.size:
-        return []
-    own = table[ranks.index]
-    return own[~own.isnan()].tolist()
 
 
 def holders(

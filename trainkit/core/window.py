@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.core.strategies import LossReduction, Weight
 from trainkit.errors import TrainkitError
 
-# The columns of a rank's row. The single weights follow them, if they were asked for.
+# The columns of a rank's row.
 COLUMNS = (
     "loss",
     "bare_loss",
@@ -63,7 +63,6 @@ class Window:
         tokens: how many tokens were counted.
         samples: how many samples were counted.
         carried: the row of the micro-batches that a checkpoint has brought back.
-        carried_weights: the weight of each of these, if it is known.
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
@@ -77,7 +76,6 @@ class Window:
     tokens: Weight = 0
     samples: Weight = 0
     carried: Tensor | None = None
-    carried_weights: list[Weight] = field(default_factory=list)
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
@@ -91,15 +89,9 @@ class Window:
         return before + len(self.entries)
 
     @property
-    def weights(self) -> list[Weight]:
-        """The weight of each micro-batch, with those of a checkpoint."""
-        return [*self.carried_weights, *(entry.weight for entry in self.entries)]
-
-    @property
     def applied(self) -> list[Weight]:
-        """The weights by which gradients were multiplied, with those of a
-        checkpoint."""
-        return [*self.carried_weights, *(entry.applied for entry in self.entries)]
+        """The weights by which gradients were multiplied."""
+        return [entry.applied for entry in self.entries]
 
     @property
     def known_sums(self) -> tuple[float, float] | None:
@@ -131,14 +123,10 @@ class Window:
         self.entries.append(Entry(value, divided_by, weight, applied))
         self.is_open = True
 
-    def carry(self, row: Tensor | None, weights: list[Weight]) -> None:
-        """Continue the window of a checkpoint, if there is one.
-
-        Args:
-            row: the numbers of its micro-batches; None if no window was open.
-            weights: the weight of each, if it is known.
-        """
-        self.carried, self.carried_weights = row, weights
+    def carry(self, row: Tensor | None) -> None:
+        """Continue the window of a checkpoint by the numbers of its micro-batches; None
+        if no window was open."""
+        self.carried = row
         self.is_open = row is not None
 
     def count(
@@ -179,24 +167,16 @@ class Window:
         """A copy that stays as it is while this window continues."""
         return replace(self, entries=[*self.entries])
 
-    def row(self, device: torch.device, *, slots: int = 0) -> Tensor:
-        """This rank's columns of `WindowStats`, in float64.
-
-        Args:
-            device: where the ranks exchange their rows.
-            slots: how many single weights to append; NaN fills those not used.
-        """
+    def row(self, device: torch.device) -> Tensor:
+        """This rank's columns of `WindowStats`, in float64, where ranks exchange
+        them."""
         if self.entries:
             own = self._own_columns(device)
         else:
             own = torch.zeros(NUM_COLUMNS, dtype=totals_dtype(device), device=device)
         if self.carried is not None:
             own = merged(torch.stack([own, self.carried.to(own)]))
-        if not slots:
-            return own
-        single = vector(self.weights, device)
-        unused = single.new_full((max(slots - len(single), 0),), torch.nan)
-        return torch.cat([own, single[:slots], unused])
+        return own
 
     def _own_columns(self, device: torch.device) -> Tensor:
         losses, divided_by, weights, applied = zip(*self.entries, strict=True)
@@ -333,26 +313,3 @@ class WindowStats:
     def samples(self) -> Tensor:
         """How many samples the window had; 0 if they were not counted."""
         return self.totals[SAMPLES]
-
-    @property
-    def weights(self) -> Tensor | None:
-        """The weight of each micro-batch, on all ranks; None if they were not kept."""
-        if self.table.shape[1] == NUM_COLUMNS:
-            return None
-        single = self.table[:, NUM_COLUMNS:].flatten()
-        return single[~single.isnan()]
-
-    @property
-    def uniform_gap(self) -> Tensor | None:
-        """The distance between uniform averaging and the true weights.
-
-        It is the total variation 1/2 sum_i |w_i / W - 1/n|: the share of the gradient
-        that would have gone to the wrong micro-batches. None if single weights were not
-        kept; NaN if some are missing (in a window that a checkpoint brought back).
-        """
-        if self.table.shape[1] == NUM_COLUMNS:
-            return None
-        single = self.table[:, NUM_COLUMNS:]
-        gap = (single / self.weight - 1 / self.totals[COUNT]).abs().nansum() / 2
-        kept_all = (~single.isnan()).sum() == self.totals[COUNT]
-        return torch.where(kept_all, gap, torch.nan)

@@ -18,7 +18,6 @@ WINDOW = {
     "window/weight": 4000.0,
     "window/micro_batches": 4.0,
     "window/imbalance": 1.2,
-    "window/uniform_gap": 0.1,
     "window/padding": 0.25,
     "window/grad_norm": 0.5,
     "lr-SGD": 0.1,

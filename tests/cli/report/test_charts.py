@@ -92,7 +92,6 @@ TITLES = {
     "window/micro_batches": "Accumulation",
     "window/grad_norm": "Gradient norm",
     "window/padding": "Padding",
-    "window/uniform_gap": "Uniform gap",
     "window/noise_scale": "Noise scale",
 }
 FIRST, SECOND, THIRD = ("train", "solid"), ("other1", "dashed"), ("other2", "dashed")

@@ -44,7 +44,7 @@ def test_every_value_that_was_logged_is_drawn_and_the_last_is_named(
         "window/loss": "1 at step 20",
         "val/loss": "1.75 at step 20",
     }
-    assert page.count("<svg ") == len(titles(page)) + 1 == 9  # the loss is there twice
+    assert page.count("<svg ") == len(titles(page)) + 1 == 8  # the loss is there twice
     train, validation = drawn(page, "Loss")
     left, top, middle, half, right, bottom = train[0][:6]
     assert middle == pytest.approx((left + right) / 2, abs=0.2)
@@ -207,10 +207,10 @@ def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
 
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert titles(page)[:10] == [
+    assert titles(page)[:9] == [
         *("Loss", "Window weight, in tokens", "Throughput, in tokens per second"),
         *("Throughput, in samples per second", "Imbalance", "Learning rate"),
-        *("Accumulation", "Gradient norm", "Padding", "Uniform gap"),
+        *("Accumulation", "Gradient norm", "Padding"),
     ]
     assert set(lines(run, "Loss")) == {"window/loss", "val/loss"}
     windows = lines(run, "Accumulation")["window/micro_batches"]

@@ -79,7 +79,6 @@ def expected(batches: list[Any], module: TokenModule) -> dict[str, float]:
         "window/weight": total,
         "window/micro_batches": number,
         "window/imbalance": max(counts) / total * number,
-        "window/uniform_gap": sum(abs(c / total - 1 / number) for c in counts) / 2,
         "window/padding": (size - total) / size,
         "window/grad_norm": float(gradients(module).norm()),
         "window/seen": total,

@@ -232,7 +232,6 @@ def test_monitor_shows_windows_of_whole_loader_batches(cut: str) -> None:
     assert {row["micro_batches"] for row in whole} == {1}
     for row, other in zip(ours, whole, strict=True):
         assert row["micro_batches"] > 2
-        assert row["uniform_gap"] > 0.01
         assert row["padding"] < other["padding"]
         assert "micro_batch_size" not in row  # it was said
 

@@ -206,18 +206,6 @@ _CHARTS = (
         from_zero=True,
     ),
     Chart(
-        "uniform_gap",
-        "Uniform gap",
-        "The share of weight that equal weights would have given to the wrong "
-        "micro-batches: half the sum of |weight / window weight - 1 / micro-batches|.",
-        is_share=True,
-        from_zero=True,
-        note="Plain accumulation gives equal weights. In a full window its gradient is "
-        "off by at most twice this gap, times the distance from the window's gradient "
-        "to the farthest one of a micro-batch: by nothing if all of them agree, by "
-        "more than the gap if they are far apart.",
-    ),
-    Chart(
         "micro_batch_size",
         "Micro-batch size",
         "The limit of each micro-batch, which is found while the training runs.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -140,7 +140,6 @@ class WindowOwner(OrderedCallback):
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         batch_is_unfinished: whether the batch under way has begun a backward pass.
         gradients_are_fresh: whether they were zeroed since the last window ended.
-        wants_weights: say in which windows each micro-batch's weight is kept.
     """
 
     order = 1
@@ -173,7 +172,6 @@ class WindowOwner(OrderedCallback):
         self.moved_inside: MicroBatching | None = None
         self._skipped: list[Any] = []
         self._step_hooks: list[Any] = []
-        self.wants_weights: list[Callable[[int], bool]] = []
         self._taken, self._may_search = ExitStack(), False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,18 +194,6 @@ class WindowOwner(OrderedCallback):
         self._ledger.enter(closed)
         self._first_windows.enter(each for each in closed if each.optimizer == 0)
 
-    def keep_weights(self, wanted: Callable[[int], bool]) -> None:
-        """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
-        `wanted` must answer alike on every rank."""
-        self.wants_weights.append(wanted)
-
-    def slots_of(self, number: int, accumulator: Accumulator | None = None) -> int:
-        """How many single weights of each rank a closing window has room for."""
-        accumulator = accumulator or self.accumulators[0]
-        for wants in self.wants_weights:
-            if wants(accumulator.num_windows):
-                return number
-        return 0
 
     @property
     def strategy(self) -> AccumulationStrategy:

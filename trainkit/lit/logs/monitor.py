@@ -29,7 +29,7 @@ from trainkit.lit.windows.callback import WindowCallback
 
 _OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
 """What callbacks see of each window, also of one that is not logged."""
-_OF_LOGGED = _OF_EACH | {name: name for name in ("imbalance", "uniform_gap", "padding")}
+_OF_LOGGED = _OF_EACH | {name: name for name in ("imbalance", "padding")}
 
 
 class WindowMonitor(Callback):
@@ -41,8 +41,6 @@ class WindowMonitor(Callback):
     - `window/micro_batch_size`: what each was limited to, where that is found while the
       training runs, in tokens, or in rows where batches have no lengths;
     - `window/imbalance`: the largest share of a micro-batch times their number;
-    - `window/uniform_gap`: how far uniform averaging would have been from the true
-      weights, as a share of the gradient (total variation);
     - `window/padding`: the share of tokens that only pad; in split windows after the
       cut, by the lengths that it goes by;
     - `window/grad_norm`: the exact gradient's 2-norm, before clipping;
@@ -94,7 +92,6 @@ class WindowMonitor(Callback):
                 "AccumulationMixin, and neither is there. Add "
                 "AccumulationCallback(PerToken()), say, to the Trainer's callbacks."
             )
-        self._windows.keep_weights(self._is_due)
         self._windows.counts_samples = True
 
     def on_train_batch_start(

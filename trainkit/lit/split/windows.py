@@ -325,13 +325,7 @@ class Split:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window of an optimizer or of parameters; returns its numbers, and
         how many loader batches it had on all ranks."""
-        slots, windows = 0, self._windows
-        if windows.wants_weights and windows.slots_of(1):
-            if accumulator.told is not None:  # the host waits for the other ranks
-                slots = accumulator.told.most_micro_batches()
-            elif self._ranks.size == 1:  # else ranks do not know each other's numbers
-                slots = accumulator.num_micro_batches
-        stats = accumulator.finish(owners, slots=slots, is_apart=self._is_apart)
+        stats = accumulator.finish(owners, is_apart=self._is_apart)
         return stats, self.num_loader_batches * self._ranks.size
 
     # ---- a micro-batch ---------------------------------------------------------------

@@ -327,7 +327,6 @@ class WindowCallback(WindowOwner):
         """Release what the `fit` has held; only its numbers stay."""
         # A finder that leaves `fit` early calls this hook alone.
         self._stop(trainer, pl_module)
-        self.wants_weights.clear()
         self.scaler = self.weight = self._meeting_point = None
         closed, self.accumulators = self.accumulators, {}
         for index, each in closed.items():  # as many windows, and no module

@@ -110,11 +110,7 @@ class Streamed:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window of an optimizer or of parameters; returns its numbers, and
         how many loader batches it had on all ranks where these were cut."""
-        windows, slots = self._windows, 0
-        if windows.wants_weights:
-            most = self._trainer.accumulate_grad_batches
-            slots = windows.slots_of(most, accumulator)
-        return accumulator.finish(owners, slots=slots), None
+        return accumulator.finish(owners), None
 
     def num_torn(self, num_closed: int) -> int:
         """How many micro-batches are in a window whose last one is under way."""
