@@ -15,7 +15,7 @@ from tests.core.common import Toy, cut, fresh_net, relative, run_window
 from tests.helpers import gradients, ragged_sequences, token_loss
 from tests.zoo.callbacks import SENT
 from trainkit import Accumulator, PerToken, WindowStats
-from trainkit.core.ledger import Closed, FirstWindows, Ledger
+from trainkit.core.ledger import Closed, Ledger
 from trainkit.core.window import COLUMNS, Window
 
 # ---- windows whose law can be told by heart ------------------------------------------
@@ -221,22 +221,3 @@ def test_windows_entered_at_once_or_one_by_one_give_one_account() -> None:
         entered([stats], one_by_one)
     both = numbers(entered(made)), numbers(one_by_one)
     assert both[0] == pytest.approx(both[1], rel=1e-15)
-
-
-def test_first_windows_measure_eight_and_resume_with_one_loader() -> None:
-    made = windows(11)
-    weight = sum(float(each.weight) for each in made[:8])
-    straight = FirstWindows()
-    assert straight.is_empty
-    closed = [Closed(0, stats, True, num_batches=2) for stats in made]
-    straight.enter(closed)
-    assert len(straight) == 8
-    assert straight.micro_batch("weight") == pytest.approx(weight / 16)
-    begun, resumed, other = FirstWindows(), FirstWindows(), FirstWindows()
-    begun.enter(closed[:3])
-    resumed.load_state_dict(begun.state_dict())
-    resumed.enter(closed[3:])
-    assert resumed.micro_batch("weight") == straight.micro_batch("weight")
-    other.loader_size = 4
-    other.load_state_dict(begun.state_dict())
-    assert len(other) == 0

@@ -1,4 +1,4 @@
-"""The effective batch of a Trainer: known, or measured, and said which."""
+"""The effective batch of a Trainer: what its loader says, or nothing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from tests.helpers import (
     run_cases,
     trainer,
 )
-from tests.lit.fronts import RAGGED, Mixed, Plain, micro_batches
+from tests.lit.fronts import Mixed, micro_batches
 from tests.lit.schedule.scheduling import (
     FRONTS,
     SEQUENCES,
     batches,
     fitted,
     make,
-    rows_of,
-    token_counts,
 )
 from tests.zoo.modules import Sharded, Stream, hooked
 from trainkit import (
@@ -36,14 +34,12 @@ from trainkit import (
     AccumulationSchedule,
     AccumulationStrategy,
     EffectiveBatch,
-    PerSample,
+    LengthGroupedSampler,
     PerToken,
     ResumableLoader,
-    Uniform,
     WindowSampler,
     read_effective_batch,
 )
-from trainkit.core.ledger import NUM_MEASURED
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size import mean_micro_batch
 
@@ -51,10 +47,9 @@ WINDOW = 4
 
 
 class Asks(pl.Callback):
-    """Asks in every batch; None where it is not known yet."""
+    """Asks in every batch; None where it is not known."""
 
-    def __init__(self, unit: Any = "samples") -> None:
-        self.unit = unit
+    def __init__(self) -> None:
         self.found: list[EffectiveBatch | None] = []
         self.errors: list[str] = []
 
@@ -62,20 +57,21 @@ class Asks(pl.Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         try:
-            self.found.append(read_effective_batch(trainer, unit=self.unit))
+            self.found.append(read_effective_batch(trainer))
         except TrainkitError as error:
             self.found.append(None)
             self.errors.append(str(error))
+
+
+UNSAID = "effective batch: it must follow from the loader's batch size, and the train"
 
 
 class Subclass(BatchSampler):
     """May yield anything."""
 
 
-def asked(
-    loader: Any, unit: Any = "samples", accumulate: int = WINDOW, **how: Any
-) -> Asks:
-    asks = Asks(unit)
+def asked(loader: Any, accumulate: int = WINDOW, **how: Any) -> Asks:
+    asks = Asks()
     fitted("mixin", asks, loader=loader, accumulate=accumulate, max_epochs=1, **how)
     return asks
 
@@ -85,6 +81,7 @@ def asked(
 
 SAMPLES: Any = SEQUENCES
 IN_ORDER = SequentialSampler(SAMPLES)
+BY_LENGTH = LengthGroupedSampler([len(y) for _, y in SEQUENCES], batch_size=4)
 KNOWN: dict[str, Any] = {
     "a batch size": batches(4),
     "the last one dropped": batches(4, drop_last=True),
@@ -92,29 +89,31 @@ KNOWN: dict[str, Any] = {
         SAMPLES, batch_sampler=BatchSampler(IN_ORDER, 4, False), collate_fn=pad
     ),
     "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
+    "rows of like length": DataLoader(
+        SAMPLES,
+        batch_sampler=BY_LENGTH,  # type: ignore[arg-type]
+        collate_fn=pad,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
+def test_known_batch_is_known_from_the_first_batch_on(name: str) -> None:
     asks = asked(KNOWN[name])
     assert asks.errors == []
     assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
 
 
 def test_a_planned_window_is_known_also_where_the_epoch_has_a_shorter_one() -> None:
-    """A mean of micro-batches, so that a rate does not follow the number of ranks. The
-    control: what the windows measure in tokens, a short one among them."""
+    """A mean of micro-batches, so that a rate does not follow the number of ranks."""
     lengths = [len(labels) for _, labels in SEQUENCES]  # 38 of them
-    for window, unit in ((10, "samples"), (50, "samples"), (10, "tokens")):
+    for window in (10, 50):
         plan = WindowSampler(lengths, window=window, tokens=50)
         data = ResumableLoader(SEQUENCES, batch_sampler=plan, collate_fn=pad)
-        found = asked(data, unit, plan.micro_batches).found[-1]
+        found = asked(data, plan.micro_batches).found[-1]
         assert found is not None
-        assert found.is_exact == (unit == "samples")
-        if found.is_exact:
-            assert found.size == pytest.approx(min(window, 38), rel=1e-12)
-            assert found.micro_batch == min(window, 38) / plan.micro_batches
+        assert found.size == pytest.approx(min(window, 38), rel=1e-12)
+        assert found.micro_batch == min(window, 38) / plan.micro_batches
     plan = WindowSampler(lengths, window=10, tokens=50, num_replicas=2, rank=1)
     of_two = mean_micro_batch(DataLoader(SEQUENCES, batch_sampler=plan))  # type: ignore[arg-type]
     assert of_two == 10 / (2 * plan.micro_batches)
@@ -181,93 +180,43 @@ def test_several_loaders_are_known_if_they_agree(kind: str, second: int) -> None
         assert found == EffectiveBatch(micro_batch=4, accumulate=WINDOW)
     else:
         assert found is None
-        said = "the loader does not say it, and the tensors of a batch have no leading"
-        assert said in asks.errors[-1]
+        assert UNSAID in asks.errors[-1]
 
 
-# ---- measured ------------------------------------------------------------------------
+# ---- not known -----------------------------------------------------------------------
 
 
 READY: Any = list(micro_batches(SEQUENCES))
 BY_SUBCLASS = Subclass(IN_ORDER, 4, False)
 UNKNOWN: dict[str, Any] = {
-    "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
-    "a subclass of torch's": (
-        DataLoader(SAMPLES, batch_sampler=BY_SUBCLASS, collate_fn=pad),
-        [4] * 9 + [2],
+    "a batch sampler": micro_batches(SEQUENCES),
+    "a subclass of torch's": DataLoader(
+        SAMPLES, batch_sampler=BY_SUBCLASS, collate_fn=pad
     ),
-    "ready batches": (DataLoader(Stream(READY), batch_size=None), RAGGED),
-    "batches as a data set": (DataLoader(READY, batch_size=None), RAGGED),
+    "ready batches": DataLoader(Stream(READY), batch_size=None),
+    "batches as a data set": DataLoader(READY, batch_size=None),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_batch_equals_the_mean_over_the_windows_so_far(name: str) -> None:
-    loader, sizes = UNKNOWN[name]
-    asks = asked(loader)
-    assert asks.found[:WINDOW] == [None] * WINDOW
-    assert "Ask again after the first window" in asks.errors[0]
-    for at, found in enumerate(asks.found[WINDOW:], WINDOW):
-        assert found is not None
-        closed = at // WINDOW
-        mean = sum(sizes[: closed * WINDOW]) / (closed * WINDOW)
-        assert found.micro_batch == pytest.approx(mean)
-        assert (found.windows_measured, found.accumulate) == (closed, WINDOW)
-        assert f"(measured over {closed} window" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("is_known", "unit", "window", "measured"),
-    [(False, "samples", 1, 8), (True, "tokens", 4, 2), (False, "tokens", 4, 2)],
-)
-def test_tokens_and_samples_equal_the_mean_over_the_first_windows(
-    is_known: bool, unit: str, window: int, measured: int
-) -> None:
-    sizes = (4,) * 9 + (2,) if is_known else RAGGED
-    data = batches(4) if is_known else micro_batches(SEQUENCES)
-    asks = asked(data, unit, accumulate=window)
-    assert asks.found[0] is None
-    found = asks.found[-1]
-    assert found is not None
-    counted = sizes if unit == "samples" else token_counts(rows_of(sizes))
-    assert found.micro_batch == pytest.approx(sum(counted[:8]) / 8)
-    assert (found.unit, found.windows_measured) == (unit, measured)
-    assert NUM_MEASURED == 8
-
-
-@pytest.mark.parametrize(
-    ("strategy", "unit", "said"),
-    [
-        (PerSample(), "tokens", "in tokens: PerSample does not weigh tokens. Use PerT"),
-        (Uniform(), "tokens", "in tokens: Uniform does not weigh tokens. Use PerToken"),
-        (None, "samples", "nothing measures windows. Add AccumulationCallback"),
-        (None, "pixels", "read_effective_batch unit: must be one of"),
-    ],
-)
-def test_what_nobody_measures_is_refused(strategy: Any, unit: str, said: str) -> None:
-    asks = Asks(unit)
-    ours = [] if strategy is None else [AccumulationCallback(strategy)]
-    fitted("mixin", *ours, asks, module=Plain(), max_epochs=1)
+def test_a_batch_that_no_loader_tells_is_not_known(name: str) -> None:
+    asks = asked(UNKNOWN[name])
     assert set(asks.found) == {None}
-    assert said in asks.errors[-1]
+    assert UNSAID in asks.errors[-1]
 
 
-def test_module_falls_back_on_tokens_where_samples_cannot_be_counted() -> None:
-    found = []
+def test_a_module_that_asks_is_told_that_it_is_not_known() -> None:
+    said = []
 
     def ask(trainer: Any, pl_module: Any, *args: Any) -> None:
-        if args[-1] == 0:
-            with pytest.raises(TrainkitError, match="not known in samples: .* Ask aga"):
-                _ = pl_module.effective_batch
-        if args[-1] == WINDOW:
-            found.append(pl_module.effective_batch)
+        with pytest.raises(TrainkitError, match=UNSAID) as error:
+            _ = pl_module.effective_batch
+        said.append(error)
 
-    ready: Any = [{**b, "odd": torch.zeros(1)} for b in micro_batches(SEQUENCES)]
-    data = DataLoader(ready, batch_size=None)
     asks = LambdaCallback(on_train_batch_end=ask)
+    data = micro_batches(SEQUENCES)
     fitted("mixin", asks, loader=data, accumulate=WINDOW, max_epochs=1)
-    assert found[0].unit == "tokens"
-    assert found[0].micro_batch == sum(token_counts()[:WINDOW]) / WINDOW
+    assert said
 
 
 def test_schedule_changes_the_window_and_not_the_micro_batch() -> None:
@@ -284,8 +233,8 @@ SHARED = ragged_sequences(36)
 
 
 def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
-    asks, tokens = Asks(), Asks("tokens")
-    module, callbacks, strategy = Mixed(), [asks, tokens], "ddp"
+    asks = Asks()
+    module, callbacks, strategy = Mixed(), [asks], "ddp"
     if kind == "tensor parallel":
         module, callbacks = Sharded(), [AccumulationCallback(PerToken()), *callbacks]
         strategy = ModelParallelStrategy(
@@ -297,7 +246,7 @@ def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
     how: dict[str, Any] = {"devices": world, "max_epochs": 1, "strategy": strategy}
     fit = trainer(2, callbacks=callbacks, use_distributed_sampler=True, **how)
     fit.fit(module, loader(SHARED, 4))
-    return [asks.found[-1], tokens.found[-1], fit.num_training_batches]
+    return [asks.found[-1], fit.num_training_batches]
 
 
 @cache
@@ -311,9 +260,6 @@ def test_replicas_equal_the_ranks_with_own_data(kind: str, replicas: int) -> Non
     """World size is not the number of replicas."""
     first, second = raise_rank_errors(on_both()[kind])
     assert first == second
-    samples, tokens, num_batches = first
+    samples, num_batches = first
     assert num_batches == 9 // replicas + (replicas == 2)
     assert samples == EffectiveBatch(micro_batch=4, accumulate=2, replicas=replicas)
-    assert (tokens.replicas, tokens.unit) == (replicas, "tokens")
-    total = sum(len(ids) for ids, _ in SHARED)
-    assert tokens.micro_batch == pytest.approx(total / 9, rel=0.25)

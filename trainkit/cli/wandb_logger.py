@@ -21,10 +21,11 @@ from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
 from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
 from trainkit.cli.sweep.whole_config import without_swept
 from trainkit.config.redact import redact
-from trainkit.core.plan.effective_batch import Unit
 from trainkit.core.plan.options import check_choice, is_positive_number
+from trainkit.core.strategies import PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size import find_effective_batch
+from trainkit.lit.callback.base import windows_of
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 
@@ -323,8 +324,8 @@ class WandbFacts(Callback):
 
     So runs can be compared and grouped by them:
 
-    - `effective_batch`: samples and tokens, and their factors. What is not known when
-      training starts, such as tokens, is added at its end.
+    - `effective_batch`: samples and their factors, if the loader has a batch size. With
+      `PerToken` the mean number of tokens is added when training ends.
     - `learning_rate`: of each optimizer and parameter group when training starts.
       `LRScaling` adds the rates before and after scaling as `lr_scaling`.
     """
@@ -341,13 +342,14 @@ class WandbFacts(Callback):
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
-    units: tuple[Unit, ...] = ("samples", "tokens")
     entries: dict[str, Any] = {}
-    for unit in units:
-        batch = find_effective_batch(trainer, unit=unit)
-        if batch is not None:
-            entries |= {"accumulate": batch.accumulate, "replicas": batch.replicas}
-            entries |= {unit: batch.size, f"micro_batch_{unit}": batch.micro_batch}
+    batch, windows = find_effective_batch(trainer), windows_of(trainer)
+    if batch is not None:
+        entries = {"samples": batch.size, "micro_batch_samples": batch.micro_batch}
+        entries |= {"accumulate": batch.accumulate, "replicas": batch.replicas}
+    account = None if windows is None else windows.ledger.of()
+    if account is not None and isinstance(windows.strategy, PerToken):
+        entries["tokens"] = float(account.weight) / account.num_windows
     return {"effective_batch": entries} if entries else {}
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainkit.core.window import (
     COLUMNS,
-    COUNT,
     SAMPLES,
     WEIGHT,
     WindowStats,
-    scalar,
 )
 
 NUM_WAITING = 64
 """How many windows wait until they are entered, which costs as much as for one."""
-
-NUM_MEASURED = 8
-"""Windows used to measure the batch size when the loader does not announce it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +92,11 @@ class Closed(NamedTuple):
         optimizer: its index, which steps with it.
         stats: its numbers.
         counts_samples: whether the samples of its batches were counted.
-        num_batches: how many loader batches it had, on all ranks; None means as many as
-            micro-batches.
     """
 
     optimizer: int
     stats: WindowStats
     counts_samples: bool
-    num_batches: int | None = None
 
 
 class Ledger:
@@ -138,64 +130,3 @@ class Ledger:
             if isinstance(each.get("sums"), Mapping) and "extremes" in each
         }
         self._accounts = {i: Account.restored(each) for i, each in mine.items()}
-
-
-class FirstWindows:
-    """What the first windows of a loader held; nothing is read before it is asked.
-
-    Attributes:
-        loader_size: the batch size that the loader announces, if it does. A measure of
-            another loader's windows is not resumed.
-        is_complete: whether enough of them have closed.
-    """
-
-    def __init__(self) -> None:
-        self.loader_size: float | None = None
-        self.is_complete = False
-        self._num_windows = 0
-        self._sums: Tensor | None = None
-        self._resumed: Mapping[str, Any] = {}
-
-    def __len__(self) -> int:
-        return self._num_windows + int(self._resumed.get("windows", 0))
-
-    def enter(self, closed: Iterable[Closed]) -> None:
-        """Measure those of these windows that are among the first."""
-        for each in closed:
-            if not self.is_complete:
-                self._add(each.stats, each.num_batches)
-
-    def _add(self, stats: WindowStats, num_batches: int | None) -> None:
-        self._num_windows += 1
-        self.is_complete = len(self) >= NUM_MEASURED
-        totals = stats.totals
-        number = scalar(num_batches, totals.device) if num_batches else totals[COUNT]
-        sums = torch.stack([totals[SAMPLES], totals[WEIGHT], number])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def micro_batch(self, what: Literal["samples", "weight"]) -> float | None:
-        """The mean `samples` or `weight` of a loader batch; waits for the device.
-
-        None if no window has closed, or if not all samples could be counted.
-        """
-        totals = self._totals()
-        held = totals[what]
-        return held / totals["num_micro_batches"] if held > 0 else None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no window of this run has weighed anything; waits for the device."""
-        return self._sums is None or not bool(self._sums[1] > 0)
-
-    def _totals(self) -> dict[str, float]:
-        found = [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
-        names = zip(("samples", "weight", "num_micro_batches"), found, strict=True)
-        return {name: own + self._resumed.get(name, 0.0) for name, own in names}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"windows": len(self), "loader": self.loader_size, **self._totals()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("loader") == self.loader_size:
-            self._resumed = state
-            self.is_complete = len(self) >= NUM_MEASURED

@@ -1,4 +1,4 @@
-"""The effective batch of a Trainer: known from its loader, or measured."""
+"""The effective batch of a Trainer, and the size of its windows."""
 
 from __future__ import annotations
 
@@ -7,36 +7,31 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from trainkit.core.ledger import FirstWindows
-from trainkit.core.plan.effective_batch import EffectiveBatch, Unit, check_unit
+from trainkit.core.plan.effective_batch import EffectiveBatch, Unit
 from trainkit.core.plan.stages import WindowSize
-from trainkit.core.strategies import PerSample, Strategies, Uniform
+from trainkit.core.strategies import Strategies, Uniform
+from trainkit.data.length_sampler import LengthGroupedSampler
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
 from trainkit.lit.callback.table import Row
 
 
-def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
-    """The effective batch: how much one optimizer step of a Trainer sees.
-
-    In samples it is known from the start if the loader has a batch size. Otherwise,
-    and in tokens, it is measured over the first windows: call this after a window has
-    closed.
+def read_effective_batch(trainer: Any) -> EffectiveBatch:
+    """The effective batch: how many samples one optimizer step of a Trainer sees.
 
     Args:
         trainer: in `fit`, from `configure_optimizers` on.
-        unit: what to count.
 
     Raises:
-        TrainkitError: it is not known, and no window has closed yet.
+        TrainkitError: the training loader has no batch size.
     """
-    check_unit("read_effective_batch", unit)
-    found = find_effective_batch(trainer, unit=unit)
+    found = find_effective_batch(trainer)
     if found is None:
         raise TrainkitError(
-            f"effective batch: it is not known in {unit}: "
-            f"{why_unknown(trainer, unit)} Ask again after the first window."
+            "effective batch: it must follow from the loader's batch size, and the "
+            "training loader has none, as one of ready batches. Give the DataLoader a "
+            "batch_size, or read what each window held: WindowStats.samples."
         )
     return found
 
@@ -44,11 +39,11 @@ def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBa
 def find_effective_batch(
     trainer: Any,
     *,
-    unit: Unit,
+    unit: Unit = "samples",
     micro_batch: float | None = None,
     accumulate: int | None = None,
 ) -> EffectiveBatch | None:
-    """The effective batch, or None while it is not known.
+    """The effective batch, or None if it is not known.
 
     Args:
         trainer: in `fit`.
@@ -56,13 +51,9 @@ def find_effective_batch(
         micro_batch: how much a micro-batch holds, if the user has given it.
         accumulate: how many of them a step took; default: as windows are now.
     """
-    loader, measured = train_loader(trainer), 0
+    loader = train_loader(trainer)
     if micro_batch is None and unit == "samples":
         micro_batch = mean_micro_batch(loader)
-    first = _measuring(trainer, unit)
-    if micro_batch is None and first is not None:
-        micro_batch = first.micro_batch("samples" if unit == "samples" else "weight")
-        measured = len(first)
     if micro_batch is None:
         return None
     return EffectiveBatch(
@@ -70,7 +61,6 @@ def find_effective_batch(
         accumulate=longest_window(trainer) if accumulate is None else accumulate,
         replicas=num_replicas(trainer),
         unit=unit,
-        windows_measured=measured,
     )
 
 
@@ -133,11 +123,6 @@ def train_loader(trainer: Any) -> Any:
     return trainer.train_dataloader
 
 
-def loader_size(trainer: Any) -> float | None:
-    """The loader's batch size, by which a resumed run knows whether it has changed."""
-    return mean_micro_batch(train_loader(trainer))
-
-
 def mean_micro_batch(loader: Any) -> float | None:
     """The batch size of a loader, or the mean of a full window's where one is planned;
     None if nothing says it."""
@@ -170,60 +155,18 @@ def loader_batch_size(loader: Any) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
     if size is None and type(batch_sampler) is BatchSampler:
         return batch_sampler.batch_size
+    if isinstance(batch_sampler, LengthGroupedSampler):
+        return batch_sampler.rows_each
     return size
-
-
-def _measuring(trainer: Any, unit: Unit) -> FirstWindows | None:
-    """The windows from which a batch is measured in this unit; None if none can be."""
-    windows = windows_of(trainer)
-    # A strategy of the user's may weigh tokens.
-    is_other = windows is not None and isinstance(windows.strategy, PerSample | Uniform)
-    if windows is None or (unit == "tokens" and is_other):
-        return None
-    return windows.first_windows
-
-
-def why_unknown(trainer: Any, unit: Unit) -> str:
-    """Why the effective batch is unknown, as a sentence for an error."""
-    windows = windows_of(trainer)
-    if windows is None:
-        return (
-            "the loader does not say it, and nothing measures windows. Add "
-            "AccumulationCallback or AccumulationMixin, which do."
-        )
-    first = _measuring(trainer, unit)
-    if first is None:
-        return (
-            f"{type(windows.strategy).__name__} does not weigh tokens. Use PerToken(), "
-            f"or count in samples."
-        )
-    if not len(first):
-        return "the loader does not say it, and no window has closed yet."
-    return (
-        "the loader does not say it, and the tensors of a batch have no leading "
-        "dimension in common."
-    )
-
-
-def check_measurable(trainer: Any, unit: Unit) -> None:
-    """Refuse a unit that no window will be able to measure.
-
-    Raises:
-        TrainkitError: nothing measures windows, or they do not weigh tokens.
-    """
-    if _measuring(trainer, unit) is None:
-        raise TrainkitError(
-            f"effective batch: it is not known in {unit}: {why_unknown(trainer, unit)}"
-        )
 
 
 def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     """The rows on a step and an epoch, for the table before training."""
-    step: Any = find_effective_batch(trainer, unit="samples")
+    step: Any = find_effective_batch(trainer)
     if step is None:
         step = (
-            f"per-device batch not known (measured over the first windows) x "
-            f"accumulation {longest_window(trainer)} x ranks {num_replicas(trainer)}"
+            f"per-device batch not known x accumulation {longest_window(trainer)} x "
+            f"ranks {num_replicas(trainer)}"
         )
     weighed = f", weighed by {_names(strategies)}" if strategies else ""
     rows = [("step", f"{step}{weighed}")]

@@ -12,10 +12,10 @@ from trainkit.core.checks import LateReading
 from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
 from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
+from trainkit.core.strategies import PerSample, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.batch_size import (
-    check_measurable,
     num_replicas,
     steps_taken,
     train_loader,
@@ -154,8 +154,13 @@ class AccumulationSchedule(OrderedCallback):
         # What the largest window would be refused for is refused before the first.
         largest, aggregation = max(self.stages.sizes), windows.aggregation
         refuse_static_graph(find_ranks(trainer.strategy, aggregation).ddp, largest)
-        if self.stages.unit == "tokens":
-            check_measurable(trainer, "tokens")
+        counts_others = isinstance(windows.strategy, PerSample | Uniform)
+        if self.stages.unit == "tokens" and counts_others:
+            raise TrainkitError(
+                f"AccumulationSchedule(unit='tokens'): the weights of windows must be "
+                f"tokens, and {type(windows.strategy).__name__} does not weigh tokens. "
+                f"Use PerToken(), or write the stages by step or epoch."
+            )
         self._announce_estimate(trainer)
         saved, self._restored = self._restored or {}, None
         self._continue_tokens(windows.ledger.of(), saved.get("tokens_before"))

@@ -74,14 +74,10 @@ def test_rate_is_the_rules_for_the_batch_that_is_made(rule: Any, factor: float) 
         assert scaled == pytest.approx(0.1 * factor, rel=1e-15)
 
 
-def test_a_measured_batch_says_so() -> None:
+def test_a_batch_says_what_it_is_made_of() -> None:
     batch = EffectiveBatch(micro_batch=7.6, accumulate=2, unit="tokens")
     text = "per-device batch 7.6 x accumulation 2 x ranks 1 = 15.2 tokens a step"
-    assert (str(batch), batch.is_exact, batch.over(4)) == (text, True, 3.8)
-    for windows, ending in ((1, "window"), (8, "windows")):
-        measured = replace(batch, windows_measured=windows)
-        assert str(measured) == f"{text} (measured over {windows} {ending})"
-        assert not measured.is_exact
+    assert (str(batch), batch.over(4)) == (text, 3.8)
 
 
 def test_brief_writes_as_a_person_would() -> None:

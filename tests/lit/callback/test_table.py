@@ -49,8 +49,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
             list,
             {"accumulate": 5},
             [
-                f"{STEP} not known (measured over the first windows) x accumulation 5 "
-                f"x ranks 1, {BY}",
+                f"{STEP} not known x accumulation 5 x ranks 1, {BY}",
                 "trainkit | windows: 2 full windows an epoch",
             ],
         ),

@@ -107,20 +107,19 @@ def git_commit(where: str | Path = ".") -> str | None:
 
 
 def _effective_batch(trainer: Any, window: int | None) -> dict[str, Any] | None:
-    """The effective batch of the last step."""
+    """The effective batch of the last step; None where the loader has no batch size."""
     if trainer.train_dataloader is None:
         return None  # it ended before the data were loaded
-    for unit in ("samples", "tokens"):
-        found = find_effective_batch(trainer, unit=unit, accumulate=window)
-        if found is not None:
-            return {
-                "micro_batch": found.micro_batch,
-                "accumulate": int(found.accumulate),
-                "replicas": found.replicas,
-                "size": found.size,
-                "unit": found.unit,
-            }
-    return None
+    found = find_effective_batch(trainer, accumulate=window)
+    if found is None:
+        return None
+    return {
+        "micro_batch": found.micro_batch,
+        "accumulate": int(found.accumulate),
+        "replicas": found.replicas,
+        "size": found.size,
+        "unit": found.unit,
+    }
 
 
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:

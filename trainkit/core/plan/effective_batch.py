@@ -30,21 +30,17 @@ class EffectiveBatch:
     per-device batch 8 x accumulation 4 x ranks 2 = 64 samples a step
 
     Attributes:
-        micro_batch: samples or tokens that one replica's forward pass sees; a mean if
-            it was measured.
+        micro_batch: samples or tokens that one replica's forward pass sees, on average.
         accumulate: how many micro-batches a replica accumulates.
         replicas: how many ranks have data of their own. Ranks that share one replica
             (tensor parallelism) count once.
         unit: what is counted.
-        windows_measured: the number of windows over which `micro_batch` was measured;
-            0 if it is known.
     """
 
     micro_batch: float
     accumulate: int = 1
     replicas: int = 1
     unit: Unit = "samples"
-    windows_measured: int = 0
 
     def __post_init__(self) -> None:
         check_unit("EffectiveBatch", self.unit)
@@ -58,25 +54,16 @@ class EffectiveBatch:
         """How many samples or tokens one optimizer step sees."""
         return self.micro_batch * self.accumulate * self.replicas
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the size is known, not measured."""
-        return self.windows_measured == 0
-
     def over(self, reference_batch: float) -> float:
         """k, the ratio of this batch to another one."""
         check_size("reference_batch", reference_batch)
         return self.size / reference_batch
 
     def __str__(self) -> str:
-        measured = ""
-        if not self.is_exact:
-            several = "s" * (self.windows_measured != 1)
-            measured = f" (measured over {self.windows_measured} window{several})"
         return (
             f"per-device batch {brief(self.micro_batch)} x accumulation "
             f"{int(self.accumulate)} x ranks {self.replicas} = {brief(self.size)} "
-            f"{self.unit} a step{measured}"
+            f"{self.unit} a step"
         )
 
 

@@ -1,1 +1,1 @@
-"""What callbacks share: their base, the table before training, the first windows."""
+"""What callbacks share: their base, and the table before training."""

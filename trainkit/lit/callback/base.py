@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.inside.rows import Sizes
-from trainkit.core.ledger import NUM_MEASURED, Closed, FirstWindows, Ledger
+from trainkit.core.ledger import Closed, Ledger
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.tape.forward import TapedForward
@@ -129,7 +129,6 @@ class WindowOwner(OrderedCallback):
         weight: what the micro-batch under way weighs, in a streamed window.
         said: what the module says that its loss weighs.
         counts_samples: whether somebody wants the samples of all windows.
-        num_unmeasured: how many windows must still be measured, their samples too.
         inside: the submodules that run in chunks of rows, if some do.
         has_strategy: whether somebody has said what a micro-batch weighs. Without, a
             window is one loader batch of each rank, and these count alike.
@@ -153,13 +152,11 @@ class WindowOwner(OrderedCallback):
         super().__init__()
         self._ledger, self._closed = Ledger(), list[Closed]()
         self.strategies = strategies
-        self._first_windows = FirstWindows()
         self._forget()
 
     def _forget(self) -> None:
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
-        self._first_windows = FirstWindows()
         self.driver: Any = None
         self.inside: Any = None
         self.weight: Weight | None = None
@@ -167,7 +164,6 @@ class WindowOwner(OrderedCallback):
         self.scaler: Any = None
         self._shared: list[TapedForward] = []
         self.counts_samples = self.shares_statistics = False
-        self.num_unmeasured = NUM_MEASURED
         self.batch_is_unfinished = self.gradients_are_fresh = False
         self.moved_inside: MicroBatching | None = None
         self._skipped: list[Any] = []
@@ -183,17 +179,9 @@ class WindowOwner(OrderedCallback):
         self._enter_closed()
         return self._ledger
 
-    @property
-    def first_windows(self) -> FirstWindows:
-        """The windows from which a batch size can be measured."""
-        self._enter_closed()
-        return self._first_windows
-
     def _enter_closed(self) -> None:
         closed, self._closed = self._closed, []
         self._ledger.enter(closed)
-        self._first_windows.enter(each for each in closed if each.optimizer == 0)
-
 
     @property
     def strategy(self) -> AccumulationStrategy:

@@ -24,7 +24,7 @@ from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats, scalar
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import current_hook, is_scaled, scaler_of
-from trainkit.lit.batch_size import find_effective_batch, read_effective_batch
+from trainkit.lit.batch_size import read_effective_batch
 from trainkit.lit.callback.base import find_callback, window_ends
 from trainkit.lit.front.callbacks import (
     CALLBACKS,
@@ -99,18 +99,9 @@ class AccumulationMixin(_Base):
     @property
     @torch.jit.unused
     def effective_batch(self) -> EffectiveBatch:
-        """What one optimizer step sees, over all ranks.
-
-        In samples; where no loader tells them, as measured over the first windows: in
-        samples, or in tokens where samples cannot be counted. To be asked in `fit`; in
-        `configure_optimizers` already.
-        """
-        trainer = self.trainer
-        for unit in ("samples", "tokens"):
-            found = find_effective_batch(trainer, unit=unit)
-            if found is not None:
-                return found
-        return read_effective_batch(trainer)
+        """How many samples one optimizer step sees, over all ranks. To be asked in
+        `fit`; in `configure_optimizers` already."""
+        return read_effective_batch(self.trainer)
 
     # ---- weights ---------------------------------------------------------------------
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.core.ledger import NUM_MEASURED
 from trainkit.core.noise.advice import read_noise_scale
 from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
@@ -21,14 +19,12 @@ from trainkit.core.plan.scaling import RuleName, WeightDecayName, check_rules
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, skips_backward
 from trainkit.lit.batch_size import (
-    check_measurable,
     find_effective_batch,
     longest_window,
     steps_taken,
-    why_unknown,
 )
 from trainkit.lit.callback.base import OrderedCallback, windows_of
-from trainkit.lit.callback.table import Row, show
+from trainkit.lit.callback.table import Row
 from trainkit.lit.rates.scaled_optimizer import (
     ScaledOptimizer,
     leave_scaled,
@@ -61,9 +57,10 @@ class LRScaling(OrderedCallback):
         rule: one of these.
         reference_batch: the batch that the configured rates are meant for, in `unit`;
             for a rate that `lr_find` has found, the batch with which it has searched.
-        unit: `"samples"`, or `"tokens"`, which are measured over the first windows.
-        micro_batch: how much a micro-batch holds on one rank. Give it where the loader
-            has no batch size and you do not want it measured.
+        unit: `"samples"`, or `"tokens"`.
+        micro_batch: how much a micro-batch holds on one rank, on average; where loader
+            batches are cut, how much one of these does. It must be given in tokens, and
+            in samples where the loader has no batch size.
         warmup_steps: the number of optimizer steps over which the rate's factor rises
             evenly from 1 (Goyal et al. 2017, section 2.2).
         weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
@@ -124,8 +121,8 @@ class LRScaling(OrderedCallback):
         """The effective batch divided by the reference batch."""
         if self.effective_batch is None:
             raise TrainkitError(
-                f"LRScaling k: the effective batch is not known yet in {self.unit}. "
-                f"Ask after the first window."
+                "LRScaling k: the effective batch is not known yet. Ask when training "
+                "has begun."
             )
         return self.effective_batch.over(self.reference_batch)
 
@@ -150,8 +147,7 @@ class LRScaling(OrderedCallback):
             for optimizer in trainer.optimizers
         ]
         self._adopt(trainer)
-        if not self._follow(trainer):
-            check_measurable(trainer, self.unit)
+        self._follow(trainer)
         self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
 
@@ -166,10 +162,6 @@ class LRScaling(OrderedCallback):
         if self.noise_scale is not None:
             noise = f"noise scale {brief(self.noise_scale)}{self._noise_from}"
             reference = f"{noise}, {reference}"
-        if self.effective_batch is None:
-            return [
-                ("learning rate", f"follows the first windows, measured; {reference}")
-            ]
         several = len(self.scaled) > 1
         rows = []
         if windows_of(trainer) is None:  # otherwise that callback shows this row
@@ -198,60 +190,32 @@ class LRScaling(OrderedCallback):
             self._adopt(trainer)
             self._follow_and_log(trainer)
 
-    def on_before_optimizer_step(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if self._is_known():
-            return
-        # The window that has just closed is measured before its own step is taken.
-        self._followed = None
-        if not self._follow(trainer):
-            windows = windows_of(trainer)
-            assert windows is not None  # see check_measurable
-            first = windows.first_windows
-            # A window of weight 0 has a gradient of 0 and shows no size: wait.
-            if first.is_complete or not first.is_empty:
-                raise TrainkitError(
-                    f"LRScaling: a window has closed, and nothing says how many "
-                    f"{self.unit} it had: {why_unknown(trainer, self.unit)} Give the "
-                    f"number: LRScaling(micro_batch=...)."
-                )
-        elif self._is_known():
-            self._log(trainer)
-            self._show_again(trainer)
-
-    def _is_known(self) -> bool:
-        """Whether the effective batch is final: not a measurement still under way."""
-        batch = self.effective_batch
-        return batch is not None and (batch.is_exact or _is_measured(batch))
-
-    def _show_again(self, trainer: Any) -> None:
-        if trainer.is_global_zero:
-            step = ("step", str(self.effective_batch))
-            show([step, *self.table_rows(trainer, trainer.lightning_module)])
-
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)
-        if self._is_known() and self._logged_k != self.k:
+        if self._logged_k != self.k:
             self._log(trainer)
 
-    def _follow(self, trainer: Any) -> bool:
-        """Scale to the window under way; False while its size is not known."""
+    def _follow(self, trainer: Any) -> None:
+        """Scale to the window under way."""
         step = steps_taken(trainer)
         now = longest_window(trainer), min(step, self.warmup_steps)
         if now == self._followed or skips_backward(trainer):
-            return True
+            return
         batch = self._find(trainer)
         if batch is None:
-            return False
+            why = "the training loader has no batch size"
+            if self.unit != "samples":
+                why = "no loader knows it"
+            raise TrainkitError(
+                f"LRScaling micro_batch: must say how many {self.unit} a micro-batch "
+                f"holds on one rank, since {why}, received None. Give the mean: "
+                f"LRScaling(micro_batch=...)."
+            )
         self._followed, self.effective_batch = now, batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
-        return True
 
     def _find(self, trainer: Any) -> EffectiveBatch | None:
-        batch = self.effective_batch
-        if batch is not None and _is_measured(batch):
-            # Reading the measure again would wait for the device.
-            return replace(batch, accumulate=longest_window(trainer))
         how: Any = {"unit": self.unit, "micro_batch": self.micro_batch}
         return find_effective_batch(trainer, **how)
 
@@ -261,7 +225,7 @@ class LRScaling(OrderedCallback):
         They are logged as hyperparameters once, since some loggers refuse a second
         value. A later k is logged as a metric.
         """
-        if self.effective_batch is None or not self._is_known():
+        if self.effective_batch is None:
             return
         is_first = self._logged_k is None and saved_k in (None, self.k)
         self._logged_k = self.k
@@ -306,11 +270,6 @@ class LRScaling(OrderedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict or None
-
-
-def _is_measured(batch: EffectiveBatch) -> bool:
-    """Whether all windows that measure a batch have closed: it changes no more."""
-    return batch.windows_measured >= NUM_MEASURED
 
 
 def _checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float | None:

@@ -96,7 +96,6 @@ def restore(
     state: Mapping[str, Any], windows: WindowOwner, trainer: Any, pl_module: Any
 ) -> None:
     """Restore the open window that `save` has saved."""
-    windows.first_windows.load_state_dict(state.get("measured", {}))
     accumulators = windows.accumulators
     for index, num_windows in state["num_windows"].items():
         if index in accumulators:

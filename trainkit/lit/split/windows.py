@@ -320,13 +320,9 @@ class Split:
             self._accumulator.drop()  # else others of the window follow
         return found
 
-    def finish(
-        self, accumulator: Accumulator, owners: Any
-    ) -> tuple[WindowStats, int | None]:
-        """Divide the window of an optimizer or of parameters; returns its numbers, and
-        how many loader batches it had on all ranks."""
-        stats = accumulator.finish(owners, is_apart=self._is_apart)
-        return stats, self.num_loader_batches * self._ranks.size
+    def finish(self, accumulator: Accumulator, owners: Any) -> WindowStats:
+        """Divide the window of an optimizer or of parameters."""
+        return accumulator.finish(owners, is_apart=self._is_apart)
 
     # ---- a micro-batch ---------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
-from trainkit.lit.batch_size import loader_size, table_of_windows
+from trainkit.lit.batch_size import table_of_windows
 from trainkit.lit.callback.base import ZEROED, Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
@@ -124,7 +124,6 @@ class WindowCallback(WindowOwner):
             self.accumulators[0].num_windows = trainer.global_step
         ranks = self.accumulators[0].ranks
         self._meeting_point = refusals.make_meeting_point(ranks)
-        self.first_windows.loader_size = loader_size(trainer)
         if self._restored is not None:
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
@@ -261,16 +260,13 @@ class WindowCallback(WindowOwner):
         if others:
             listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
             owners = [parameter for each in listed for parameter in each]
-        stats, num_loader_batches = self.driver.finish(accumulator, owners)
-        counts_samples = split or self.counts_samples or self.num_unmeasured > 0
+        stats = self.driver.finish(accumulator, owners)
+        counts_samples = split or self.counts_samples
         for each in (index, *others):
             self.windows[each] = stats
-            closed = Closed(each, stats, counts_samples, num_loader_batches)
-            self._closed.append(closed)
+            self._closed.append(Closed(each, stats, counts_samples))
         if len(self._closed) >= NUM_WAITING:
             self._enter_closed()
-        if index == 0:
-            self.num_unmeasured -= 1
         return stats
 
     def _before_step(
@@ -369,7 +365,6 @@ class WindowCallback(WindowOwner):
         checkpoint[open_window.KEY] = open_window.save(
             self.accumulators, pl_module, num_torn=torn, alone=trainer.interrupted
         )
-        checkpoint[open_window.KEY]["measured"] = self.first_windows.state_dict()
         checkpoint[open_window.KEY]["ledger"] = self.ledger.state_dict()
         found = self.inside if self.inside is not None else self.split
         if found is not None and (state := found.state_dict()) is not None:

@@ -58,7 +58,7 @@ class Streamed:
         is_weighed_later = isinstance(strategy, Weighed)
         if self._is_automatic:
             windows.weight = None if is_weighed_later else strategy.weight(batch)
-        if windows.counts_samples or windows.num_unmeasured > 0:
+        if windows.counts_samples:
             self._count_samples(batch)
         if not is_weighed_later:
             output = self._training_step(batch, *args, **kwargs)
@@ -105,12 +105,9 @@ class Streamed:
 
     # ---- the end of a window ---------------------------------------------------------
 
-    def finish(
-        self, accumulator: Accumulator, owners: Any
-    ) -> tuple[WindowStats, int | None]:
-        """Divide the window of an optimizer or of parameters; returns its numbers, and
-        how many loader batches it had on all ranks where these were cut."""
-        return accumulator.finish(owners), None
+    def finish(self, accumulator: Accumulator, owners: Any) -> WindowStats:
+        """Divide the window of an optimizer or of parameters."""
+        return accumulator.finish(owners)
 
     def num_torn(self, num_closed: int) -> int:
         """How many micro-batches are in a window whose last one is under way."""
