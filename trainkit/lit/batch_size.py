@@ -31,7 +31,7 @@ def read_effective_batch(trainer: Any) -> EffectiveBatch:
         raise TrainkitError(
             "effective batch: it must follow from the loader's batch size, and the "
             "training loader has none, as one of ready batches. Give the DataLoader a "
-            "batch_size, or read what each window held: WindowStats.samples."
+            "batch_size, or let WindowMonitor count: window/samples_seen."
         )
     return found
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.inside.rows import Sizes
-from trainkit.core.ledger import Closed, Ledger
+from trainkit.core.ledger import Ledger
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.tape.forward import TapedForward
@@ -123,6 +123,7 @@ class WindowOwner(OrderedCallback):
     Attributes:
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
+        ledger: what all closed windows of the training add up to.
         strategies: say what a micro-batch weighs in each term of the loss.
         driver: runs micro-batches, streamed or split; None outside of `fit`.
         scaler: the Trainer's gradient scaler, if there is one.
@@ -150,7 +151,7 @@ class WindowOwner(OrderedCallback):
 
     def __init__(self, strategies: Strategies) -> None:
         super().__init__()
-        self._ledger, self._closed = Ledger(), list[Closed]()
+        self.ledger = Ledger()
         self.strategies = strategies
         self._forget()
 
@@ -171,17 +172,7 @@ class WindowOwner(OrderedCallback):
         self._taken, self._may_search = ExitStack(), False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_ledger": Ledger(), "_closed": []}
-
-    @property
-    def ledger(self) -> Ledger:
-        """What all closed windows of the training add up to."""
-        self._enter_closed()
-        return self._ledger
-
-    def _enter_closed(self) -> None:
-        closed, self._closed = self._closed, []
-        self._ledger.enter(closed)
+        return {**super().__getstate__(), "ledger": Ledger()}
 
     @property
     def strategy(self) -> AccumulationStrategy:

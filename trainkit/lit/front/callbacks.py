@@ -50,7 +50,7 @@ class MixinCallback(WindowCallback):
         for each in module.trainer.callbacks:
             if isinstance(each, MixinCallback):
                 # Of an earlier `fit`, which may be continued.
-                self._ledger = each.ledger
+                self.ledger = each.ledger
         self._asked: int | None = None
         asked = module.trainer.accumulate_grad_batches
         if asked != 1 and not module.automatic_optimization:

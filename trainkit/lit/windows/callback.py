@@ -11,7 +11,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
 from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients, parameters_of
-from trainkit.core.ledger import NUM_WAITING, Closed, Ledger
+from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -87,10 +87,9 @@ class WindowCallback(WindowOwner):
         refusals.refuse_two_drivers(trainer, self, WindowCallback)
         if stage != "fit":
             return
-        self._enter_closed()
         self._forget()
         if trainer.global_step == 0:
-            self._ledger = Ledger()  # else this `fit` continues the training
+            self.ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_unknown_backend(trainer)
         refusals.refuse_unseen_batches(pl_module)
         self._may_search = refusals.announce_finders(trainer)
@@ -264,9 +263,7 @@ class WindowCallback(WindowOwner):
         counts_samples = split or self.counts_samples
         for each in (index, *others):
             self.windows[each] = stats
-            self._closed.append(Closed(each, stats, counts_samples))
-        if len(self._closed) >= NUM_WAITING:
-            self._enter_closed()
+            self.ledger.enter(each, stats, counts_samples=counts_samples)
         return stats
 
     def _before_step(
