@@ -92,7 +92,7 @@ def test_weighting_is_taken_off_after_the_backward_pass(backward: Any) -> None:
 
 def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> None:
     """One of two heads, say; nothing has been zeroed. The module is not known, so that
-    the first loss shows only a part of the parameters."""
+    a window shows only a part of the parameters."""
     toy, head = Toy(), nn.Parameter(torch.ones((), dtype=torch.float64))
     for _ in range(2):
         toy.parameter.grad = head.grad = None

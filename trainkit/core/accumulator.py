@@ -219,7 +219,7 @@ class Accumulator:
             refusals.refuse_backward(window, self.ranks, loss)
             # Lightning takes care of it itself, and passes no module.
             window.is_apart = self._has_module and self.ranks.holds_back_gradients
-        self.gradients.begin(window, loss)
+        self.gradients.begin(window)
         joined, self._joined = self._joined, None
         is_whole = told is not None and told.is_whole and window.reduction != "sum"
         if joined is None and loss.dtype in HALF and not is_whole:

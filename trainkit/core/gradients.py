@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -112,21 +111,6 @@ def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | No
     return norm if apart is None else apart.sum_(norm.square()).sqrt()
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The tensors that get a gradient from a loss, read from its graph."""
-    found, seen, waiting = [], set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
-    return found
-
-
 @torch.no_grad()
 def are_finite(parameters: Iterable[Tensor]) -> bool:
     """Whether all gradients and parameters are finite; waits for the device."""
@@ -154,8 +138,8 @@ class GradientSum:
         ranks: the ranks that share the window.
 
     Attributes:
-        parameters: the parameters that train; without a module, the first loss shows
-            them.
+        parameters: the parameters that train; without a module, those of the window
+            that closed last.
         wide: the sums in float32, if `keep_wide` was called.
         zeroed: checks that nobody zeroes the gradients inside the window.
         norms: measures what each pass of the window adds, if somebody asks for it:
@@ -182,10 +166,8 @@ class GradientSum:
         """
         self.wide, self._training = wide, training
 
-    def begin(self, window: Window, loss: Tensor) -> None:
-        """A backward pass of the window begins at `loss`."""
-        if not self.parameters:
-            self.parameters = leaves_of(loss)
+    def begin(self, window: Window) -> None:
+        """A backward pass of the window begins."""
         if window.num_passes:
             self.zeroed.check(window)
         else:
@@ -277,97 +259,65 @@ def trained(module: nn.Module) -> list[Tensor]:
 class ZeroedWatch:
     """Refuses a window whose gradients were zeroed between two of its passes.
 
-    Autograd counts how often each tensor is written over. These counters show, without
-    reading the gradients, whether something has written into them. Only then are they
-    read: if all of them are zero, and the window weighs something, they were zeroed. If
-    some of them are, that is said once. Nothing waits for the device.
+    Gradients that were removed are seen at once. Where all of them were written over,
+    as autograd's counters show, they are read, and nothing waits for the device.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[Tensor, Tensor, int]] = []
-        self._were_zero: list[Tensor | int] | None = None
-        self._is_written = self._has_said = False
         self._late: deque[tuple[int, LateReading]] = deque()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Remember what a backward pass has left in these parameters.
-
-        Once something has written into gradients, it is also remembered which were
-        zero before.
-        """
+        """Remember what a backward pass has left in these parameters."""
         held = []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None:
                 held.append((parameter, gradient, version_of(gradient)))
         self._held = held
-        if self._is_written:
-            self._were_zero = [_is_zero(gradient) for _, gradient, _ in held]
 
     def forget(self) -> None:
         """Forget what was held: the window is gone, or other gradients are back."""
-        self._held, self._were_zero = [], None
+        self._held = []
 
     def check(self, window: Window) -> None:
         """Check whether the held gradients are still those that were held."""
-        written = []
-        for index, (parameter, gradient, version) in enumerate(self._held):
-            if parameter.grad is not gradient or version_of(gradient) != version:
-                written.append(index)
-        if written:
-            self._is_written = True
-            reading = LateReading(self._flags(written, window))
-            self._late.append((len(window.entries), reading))
-        self._held, self._were_zero = [], None
+        held, self._held = self._held, []
+        for parameter, gradient, version in held:
+            if parameter.grad is gradient and version_of(gradient) == version:
+                break  # nobody has zeroed all of them
+        else:
+            if held:
+                left = [p.grad for p, _, _ in held if p.grad is not None]
+                self._read_later(left, window)
         if self._late:
             self.read()
+
+    def _read_later(self, left: list[Tensor], window: Window) -> None:
+        """Have gradients read that were all written over; some may be removed."""
+        number = len(window.entries)
+        if not left:
+            raise _gone(number)
+        device = left[0].device
+        weight: Any = sum(window.applied)
+        if window.carried is not None:
+            weight = weight + window.carried[DIVISOR]
+        is_left = [values_of(g).detach().any().to(device) for g in left]
+        weighs = torch.as_tensor(weight, device=device) > 0
+        is_gone = weighs & ~torch.stack(is_left).any()
+        self._late.append((number, LateReading(is_gone)))
 
     def read(self, *, wait: bool = False) -> None:
         """Report what has reached the host; `wait` waits for the rest too."""
         while self._late and (wait or self._late[0][1].arrived):
-            num_micro_batches, reading = self._late.popleft()
-            weighs, *flags = reading.values()
-            counting = [flag for flag in flags if flag >= 0]
-            if weighs and counting and all(counting):
-                raise TrainkitError(
-                    f"backward(): the window is open, and the gradients of the "
-                    f"{num_micro_batches} micro-batches in it are gone: they were "
-                    f"zeroed or removed after a backward pass. Call zero_grad() only "
-                    f"after optimizer.step(), at the end of a window."
-                )
-            if 1 in flags and not self._has_said:
-                self._has_said = True
-                warnings.warn(
-                    f"window: {flags.count(1)} of its {len(flags)} gradients were "
-                    f"written over while it was open, and are zero now. The step is "
-                    f"the big batch's if the gradients of every micro-batch are "
-                    f"changed alike, by a mask for example. It is not after "
-                    f"zero_grad() of a part of the model: call that after "
-                    f"optimizer.step(). Said once.",
-                    stacklevel=2,
-                )
-
-    def _flags(self, written: list[int], window: Window) -> Tensor:
-        """Whether the window weighs something; then a flag for each gradient.
-
-        1 is a gradient that was written over and is zero now, 2 one of which it is not
-        known whether it was zero before, -1 one that was, 0 any other.
-        """
-        flags: list[Tensor | int] = [0] * len(self._held)
-        for index in written:
-            known = self._were_zero
-            is_zero = _is_zero(self._held[index][0].grad)
-            flags[index] = is_zero * (1 - 2 * known[index] if known else 2)
-        weight = sum(window.applied)
-        if window.carried is not None:
-            weight = weight + window.carried[DIVISOR]
-        weighs = (weight > 0).int() if isinstance(weight, Tensor) else int(weight > 0)
-        row = [weighs, *flags]
-        device = next((f.device for f in row if isinstance(f, Tensor)), None)
-        return torch.stack([torch.as_tensor(f, device=device) for f in row])
+            number, reading = self._late.popleft()
+            if reading.values():
+                raise _gone(number)
 
 
-def _is_zero(gradient: Tensor | None) -> Tensor | int:
-    if gradient is None:
-        return 1
-    return 1 - values_of(gradient).detach().any().int()
+def _gone(number: int) -> TrainkitError:
+    return TrainkitError(
+        f"backward(): the window is open, and the gradients of the {number} "
+        f"micro-batches in it are gone: they were zeroed or removed after a backward "
+        f"pass. Call zero_grad() only after optimizer.step(), at the end of a window."
+    )
