@@ -281,20 +281,13 @@ class Split:
     def _announce(self, batch: Any, current: CutBatch) -> None:
         """Tell the accumulator and other callbacks what comes, so that ranks begin to
         exchange it."""
-        accumulator, trainer = self._accumulator, self._trainer
+        accumulator = self._accumulator
         if current.num_cuts == 1 and not current.are_said:
             accumulator.tell(current.weights)
         else:
             refusals.refuse_several_terms(accumulator.strategies, current.num_cuts)
-            # Where the weight is said later, the first backward pass does this. But a
-            # rank whose memory runs out would not come there.
-            if self._is_apart or not current.are_said:
-                rows = len(current.parts[0].rows)
-                first = rows if current.are_said else current.leading[0]
-                device = trainer.strategy.root_device
-                accumulator.division.agree(first, current.num_expected, device)
         accumulator.window.count(**self._micro_batches.counts(batch, current))
-        for callback in trainer.callbacks:
+        for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback) and callback.on_cut is not None:
                 callback.on_cut(current.num_counting)
 
@@ -378,6 +371,5 @@ class Split:
         if accumulator.told is not None:
             accumulator.weigh(loss, value=value)
         else:
-            of = {"value": value, "expected": current.num_expected}
-            accumulator.weigh(loss, current.leading[index], **of)
+            accumulator.weigh(loss, current.leading[index], value=value)
         return loss

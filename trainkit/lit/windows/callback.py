@@ -158,9 +158,6 @@ class WindowCallback(WindowOwner):
         num_expected = 2 if self.is_split else trainer.accumulate_grad_batches
         refuse_static_graph(accumulator.ranks.ddp, num_expected)
         accumulator.gradients.parameters = parameters_of(optimizer)
-        is_by_hand = not trainer.lightning_module.automatic_optimization
-        if is_by_hand and accumulator.ranks.backend_sums:
-            accumulator.division.begin_apart()
         if self.wide_gradients:
             refusals.refuse_wide_under_scaler(self.scaler)
             accumulator.keep_wide(partial(parameters_of, optimizer))
