@@ -201,7 +201,6 @@ def train(
 
 
 WIDE = ["none", "ddp", "ddp, view, each", "ddp, unused, zeros", "ddp, view, apart"]
-WIDE += ["ddp, hook, sum", "fsdp, each"]
 GRID: list[tuple[Any, ...]] = [
     ("none", "tokens"),
     ("none", "tokens", "sum", "adamw"),
@@ -231,8 +230,6 @@ GRID: list[tuple[Any, ...]] = [
     ("fabric, each", "tokens", "sum", "adamw"),
     ("mean, by hand", "tokens"),
     ("sum, by hand", "tokens", "sum"),
-    ("ddp, hook, sum, each, wide", "tokens"),
-    ("fsdp, factor 1.0, each, wide", "tokens", "mean", "adamw"),
 ]
 NEAR = {"fsdp, bf16": 2e-2, "fabric, bf16": 2e-2, "ddp, fp16": 5e-3}
 NEAR["ddp, fp16, heavy"] = 5e-3  # with r = 1, such weights would be inf

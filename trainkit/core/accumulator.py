@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Watch
 from trainkit.core.division import Division, Told, on_host, weights_by_term
-from trainkit.core.gradients import HALF, GradientSum, trained
+from trainkit.core.gradients import HALF, GradientSum
 from trainkit.core.ranks import Aggregation, Ranks, averaged_by_ddp, find_ranks
 from trainkit.core.state import load_state, save_state
 from trainkit.core.strategies import (
@@ -105,12 +104,8 @@ class Accumulator:
         self._averaged = averaged_by_ddp(module, aggregation)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
-            self.keep_wide(partial(trained, module))
-
-    def keep_wide(self, training: Callable[[], list[Tensor]]) -> None:
-        """Keep the gradients of what `training` returns in float32 from now on."""
-        wide = WideGradients(training(), ranks=self.ranks)
-        self.gradients.keep_wide(wide, training)
+            training = self.gradients.parameters
+            self.gradients.wide = WideGradients(training, ranks=self.ranks)
 
     def backward(
         self,

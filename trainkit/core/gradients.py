@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class GradientSum:
     Attributes:
         parameters: the parameters that train; without a module, those of the window
             that closed last.
-        wide: the sums in float32, if `keep_wide` was called.
+        wide: the sums in float32, `WideGradients`, if they are kept there.
         zeroed: checks that nobody zeroes the gradients inside the window.
         norms: measures what each pass of the window adds, if somebody asks for it:
             `begin` and `end` of each pass, `rewind`, and `close` of the window.
@@ -156,22 +156,14 @@ class GradientSum:
         self._ranks = ranks
         self._trained_at_first: dict[int, bool] = {}
 
-    def keep_wide(self, wide: Any, training: Callable[[], Iterable[Tensor]]) -> None:
-        """Keep the window's gradient in float32 from now on, and round it once.
-
-        Args:
-            wide: `WideGradients` of the parameters that train.
-            training: returns these. It is called after each backward pass, since
-                finetuning may unfreeze more of them.
-        """
-        self.wide, self._training = wide, training
-
     def begin(self, window: Window) -> None:
         """A backward pass of the window begins."""
         if window.num_passes:
             self.zeroed.check(window)
         else:
             self._trained_at_first = {id(p): p.requires_grad for p in self.parameters}
+            if self.wide is not None:
+                self.wide.join(self.parameters)
         if self.norms is not None:
             self.norms.begin()
 
@@ -180,9 +172,7 @@ class GradientSum:
         if self.norms is not None:
             self.norms.end()
         if self.wide is not None:
-            is_apart = self._ranks.holds_back_gradients
-            self.wide.join(self._training())
-            self.wide.take(is_shared=self._ranks.backend_sums and not is_apart)
+            self.wide.take()
         # FSDP moves gradients about between passes, which must not look like zeroing.
         elif self._ranks.ddp is not None or not self._ranks.backend_sums:
             self.zeroed.hold(self.parameters)

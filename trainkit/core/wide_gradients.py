@@ -23,8 +23,8 @@ class WideGradients:
     to a sum in float32 and removed from the parameter.
 
     torch's own `Tensor.grad_dtype = torch.float32` also makes autograd add up in
-    float32, but only in one process: DDP, FSDP2, AdamW and every fused optimizer refuse
-    such gradients (torch 2.13).
+    float32, but only in one process: DDP, AdamW and every fused optimizer refuse such
+    gradients (torch 2.13).
 
     >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> wide = WideGradients([weight])
@@ -47,16 +47,19 @@ class WideGradients:
             over ranks in float32 at the end.
 
     Raises:
-        TrainkitError: it is not known how gradients are added up over ranks, or the
-            backend does not leave them in `grad` after each pass (FSDP1).
+        TrainkitError: neither DDP nor trainkit adds up gradients over ranks.
     """
 
     def __init__(
         self, parameters: Iterable[Tensor], *, ranks: Ranks | None = None
     ) -> None:
         self._known: dict[int, Tensor] = {}
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks = ranks or Ranks()
         self._stand_ins: dict[int, Tensor] = {}
+        averages = ranks.ddp is not None and ranks.aggregation == "mean"
+        if ranks.backend_sums and not averages:
+            ddp = "without DDP" if ranks.ddp is None else "with DDP"
+            raise _not_kept(f"aggregation={ranks.aggregation!r} {ddp}")
         self.join(parameters)
 
     @property
@@ -65,14 +68,11 @@ class WideGradients:
         return list(self._known.values())
 
     def join(self, parameters: Iterable[Tensor]) -> None:
-        """Add up the gradients of these parameters too, from the next `take` on.
-
-        Finetuning may unfreeze parameters while training runs.
-        """
-        new = {id(p): p for p in parameters if id(p) not in self._known}
-        if self._ranks.backend_sums and self._ranks.ddp is None:
-            _refuse_unknown_backend(new.values())
-        self._known.update(new)
+        """Add up the gradients of these parameters too, from the next `take` on."""
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                raise _not_kept("a DTensor of fully_shard or tensor parallelism")
+            self._known[id(parameter)] = parameter
 
     def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters that are not added up here."""
@@ -95,23 +95,16 @@ class WideGradients:
         return [self.stand_in_of(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
-    def take(self, *, is_shared: bool = False) -> None:
+    def take(self) -> None:
         """Add the gradients of the last backward pass, and remove them.
 
         Nothing here waits for the device.
-
-        Args:
-            is_shared: whether the backend has added up this pass over ranks.
         """
-        share = 1.0
-        if is_shared and self._adds_over_ranks and self._ranks.aggregation == "sum":
-            # Every rank has the sum already, and `hand_over` adds up all ranks.
-            share = 1 / self._ranks.size
         for parameter in self.parameters:
             if parameter.grad is None:
                 continue
             stand_in = self.stand_in_of(parameter)
-            stand_in.grad = _added(stand_in, parameter.grad, share)
+            stand_in.grad = _added(stand_in, parameter.grad)
             if self._leaves_zeros:
                 parameter.grad.zero_()
             else:  # the next pass then moves its gradient here and adds nothing
@@ -134,7 +127,9 @@ class WideGradients:
             self._refuse_not_taken()
         if scale is not None:
             scale_(gradients_of(self.stand_ins), scale)
-        if self._adds_over_ranks:
+        if self._ranks.size > 1:
+            # Also under DDP: a rank with one micro-batch cannot know that another had
+            # more. The mean of equal gradients is that gradient.
             training = [self.stand_in_of(p) for p in self.parameters if p.requires_grad]
             sum_over_ranks_(training, self._ranks, times=1 / self._ranks.multiplier)
         for parameter in self.parameters:
@@ -156,17 +151,6 @@ class WideGradients:
         ddp = self._ranks.ddp
         return ddp is not None and ddp.find_unused_parameters
 
-    @property
-    def _adds_over_ranks(self) -> bool:
-        """Whether `hand_over` adds up sums over ranks, as not every pass was shared.
-
-        All ranks must act alike, and a rank with one micro-batch cannot know that
-        another had more. So this is always true under DDP; the mean of equal gradients
-        is that gradient.
-        """
-        ranks = self._ranks
-        return ranks.size > 1 and (ranks.aggregation == "none" or ranks.ddp is not None)
-
     def _refuse_not_taken(self) -> None:
         left = [p for p in self.parameters if p.grad is not None]
         if left:
@@ -177,41 +161,26 @@ class WideGradients:
             )
 
 
-def _refuse_unknown_backend(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters whose gradients neither DDP nor FSDP2 adds up over ranks."""
-    plain = [p for p in parameters if not isinstance(p, DTensor)]
-    if plain:
-        raise TrainkitError(
-            f"WideGradients: the gradients of {len(plain)} parameters, the first of "
-            f"shape {list(plain[0].shape)}, are averaged by neither DDP nor FSDP2 "
-            f"(fully_shard), so it is not known when they are equal on all ranks. Pass "
-            f"a DDP or FSDP2 module as module=, or leave the gradients in half "
-            f"precision."
-        )
+def _not_kept(received: str) -> TrainkitError:
+    return TrainkitError(
+        f"wide_gradients=True: works in one process, with DDP that averages, and where "
+        f"trainkit adds up (aggregation='none'), received {received}. Leave it out. "
+        f"Under FSDP keep the parameters in float32 (precision='bf16-mixed'): so are "
+        f"their gradients."
+    )
 
 
 def _make_stand_in(parameter: Tensor) -> Tensor:
     """A leaf of the parameter's shape, at least float32, that takes no memory."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    shell = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
-    if isinstance(parameter, DTensor):
-        shell = DTensor.from_local(
-            shell,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return shell.requires_grad_()
+    shell = torch.empty((), dtype=dtype, device=parameter.device)
+    return shell.expand(parameter.shape).requires_grad_()
 
 
-def _added(stand_in: Tensor, gradient: Tensor, share: float) -> Tensor:
-    """The sum with a share of one more gradient; in place if there is a sum already."""
+def _added(stand_in: Tensor, gradient: Tensor) -> Tensor:
+    """The sum with one more gradient; in place if there is a sum already."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if stand_in.grad is not None:
-        return stand_in.grad.add_(dense, alpha=share)  # one kernel, no float32 copy
+        return stand_in.grad.add_(dense)  # one kernel, no float32 copy
     # copy: a gradient of float32 may be a view of DDP's bucket
-    wide = dense.to(stand_in.dtype, copy=True)
-    return wide if share == 1 else wide.mul_(share)
+    return dense.to(stand_in.dtype, copy=True)

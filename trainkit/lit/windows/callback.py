@@ -16,6 +16,7 @@ from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import ONE, named_strategies
+from trainkit.core.wide_gradients import WideGradients
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.announce import say_unguarded
@@ -157,10 +158,11 @@ class WindowCallback(WindowOwner):
         )
         num_expected = 2 if self.is_split else trainer.accumulate_grad_batches
         refuse_static_graph(accumulator.ranks.ddp, num_expected)
-        accumulator.gradients.parameters = parameters_of(optimizer)
+        gradients, training = accumulator.gradients, parameters_of(optimizer)
+        gradients.parameters = training
         if self.wide_gradients:
             refusals.refuse_wide_under_scaler(self.scaler)
-            accumulator.keep_wide(partial(parameters_of, optimizer))
+            gradients.wide = WideGradients(training, ranks=accumulator.ranks)
         self._skipped.append(SkippedSteps(optimizer, self.scaler))
         before = partial(self._before_step, accumulator)
         after = partial(self._after_step, index)
