@@ -107,7 +107,8 @@ def test_what_half_precision_has_rounded_is_not_rounded_again(
             toy.accumulator.load_state_dict(saved)
         given = torch.tensor(weight) if kind == "t" else weight
         loss = (toy.parameter / by).to(dtype)
-        toy.accumulator.pass_back(loss, given, divided_by=by)
+        toy.accumulator.weigh(loss, given, divided_by=by)
+        loss.backward()
     assert float(toy.finish().weight) == sum(weights)
     assert toy.gradient == pytest.approx(1, rel=1e-6)
 

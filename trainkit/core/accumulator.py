@@ -134,13 +134,10 @@ class Accumulator:
                 (loss,) = terms_of(loss, self.strategies).values()
             if weight is None and self.told is None:
                 weight = self.strategy.weight(batch)
-        if backward is None:
-            self.pass_back(loss, weight)
-            return
         handle = self.weigh(loss, weight)
         window.is_torn = True
         try:
-            backward(loss)
+            (backward or Tensor.backward)(loss)
             window.is_torn = False
             self.gradients.add()
         finally:
@@ -179,20 +176,6 @@ class Accumulator:
             return gradient if factor is None else factor * gradient
 
         return loss.register_hook(weighted)
-
-    def pass_back(self, loss: Tensor, weight: Weight | None = None, **how: Any) -> None:
-        """Run `loss.backward()`, weighted; the arguments are those of `weigh`."""
-        gradient = self._enter(loss, weight, **how)
-        if gradient is not None:
-            if not isinstance(gradient, Tensor):
-                gradient = torch.full_like(loss, gradient)
-            gradient = gradient.expand_as(loss)
-        window = self.window
-        window.num_passes += 1
-        window.is_torn = True
-        loss.backward(gradient)
-        window.is_torn = False
-        self.gradients.add()
 
     def _enter(
         self,
@@ -316,7 +299,7 @@ class Accumulator:
         row = window.row(self.device)
         table, totals = row.unsqueeze(0), row
         if self.ranks.size > 1:
-            table = self.ranks.gather_rows(row).wait()
+            table = self.ranks.gather_rows(row)
             totals = table.sum(0)
         if gradients.norms is not None:
             gradients.norms.close(window, self.division.unit(totals.device))

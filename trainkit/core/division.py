@@ -267,7 +267,7 @@ class Told:
         if ranks.size == 1:
             self._totals = own
             return
-        self._shared = ranks.gather_rows(vector([*own.values()], device))
+        self._table, self._work = ranks.send_row(vector([*own.values()], device))
 
     def next_weights(self) -> dict[str, Weight]:
         """Return the weights of the next micro-batch, by term."""
@@ -284,8 +284,9 @@ class Told:
     def totals(self) -> dict[str, Weight]:
         """The window's total weight in each term, over all ranks."""
         if self._totals is None:
-            table = self._shared.wait()
-            self._totals = dict(zip(self._terms, table.sum(0).unbind(), strict=True))
+            self._work.wait()
+            totals = self._table.sum(0).unbind()
+            self._totals = dict(zip(self._terms, totals, strict=True))
         return self._totals
 
     def refuse_unfinished(self) -> None:

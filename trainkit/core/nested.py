@@ -147,7 +147,7 @@ def with_tensors(batch: Any, convert: Callable[[Tensor], Any]) -> Any:
 def _converted(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return convert(value)
-    if holds_named_tensors(value) and hasattr(value, "apply"):
+    if hasattr(value, "keys") and hasattr(value, "apply") and held_by(value):
         return copy.copy(value).apply(convert)  # a batch of torch_geometric
     return value
 
@@ -241,20 +241,6 @@ def length_of(value: Any) -> int | None:
 def is_list(value: Any) -> bool:
     """Whether it is a list or tuple whose places have no names."""
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
-
-
-def holds_named_tensors(value: Any) -> bool:
-    """Whether an object that is no mapping has tensors by key, as graphs have them.
-
-    >>> import torch
-    >>> holds_named_tensors({"x": torch.zeros(2)}), holds_named_tensors("text")
-    (False, False)
-    """
-    if isinstance(value, Mapping | Tensor | type):
-        return False
-    if not (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")):
-        return False
-    return any(isinstance(value[key], Tensor) for key in value.keys())
 
 
 def held_by(value: Any) -> dict[str, Any]:

@@ -59,37 +59,31 @@ class Ranks:
         """Whether the present backward pass leaves gradients on DDP's ranks."""
         return self.backend_sums and self.ddp is not None and is_apart(self.ddp)
 
-    def gather_rows(self, row: Tensor) -> Shared:
-        """Start to send this rank's row to every rank; the host does not wait.
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """A table of all ranks' rows; on a GPU the stream waits, the host does not."""
+        table, work = self.send_row(row)
+        if work is not None:
+            work.wait()
+        return table
+
+    def send_row(self, row: Tensor) -> tuple[Tensor, Any]:
+        """Start to send this rank's row to every rank; returns the table of all, and
+        the work to wait for, or None.
 
         It is one all-reduce of a table in which each rank fills its own row. So sums
         are exact and in one order on all ranks, and a flag shows which rank it is from.
         """
         if self.size == 1:
-            return Shared(row.unsqueeze(0), None)
+            return row.unsqueeze(0), None
         table = row.new_zeros(self.size, row.numel())
         table[self.index] = row
-        return Shared(table, dist.all_reduce(table, group=self.group, async_op=True))
+        return table, dist.all_reduce(table, group=self.group, async_op=True)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over these ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A table with one row for each rank, which may still be on its way."""
-
-    table: Tensor
-    work: Any
-
-    def wait(self) -> Tensor:
-        """Return the table once it has arrived."""
-        if self.work is not None:
-            self.work.wait()  # on a GPU the stream waits, the host does not
-        return self.table
 
 
 BUCKET = 2**24

@@ -56,7 +56,7 @@ def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
     reference = float(division.reference)
     # A rank without a micro-batch has no factor of a scaler, and sends 0.
     opening = scalar(division.opening or 0, row.device)
-    table = ranks.gather_rows(torch.cat([row, opening.reshape(1)])).wait()
+    table = ranks.gather_rows(torch.cat([row, opening.reshape(1)]))
     totals, factor = merged(table), table[:, -1].amax()
     if not bool(totals[COUNT]):
         return {"totals": None, "reference": reference, "factor": None, "gradients": {}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -228,18 +227,10 @@ def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
         return torch.stack([scalar(number, device) for number in numbers])
     if numbers and None not in devices:
         return torch.stack(cast(list[Tensor], numbers)).to(device, dtype)
-    if device.type == "cpu":
-        return _on_host(tuple(cast(Sequence[float], numbers)))
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
     return host.to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=64)
-def _on_host(numbers: tuple[float, ...]) -> Tensor:
-    """Numbers that are often the same, such as a window's counts; not to be written."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:

@@ -88,7 +88,7 @@ def _one_pass(
         for batch in batches():
             forward(batch)
     # Equal on each rank to the last bit.
-    return {name: joined(ranks.gather_rows(x).wait()) for name, x in found.items()}
+    return {name: joined(ranks.gather_rows(x)) for name, x in found.items()}
 
 
 @contextmanager

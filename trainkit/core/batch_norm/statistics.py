@@ -66,7 +66,7 @@ def statistics_over(
     table = torch.stack(list(parts))
     if ranks.size > 1:
         # One row for each rank, in one all-reduce.
-        table = ranks.gather_rows(joined(table)).wait()
+        table = ranks.gather_rows(joined(table))
     elif entries < 2:
         raise TrainkitError(
             f"exact BatchNorm: BatchNorm expects more than 1 value per channel when "

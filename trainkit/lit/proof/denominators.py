@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.class_weights import PerClassWeight
-from trainkit.core.nested import Path, holds_named_tensors, take_apart
+from trainkit.core.nested import Path, held_by, take_apart
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerSample,
@@ -161,7 +161,7 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             if path and not value.is_nested:
                 yield path, value
-        elif holds_named_tensors(value):
+        elif hasattr(value, "keys") and held_by(value):
             for key in sorted(value.keys(), key=("edge_index", "batch").__contains__):
                 if isinstance(value[key], Tensor):
                     yield f"{path}.{key}".lstrip("."), value[key]

@@ -183,7 +183,7 @@ def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
     length = trainer.num_training_batches
     known = -1.0 if length == float("inf") else float(length)
     row = torch.tensor([known], device=trainer.strategy.root_device)
-    lengths = [int(row[0]) for row in ranks.gather_rows(row).wait().tolist()]
+    lengths = [int(row[0]) for row in ranks.gather_rows(row).tolist()]
     if len(set(lengths)) > 1:
         raise TrainkitError(
             f"train_dataloader: all ranks must have the same number of batches, and "
