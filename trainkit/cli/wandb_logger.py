@@ -344,11 +344,11 @@ class WandbFacts(Callback):
 def _batch(trainer: Any) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     batch, windows = find_effective_batch(trainer), windows_of(trainer)
-    account = None if windows is None else windows.ledger.of()
     if batch is not None:
         entries = {"samples": batch.size, "micro_batch_samples": batch.micro_batch}
         entries |= {"accumulate": batch.accumulate, "replicas": batch.replicas}
-    if windows and account and isinstance(windows.strategy, PerToken):
+    account = None if windows is None else windows.ledger.of()
+    if account is not None and isinstance(windows.strategy, PerToken):
         entries["tokens"] = float(account.weight) / account.num_windows
     return {"effective_batch": entries} if entries else {}
 

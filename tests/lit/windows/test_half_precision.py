@@ -274,15 +274,26 @@ def test_clipping_comes_after_unscaling(clip: str) -> None:
 RESUMABLE: dict[str, Any] = {"batches": lambda sizes: Resumable(), "max_epochs": 4}
 
 
-@pytest.mark.parametrize("at", [1, 5, 7])
-def test_resumed_under_a_scaler_equals_uninterrupted(tmp_path: Path, at: int) -> None:
-    """The partial gradients hold the scaler's factor, which is saved as well, and what
-    a window weighs, between two windows too (7): no step more is lost to heavy ones."""
-    path, heavy = tmp_path / "one.ckpt", at == 7
-    how = {"made": {"strategy": Heavy() if heavy else PerToken()}, **RESUMABLE}
-    scale = 2.0**16 if heavy else OVERFLOWS
-    saved = fit_scaled("callback", Plain, Saving(path, at), **how, init_scale=scale)
-    again = fit_scaled("callback", ckpt_path=path, **how)
+@pytest.mark.parametrize("at", [1, 5])
+def test_resumed_inside_a_scaled_window_equals_uninterrupted(
+    tmp_path: Path, at: int
+) -> None:
+    """The partial gradients hold the scaler's factor, which is saved as well."""
+    path = tmp_path / "inside.ckpt"
+    saved = fit_scaled(
+        "mixin", Plain, Saving(path, at), init_scale=OVERFLOWS, **RESUMABLE
+    )
+    again = fit_scaled("mixin", ckpt_path=path, **RESUMABLE)
+    assert apart(again, saved) <= 1e-6
+
+
+def test_a_run_of_heavy_windows_is_resumed_without_a_lost_step(tmp_path: Path) -> None:
+    """What a window weighs is in every checkpoint, between two windows too."""
+    path, made = tmp_path / "between.ckpt", {"strategy": Heavy()}
+    saved = fit_scaled("callback", Plain, Saving(path, 7), made=made, **RESUMABLE)
+    again = fit_scaled("callback", made=made, ckpt_path=path, **RESUMABLE)
+    assert windows_of(saved).num_skipped_steps == 1
+    assert windows_of(again).num_skipped_steps == 0
     assert apart(again, saved) <= 1e-6
 
 

@@ -302,7 +302,7 @@ class _Taker(Callback):
         windows = windows_of(trainer)
         for each in windows.accumulators.values() if windows is not None else ():
             if not all(isinstance(s, Uniform) for s in each.strategies.values()):
-                each.division.restore(NO_WEIGHT)
+                each.division.restore(torch.tensor(NO_WEIGHT), None)
         if windows is not None and windows.inside is not None:
             windows.inside.around_chunks(self._taken.draws.of_chunk)
         self._names = {id(p): name for name, p in pl_module.named_parameters()}
