@@ -39,7 +39,7 @@ WINDOWS: list[tuple[list[tuple[Any, Any]], dict[str, Any]]] = [
     # LlamaFactory#9769: the scale of the sum stays that of one gradient.
     ([(1, 3)] * 64, BFLOAT16),
     # GradientAccumulator#132: unnormalised sums overflow half precision.
-    *(([(6, w), (6, w / 2), (6, 3 * w)], FLOAT16) for w in (1, 50_000, 1e6)),
+    *(([(6, w), (6, w / 2), (6, 3 * w)], FLOAT16) for w in (1, 50_000, 1e9)),
     # Nothing is known of the weights to come after a beginning of weight 0.
     ([(3, 0), (3, 100_000), (3, 60_000)], FLOAT16),
     ([(6, 60_000), (6, 1), (6, 50_000)], FLOAT16),

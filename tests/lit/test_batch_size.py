@@ -34,7 +34,6 @@ from trainkit import (
     AccumulationSchedule,
     AccumulationStrategy,
     EffectiveBatch,
-    LengthGroupedSampler,
     PerToken,
     ResumableLoader,
     WindowSampler,
@@ -81,7 +80,6 @@ def asked(loader: Any, accumulate: int = WINDOW, **how: Any) -> Asks:
 
 SAMPLES: Any = SEQUENCES
 IN_ORDER = SequentialSampler(SAMPLES)
-BY_LENGTH = LengthGroupedSampler([len(y) for _, y in SEQUENCES], batch_size=4)
 KNOWN: dict[str, Any] = {
     "a batch size": batches(4),
     "the last one dropped": batches(4, drop_last=True),
@@ -89,11 +87,6 @@ KNOWN: dict[str, Any] = {
         SAMPLES, batch_sampler=BatchSampler(IN_ORDER, 4, False), collate_fn=pad
     ),
     "a stream": DataLoader(Stream(SEQUENCES), batch_size=4, collate_fn=pad),
-    "rows of like length": DataLoader(
-        SAMPLES,
-        batch_sampler=BY_LENGTH,  # type: ignore[arg-type]
-        collate_fn=pad,
-    ),
 }
 
 

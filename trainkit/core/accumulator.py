@@ -88,7 +88,9 @@ class Accumulator:
         self.ranks = find_ranks(module, aggregation, process_group)
         self.gradients = GradientSum(module, self.ranks)
         self.module, self._has_module = module, isinstance(module, nn.Module)
-        self.division = Division(self.ranks, scaler=scaler)
+        self.division = Division(
+            self.ranks, leaves_room=scaler is not None, scaler=scaler
+        )
         self.num_windows = 0
         self.strategies: Strategies = named_strategies(strategy)
         self.strategy = leading(self.strategies)
@@ -163,7 +165,9 @@ class Accumulator:
             weight: what the micro-batch weighs; not needed after `expect`.
             **how: `value`, the loss to report, if it is not `loss` (which a scaler may
                 have multiplied): it is divided alike, and must not be written over.
-                `divided_by`, what the loop has divided the loss by.
+                `divided_by`, what the loop has divided the loss by. `expected`, how
+                many micro-batches the window will have on this rank, which sets the
+                size of the sums while it is open.
 
         Returns:
             A handle whose `remove()` ends the weighting.
@@ -184,6 +188,7 @@ class Accumulator:
         *,
         value: Tensor | None = None,
         divided_by: int = 1,
+        expected: int = 1,
     ) -> Weight | None:
         """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
         window, division, told = self.window, self.division, self.told
@@ -206,6 +211,8 @@ class Accumulator:
             weight = self.told.next_weights()[self.told.leading]
         else:
             weight = checked_weight(weight)
+        if told is None and division.reference is None:
+            division.agree(weight, expected, loss.device)
         factor, applied = division.factor(loss, weight, window.reduction, divided_by)
         # clone: the next step of a CUDA graph writes over this one's loss
         value = loss.detach().clone() if value is None else value

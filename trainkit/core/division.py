@@ -22,14 +22,19 @@ from trainkit.core.window import (
     DIVISOR,
     WEIGHT,
     Window,
+    default_device,
     scalar,
     vector,
 )
 from trainkit.errors import TrainkitError
 
+HEADROOM = 256
+"""Under a gradient scaler the first window may weigh up to 256 times the estimate.
+Beyond that, half precision overflows and a step is lost."""
+
 UNKNOWN = 1024.0
-"""r before any window has shown what one weighs. In half precision a window may then
-weigh from a thousandth of it to a hundred times it."""
+"""r if the first micro-batch weighs nothing, so that there is no estimate. In half
+precision a window may then weigh from a thousandth of it to ten thousand times it."""
 
 
 class Division:
@@ -54,18 +59,20 @@ class Division:
 
     Args:
         ranks: the ranks that must agree on r.
+        leaves_room: whether an overflow costs a step, so that r leaves headroom.
         scaler: the loop's gradient scaler, or None.
 
     Attributes:
         has_scaler: whether there is a gradient scaler that scales.
-        reference: r of windows that are not told.
+        reference: r of windows that are not told; None before the first of them.
         opening: the scaler's factor when the open window was opened; None means 1.
         is_open: whether a window has begun.
         device: where the newest losses were; None before the first.
     """
 
-    def __init__(self, ranks: Ranks, *, scaler: Any) -> None:
+    def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
         self._ranks = ranks
+        self._headroom = HEADROOM if leaves_room else 1
         kinds = (torch.amp.GradScaler, type(None))
         check_kind("Accumulator scaler", scaler, kinds, "a torch.amp.GradScaler")
         self._scaler = scaler
@@ -75,18 +82,44 @@ class Division:
         self.is_open = False
         self.device: torch.device | None = None
         self._told: Weight | None = None
-        self._is_first = True
-        self._refer_to(UNKNOWN)
+        self._refer_to(None)
 
-    def restore(self, reference: float, opening: Tensor | None = None) -> None:
+    def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
-        self._is_first = reference == UNKNOWN
         self._refer_to(reference)
+        if reference is not None and self._may_be_plain:
+            self._refer_to(reference.item())
         self.opening = opening
 
-    def _refer_to(self, reference: Weight) -> None:
+    def _refer_to(self, reference: Weight | None) -> None:
         self.reference = reference
         self._units: dict[Any, Weight] = {}
+
+    def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
+        """Choose r for the first window, from the ranks' first micro-batches, if that
+        is not done yet.
+
+        Later windows take it from an earlier window's weight, which all ranks know. If
+        backward passes communicate, every rank calls this in its first one.
+
+        Args:
+            weight: of this rank's first micro-batch.
+            expected: how many micro-batches the window will have on this rank.
+            device: where the ranks agree.
+        """
+        if self.reference is not None:
+            return
+        first = weight * (expected * self._headroom)
+        if isinstance(first, Tensor) or not self._may_be_plain:
+            first = scalar(first, device)
+            if self._ranks.backend_sums:
+                first = self._ranks.sum_(first) / self._ranks.size
+        self._refer_to(power_of_two(first, None))
+
+    def begin_apart(self) -> None:
+        """Choose r of the first window now, so that no rank waits there for one that
+        has no micro-batch yet."""
+        self._refer_to(scalar(UNKNOWN, default_device()))
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device
@@ -126,6 +159,7 @@ class Division:
         if self._told is not None:
             part = weight * divided_by if by_mean else divided_by
             return part / self._told, weight
+        assert self.reference is not None
         key = divided_by, loss.device, loss.dtype
         unit = self._units[key] if key in self._units else self._new_unit(*key)
         factor, applied = weight * unit if by_mean else unit, weight
@@ -140,6 +174,7 @@ class Division:
         self, divided_by: int, device: torch.device, dtype: torch.dtype
     ) -> Weight:
         """divided_by / r as a loss needs it; exact, since r is a power of two."""
+        assert self.reference is not None
         unit = divided_by / self.reference
         if isinstance(unit, Tensor):
             unit = unit.to(device, torch.float32 if dtype in HALF else dtype)
@@ -160,10 +195,10 @@ class Division:
         known = window.known_sums if self._may_be_plain else None
         weight, divisor = known or (totals[WEIGHT], totals[DIVISOR])
         # r need not follow every window, but all ranks must change it together.
-        if self._is_first or num_windows < 8 or num_windows % 16 == 0:
-            otherwise = None if self._is_first else before
-            self._refer_to(power_of_two(weight / self._ranks.size, otherwise))
-            self._is_first = False
+        if num_windows < 8 or num_windows % 16 == 0:
+            self._refer_to(power_of_two(weight / self._ranks.size, before))
+        if before is None:
+            return None  # this rank has had no micro-batch yet
         if isinstance(before, Tensor):
             before = before.to(totals.device)
         scale = before if window.reduction == "total" else before / divisor
@@ -179,6 +214,7 @@ class Division:
         """What turns the gradient of a pass, as a hook on a parameter sees it, into
         what its micro-batch adds to the window's sum of w_i g_i."""
         whole = self.reference if self._told is None else self._told
+        assert whole is not None
         unit = scalar(whole, device)
         return unit if self.opening is None else unit / self.opening.to(unit)
 

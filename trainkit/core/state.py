@@ -53,18 +53,23 @@ def load_state(accumulator: Any, state: dict[str, Any], ranks: Ranks) -> None:
 def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
     """The totals and gradients of the open window, and r."""
     division, module = accumulator.division, accumulator.module
-    reference = float(division.reference)
-    # A rank without a micro-batch has no factor of a scaler, and sends 0.
-    opening = scalar(division.opening or 0, row.device)
-    table = ranks.gather_rows(torch.cat([row, opening.reshape(1)]))
-    totals, factor = merged(table), table[:, -1].amax()
+    # A rank without a micro-batch has neither number, and sends zeros.
+    own, carried = (
+        scalar(0 if number is None else number, row.device)
+        for number in (division.reference, division.opening)
+    )
+    table = ranks.gather_rows(torch.cat([row, torch.stack([own, carried])]))
+    totals = merged(table)
+    common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
-        return {"totals": None, "reference": reference, "factor": None, "gradients": {}}
+        shown = None if division.reference is None else own.cpu()
+        return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
+        # With aggregation="none", ranks have different r in their first window.
         named = inside_wrappers(module).named_parameters()
         held = holders(named, accumulator.gradients.wide)
-        gradients = save_partial(held, ranks)
+        gradients = save_partial(held, ranks, scale=own / common)
         if totals[WEIGHT] > 0 and not gradients:
             raise TrainkitError(
                 "state_dict: the window is open, and no parameter of `module` has a "
@@ -74,8 +79,8 @@ def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
     return {
         # By name: a later version may order the columns differently.
         "totals": dict(zip(COLUMNS, totals.cpu().unbind(), strict=True)),
-        "reference": reference,
-        "factor": factor.cpu() if bool(factor) else None,
+        "reference": common.cpu(),
+        "factor": shared_factor.cpu() if bool(shared_factor) else None,
         "gradients": gradients,
     }
 
@@ -95,13 +100,17 @@ def holders(
 
 @torch.no_grad()
 def save_partial(
-    named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks | None
+    named_parameters: Iterable[tuple[str, Tensor]],
+    ranks: Ranks | None,
+    *,
+    scale: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
     """The gradients of an open window on the CPU, by name, unsharded.
 
     Args:
         named_parameters: the parameters that train.
         ranks: the ranks whose gradients to add up; None saves only this rank's.
+        scale: what to multiply this rank's gradients by before they are added up.
     """
     ranks = ranks or Ranks()
     training = {name: p for name, p in named_parameters if p.requires_grad}
@@ -112,7 +121,7 @@ def save_partial(
         if isinstance(mine, DTensor):
             total = mine.full_tensor() * ranks.multiplier  # FSDP has reduced it
         elif ranks.size > 1:
-            total = ranks.sum_(mine.to_dense() if mine.is_sparse else mine.clone())
+            total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
             total = total.to_sparse(1) if mine.is_sparse else total
         else:
             total = mine

@@ -10,7 +10,6 @@ from torch.utils.data import BatchSampler
 from trainkit.core.plan.effective_batch import EffectiveBatch, Unit
 from trainkit.core.plan.stages import WindowSize
 from trainkit.core.strategies import Strategies, Uniform
-from trainkit.data.length_sampler import LengthGroupedSampler
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
@@ -155,8 +154,6 @@ def loader_batch_size(loader: Any) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
     if size is None and type(batch_sampler) is BatchSampler:
         return batch_sampler.batch_size
-    if isinstance(batch_sampler, LengthGroupedSampler):
-        return batch_sampler.rows_each
     return size
 
 

@@ -96,7 +96,7 @@ def test_without_its_state_a_window_is_off_and_said(tmp_path: Path, at: int) -> 
     module = train(Saving(path, at)).lightning_module
     state = holds(path)
     if at != 5:
-        assert set(state) == {"num_windows", "units", "ledger"}
+        assert set(state) == {"num_windows", "ledger"}
         assert off(path=strip(path)) <= 1e-10
         return
     assert set(state["gradients"]) == {name for name, _ in module.named_parameters()}

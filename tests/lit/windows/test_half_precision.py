@@ -83,7 +83,7 @@ def fit_scaled(front: str, kind: Any = Plain, *callbacks: Any, **how: Any) -> An
     ],
 )
 def test_half_precision_equals_big_batch(precision: str, optimizer: str) -> None:
-    """Up to the rounding of its dtype, the same for weights of 1 and of 50; mixed
+    """Up to the rounding of its dtype, the same for weights of 1 and of 5,000; mixed
     precision that of float32, too."""
 
     def train(front: str, how: Any, **made: Any) -> Any:
@@ -95,7 +95,7 @@ def test_half_precision_equals_big_batch(precision: str, optimizer: str) -> None
     tolerance = TOLERANCE[torch.bfloat16 if "bf16" in precision else torch.float16]
     if optimizer == "adamw":
         tolerance *= 3  # it takes the sign of what rounding leaves of small gradients
-    for strategy in (PerToken(), Heavy(50.0)):
+    for strategy in (PerToken(), Heavy()):
         module = train("callback", {}, strategy=strategy)
         off = deviation(module, big, START)
         assert off <= tolerance
@@ -189,23 +189,21 @@ def test_steps_lost_to_the_scaler_equal_those_of_plain_lightning(
     front: str, strategy: AccumulationStrategy, init_scale: float, optimizer: Any
 ) -> None:
     """keras#20878: Lightning's own counter goes on; ours tells which were skipped. They
-    are counted afresh in each fit: the scaler has found its factor in the first one.
-    A first window that weighs far over 1,024 costs a step more."""
+    are counted afresh in each fit: the scaler has found its factor in the first one."""
     plain, ours = plainly(init_scale), Weights()
-    lost = int(isinstance(strategy, Heavy))
     made = {"strategy": strategy, "optimizer": optimizer}
     how: dict[str, Any] = {"max_epochs": 4, "init_scale": init_scale, "made": made}
     fitted = fit_scaled(front, Plain, ours, **how)
     windows = windows_of(fitted)
     assert fitted.global_step == 12
     assert windows.num_skipped_steps == 12 - ours.num_taken
-    assert ours.num_taken >= plain.num_taken - lost
-    assert min(ours.scales) >= min(plain.scales) / 2**lost
-    assert bool(windows.num_skipped_steps) == (init_scale > 2.0**16 or bool(lost))
+    assert ours.num_taken >= plain.num_taken
+    assert min(ours.scales) >= min(plain.scales)
+    assert bool(windows.num_skipped_steps) == (init_scale > 2.0**16)
     assert not windows.skipped_last_step()
     fitted.fit_loop.max_epochs = 8
     fitted.fit(fitted.lightning_module, micro_batches(SEQUENCES))
-    assert windows_of(fitted).num_skipped_steps <= lost
+    assert windows_of(fitted).num_skipped_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -271,7 +269,7 @@ def test_clipping_comes_after_unscaling(clip: str) -> None:
     assert float(once.loss) == pytest.approx(expected, rel=1e-2)
 
 
-RESUMABLE: dict[str, Any] = {"batches": lambda sizes: Resumable(), "max_epochs": 4}
+RESUMABLE: dict[str, Any] = {"batches": lambda sizes: Resumable()}
 
 
 @pytest.mark.parametrize("at", [1, 5])
@@ -284,16 +282,6 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
         "mixin", Plain, Saving(path, at), init_scale=OVERFLOWS, **RESUMABLE
     )
     again = fit_scaled("mixin", ckpt_path=path, **RESUMABLE)
-    assert apart(again, saved) <= 1e-6
-
-
-def test_a_run_of_heavy_windows_is_resumed_without_a_lost_step(tmp_path: Path) -> None:
-    """What a window weighs is in every checkpoint, between two windows too."""
-    path, made = tmp_path / "between.ckpt", {"strategy": Heavy()}
-    saved = fit_scaled("callback", Plain, Saving(path, 7), made=made, **RESUMABLE)
-    again = fit_scaled("callback", made=made, ckpt_path=path, **RESUMABLE)
-    assert windows_of(saved).num_skipped_steps == 1
-    assert windows_of(again).num_skipped_steps == 0
     assert apart(again, saved) <= 1e-6
 
 

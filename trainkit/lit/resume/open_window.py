@@ -38,8 +38,7 @@ def save(
         Tensors, numbers and strings only, so that `weights_only` loading works.
     """
     state: dict[str, Any] = {
-        "num_windows": {i: a.num_windows for i, a in accumulators.items()},
-        "units": {i: float(a.division.reference) for i, a in accumulators.items()},
+        "num_windows": {i: a.num_windows for i, a in accumulators.items()}
     }
     is_open = any(a.is_open for a in accumulators.values())
     if num_torn == 1 or not (num_torn or is_open):
@@ -73,12 +72,15 @@ def _why_not(
 ) -> str | None:
     """Why a window's gradients cannot be saved, or None."""
     ranks = next(iter(accumulators.values())).ranks
+    in_first = any(a.num_windows == 0 for a in accumulators.values())
     if num_torn:
         return "a micro-batch is under way"
     if any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules()):
         return "FSDP1 keeps gradients in flat shards that no other run can place"
     if alone and ranks.size > 1:
         return "the other ranks cannot be asked for theirs"
+    if ranks.size > 1 and not ranks.backend_sums and in_first:
+        return "ranks that no backend sums share no scale before a window has closed"
     return None
 
 
@@ -98,7 +100,6 @@ def restore(
     for index, num_windows in state["num_windows"].items():
         if index in accumulators:
             accumulators[index].num_windows = num_windows
-            accumulators[index].division.restore(state["units"][index])
     if "lost" in state:
         warnings.warn(
             f"checkpoint: it was taken inside a window and does not hold the "

@@ -70,6 +70,11 @@ class CutBatch:
         return next(iter(self.weights.values()))
 
     @property
+    def num_expected(self) -> int:
+        """How many micro-batches the window will have on this rank."""
+        return self.num_cuts * len(self.parts)
+
+    @property
     def num_rows(self) -> int:
         return sum([len(each.rows) for each in self.parts[: self.num_counting]])
 

@@ -281,13 +281,20 @@ class Split:
     def _announce(self, batch: Any, current: CutBatch) -> None:
         """Tell the accumulator and other callbacks what comes, so that ranks begin to
         exchange it."""
-        accumulator = self._accumulator
+        accumulator, trainer = self._accumulator, self._trainer
         if current.num_cuts == 1 and not current.are_said:
             accumulator.tell(current.weights)
         else:
             refusals.refuse_several_terms(accumulator.strategies, current.num_cuts)
+            # Where the weight is said later, the first backward pass does this. But a
+            # rank whose memory runs out would not come there.
+            if self._is_apart or not current.are_said:
+                rows = len(current.parts[0].rows)
+                first = rows if current.are_said else current.leading[0]
+                device = trainer.strategy.root_device
+                accumulator.division.agree(first, current.num_expected, device)
         accumulator.window.count(**self._micro_batches.counts(batch, current))
-        for callback in self._trainer.callbacks:
+        for callback in trainer.callbacks:
             if isinstance(callback, OrderedCallback) and callback.on_cut is not None:
                 callback.on_cut(current.num_counting)
 
@@ -371,5 +378,6 @@ class Split:
         if accumulator.told is not None:
             accumulator.weigh(loss, value=value)
         else:
-            accumulator.weigh(loss, current.leading[index], value=value)
+            of = {"value": value, "expected": current.num_expected}
+            accumulator.weigh(loss, current.leading[index], **of)
         return loss

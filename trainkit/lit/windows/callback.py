@@ -160,6 +160,9 @@ class WindowCallback(WindowOwner):
         refuse_static_graph(accumulator.ranks.ddp, num_expected)
         gradients, training = accumulator.gradients, parameters_of(optimizer)
         gradients.parameters = training
+        is_by_hand = not trainer.lightning_module.automatic_optimization
+        if is_by_hand and accumulator.ranks.backend_sums:
+            accumulator.division.begin_apart()
         if self.wide_gradients:
             refusals.refuse_wide_under_scaler(self.scaler)
             gradients.wide = WideGradients(training, ranks=accumulator.ranks)

@@ -95,8 +95,8 @@ class Streamed:
         if number == 1 and accumulator.ranks.size == 1 and not accumulator.is_open:
             # Its total is known: the step is plain Lightning's, whatever hooks see.
             accumulator.tell({ONE: [checked_weight(windows.weight)]})
-        value = loss.detach()
-        accumulator.weigh(loss, windows.weight, divided_by=number, value=value)
+        how = {"divided_by": number, "expected": number, "value": loss.detach()}
+        accumulator.weigh(loss, windows.weight, **how)
         return self._plain_backward(loss, *args, **kwargs)
 
     def keeps_gradients(self) -> bool:
