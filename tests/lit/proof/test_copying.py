@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,13 @@ from tests.lit.proof.starting import fit, plain_trainer, said, tokens
 from tests.lit.proof.test_check import check_quickly
 from tests.zoo import causes
 from tests.zoo.causes import NormalisedTokens, Tokens, token_loader
-from trainkit import AccumulationCallback, PerSample, PerToken, Report
+from trainkit import (
+    AccumulationCallback,
+    PerSample,
+    PerToken,
+    Report,
+    TrainkitError,
+)
 from trainkit.lit.proof import copying, rehearse
 from trainkit.lit.proof.copying import Copies, move_weights, read_apart
 
@@ -105,24 +110,30 @@ class Sized(tuple[int, ...]):
         raise NotImplementedError
 
 
-def test_defaults_of_functions_are_those_of_the_copy() -> None:
-    """The control: a function that holds nothing is itself."""
+def test_a_length_of_its_own_is_not_asked_for() -> None:
     module = Rich()
+    module.sizes = Sized((1, 2))  # type: ignore[assignment]
+    assert tuple.__len__(copied(module).module.sizes) == 2
 
-    def named(x: Tensor, *, net: Any = module.head) -> Tensor:
-        return net(x)
 
-    module.calls, module.sizes = [1], Sized((1, 2))  # type: ignore[assignment]
-    module.of = [lambda x, net=module.head: net(x), functools.partial(named)]  # type: ignore[assignment]
-    module.plain = nn.functional.gelu  # type: ignore[assignment]
-    copy, x = copied(module).module, torch.ones(1, module.head.in_features)
-    for each in copy.of:
-        each(x).sum().backward()
-        assert copy.head.weight.grad is not None
-        copy.head.weight.grad = None
+class ByDefault(Tokens):
+    """Has a function with a submodule as a default, which no copy has its own of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = lambda x, net=self.head: net(x)
+
+    def features(self, batch: Any) -> Tensor:
+        hidden = super().features(batch)
+        return hidden + self.own(hidden).mean()
+
+
+def test_a_copy_that_trains_the_module_itself_is_refused() -> None:
+    """The control: its gradients are as they were."""
+    module = ByDefault()
+    with pytest.raises(TrainkitError, match="in the copy refers to the module itself"):
+        fit(module, tokens(), PerToken(), proof="require")
     assert module.head.weight.grad is None
-    assert copy.plain is module.plain
-    assert tuple.__len__(copy.sizes) == 2
 
 
 def test_large_frozen_parameters_are_shared(monkeypatch: Any) -> None:

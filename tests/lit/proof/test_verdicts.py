@@ -272,9 +272,9 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "one row": (Tokens, lambda: stream(causes.sequences(), 1), PerToken(),
      "there is 1 row"),
     "a lock": (lambda: wrongs.Held(threading.Lock()), tokens, PerToken(),
-     "Held.head.kept.held (lock) cannot be copied"),
+     "Held.head.kept (dict) cannot be copied"),
     "a generator": (lambda: wrongs.Held(n for n in range(3)), tokens, PerToken(),
-     "Held.head.kept.held (generator) cannot be copied"),
+     "Held.head.kept (dict) cannot be copied"),
 }  # fmt: skip
 
 

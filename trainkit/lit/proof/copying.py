@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,9 +42,6 @@ MOST_PARTS = 20
 SHARED = (DataLoader, Dataset, Sampler, types.ModuleType, ContextVar)
 """Kinds that a copy holds as they are; `torch.compile(dynamic=True)` has the last."""
 
-EMPTY = object()
-"""What is in a cell that nothing was put in."""
-
 _OURS = "trainkit.lit."
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -56,7 +52,8 @@ class Copies:
     The Trainer is left out. Data sets, loaders, large frozen parameters and what was
     imported are shared.
     Tensors that hang on a graph are copied without it. Functions that close over
-    something, as hooks often do over their module, close over its copy.
+    something, as hooks often do over their module, close over its copy; their defaults
+    stay as they are.
 
     Args:
         trainer: to which the module is attached.
@@ -82,7 +79,7 @@ class Copies:
         self.shared: dict[int, str] = {}
         self._memo: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}
-        self._functions: list[tuple[Any, Any]] = []
+        self._cells: list[tuple[types.CellType, types.CellType]] = []
         compiled = self._leave_out(trainer, module)
         for name, parameter in module.named_parameters():
             stays = parameter.dtype == dtype or not parameter.is_floating_point()
@@ -104,8 +101,10 @@ class Copies:
         before = dict(self._memo)
         try:
             copied = copy.deepcopy(value, self._memo)
-            while self._functions:
-                self._fill(*self._functions.pop())
+            while self._cells:
+                own, other = self._cells.pop()
+                with contextlib.suppress(ValueError):  # it is empty
+                    other.cell_contents = copy.deepcopy(own.cell_contents, self._memo)
         except Exception as error:
             place, kind = _culprit(value, before, name)
             raise NotMeasured(
@@ -145,28 +144,21 @@ class Copies:
         elif isinstance(value, SHARED):
             self._memo[id(value)] = value
         elif isinstance(value, types.FunctionType):
-            if not _is_copied(value):
+            if not value.__closure__:
                 return  # known by its identity, such as torch's own
-            closure, defaults = value.__closure__ or (), _defaults_of(value)
-            cells = tuple(types.CellType() for _ in closure)
-            own = value.__globals__, value.__name__, None, cells
+            cells = tuple(types.CellType() for _ in value.__closure__)
+            own = value.__globals__, value.__name__, value.__defaults__, cells
             again = types.FunctionType(value.__code__, *own)
+            again.__kwdefaults__ = value.__kwdefaults__
             vars(again).update(vars(value))
             self._memo[id(value)] = again
-            self._functions.append((value, again))
-            for each in (*map(_content, closure), *defaults):
-                self._prepare(each)
+            self._cells += zip(value.__closure__, cells, strict=True)
+            for each in value.__closure__:
+                with contextlib.suppress(ValueError):  # it is empty
+                    self._prepare(each.cell_contents)
         else:
             for each in _held_by(value):
                 self._prepare(each)
-
-    def _fill(self, function: Any, again: Any) -> None:
-        cells = zip(function.__closure__ or (), again.__closure__ or (), strict=True)
-        for own, other in cells:
-            if (content := _content(own)) is not EMPTY:
-                other.cell_contents = copy.deepcopy(content, self._memo)
-        for name in ("__defaults__", "__kwdefaults__"):
-            setattr(again, name, copy.deepcopy(getattr(function, name), self._memo))
 
     def _copy_hooks(self, module: nn.Module) -> None:
         """Copy the hooks of parameters, which deepcopy drops."""
@@ -246,32 +238,7 @@ def _held_by(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set):
         return [each for each in value]  # list() would ask for a length of its own
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
     return list(getattr(value, "__dict__", {}).values())
-
-
-def _defaults_of(function: types.FunctionType) -> list[Any]:
-    named = function.__kwdefaults__ or {}
-    return [*(function.__defaults__ or ()), *named.values()]
-
-
-def _is_copied(value: Any) -> bool:
-    """Whether a function holds something of which a copy has another one, or it is
-    such a thing."""
-    if isinstance(value, types.FunctionType):
-        return bool(value.__closure__) or any(map(_is_copied, _defaults_of(value)))
-    is_fixed = isinstance(value, type | types.ModuleType | types.BuiltinFunctionType)
-    return not is_fixed and hasattr(value, "__dict__")
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return EMPTY
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
@@ -288,28 +255,17 @@ def _remove_our_hooks(module: nn.Module) -> None:
                     del hooks[key]
 
 
-def _culprit(value: Any, memo: dict[int, Any], path: str) -> tuple[str, str]:
-    """The path and the type of what cannot be copied within a value."""
-    for name, inner in _inside(value):
-        try:
-            copy.deepcopy(inner, dict(memo))
-        except Exception:
-            is_module = isinstance(value, nn.Module) and name in (
-                "_modules",
-                "_parameters",
-                "_buffers",
-            )
-            return _culprit(inner, memo, path if is_module else f"{path}.{name}")
-    return path, type(value).__name__
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((str(key), each) for key, each in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((str(index), each) for index, each in enumerate(value))
-    else:
-        yield from getattr(value, "__dict__", {}).items()
+def _culprit(value: Any, memo: dict[int, Any], name: str) -> tuple[str, str]:
+    """The path and the type of what cannot be copied: an attribute of a value, or of a
+    submodule of it."""
+    modules = value.named_modules() if isinstance(value, nn.Module) else [("", value)]
+    for path, each in modules:
+        for key, held in getattr(each, "__dict__", {}).items():
+            try:
+                copy.deepcopy(None if key == "_modules" else held, dict(memo))
+            except Exception:
+                return ".".join(filter(None, (name, path, key))), type(held).__name__
+    return name, type(value).__name__
 
 
 def samples_across(loader: Any, number: int, collate: Any) -> list[Any]:

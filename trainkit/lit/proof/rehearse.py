@@ -168,7 +168,8 @@ class Rehearsal:
         for change in self.changes:
             taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
-        with kept, alone_among_ranks(), _aside(self.dtype), draws:
+        live_stays = _refuse_gradients(self.module)
+        with kept, live_stays, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
             seeded = States([])
             with contextlib.suppress(Ended):
@@ -368,6 +369,22 @@ def _own_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+@contextlib.contextmanager
+def _refuse_gradients(module: Any) -> Iterator[None]:
+    """Refuse a copy that goes backward into the module itself, as by the default of a
+    function, which is not copied."""
+    held = [(each, each.grad) for each in module.parameters()]
+    for each, _ in held:
+        each.grad = None
+    try:
+        yield
+        if any(each.grad is not None for each, _ in held):
+            raise NotMeasured("something in the copy refers to the module itself")
+    finally:
+        for each, gradient in held:
+            each.grad = gradient
 
 
 @contextlib.contextmanager
