@@ -53,16 +53,6 @@ def test_a_guard_that_makes_rows_independent_is_exact(guard: BatchNormGuard) -> 
     assert all(each.requires_grad for each in module.parameters())
 
 
-def test_spectral_norm_is_not_told_to_move_its_update() -> None:
-    """Each forward pass moves its estimate; no hook of the user's could do it later."""
-    module = Images(classified)
-    nn.utils.parametrizations.spectral_norm(module.net[0])
-    (cause,) = check(module, image_loader(), strategy=PerSample()).causes
-    assert (cause.kind, cause.place) == ("state", "net.0.parametrizations.weight.0._u")
-    (line,) = cause.remedy
-    assert "no strategy can make it exact" in line
-
-
 def test_an_attribute_that_nothing_reads_is_no_strategy() -> None:
     """A module without the mixin trains as plain Lightning does, whatever it sets."""
 

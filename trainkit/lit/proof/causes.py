@@ -269,8 +269,7 @@ class Causes:
 
 def _of_state(first: str, *others: str) -> Cause:
     also = f", and so {listed([*others], at_most=3)}" if others else ""
-    name = "parametrization" if ".parametrizations." in first else "state"
-    return cause(name, first, also=also)
+    return cause("state", first, also=also)
 
 
 def _of_rows(event: Event, layer: nn.Module, number: int = 1) -> Cause:

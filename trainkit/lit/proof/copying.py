@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -220,6 +220,22 @@ def move_weights(module: nn.Module, shared: dict[int, str]) -> None:
             spread = parameter.std(correction=0)
             size = torch.where(spread > 1e-6, SPREAD * spread, LEAST_MOVE)
             parameter.add_(flat.view(parameter.shape) * size)
+
+
+@contextlib.contextmanager
+def refuse_gradients(module: nn.Module) -> Iterator[None]:
+    """Refuse a copy that goes backward into the module itself, as by the default of a
+    function, which is not copied."""
+    held = [(each, each.grad) for each in module.parameters()]
+    for each, _ in held:
+        each.grad = None
+    try:
+        yield
+        if any(each.grad is not None for each, _ in held):
+            raise NotMeasured("something in the copy refers to the module itself")
+    finally:
+        for each, gradient in held:
+            each.grad = gradient
 
 
 def _refuse(module: nn.Module) -> None:

@@ -71,9 +71,6 @@ class Candidate:
 SUM = Candidate(None, 3, "a sum over rows")
 """A loss that is a sum over rows: every part counts once, undivided."""
 
-CONSTANT = Candidate(None, 3, "what no row changes")
-"""A term of a loss that is alike for every part, such as a decay of weights."""
-
 UNIFORM = Candidate(Uniform(), 9)
 
 

@@ -32,7 +32,7 @@ from trainkit.lit._compat import (
 from trainkit.lit.aside import LIGHTNINGS, logged_from
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks, windows_of
-from trainkit.lit.proof.copying import Copies, move_weights
+from trainkit.lit.proof.copying import Copies, move_weights, refuse_gradients
 from trainkit.lit.proof.draws import SEED, Draws, WritesShared
 from trainkit.lit.proof.report import NotMeasured
 from trainkit.lit.proof.taken import Taken
@@ -168,7 +168,7 @@ class Rehearsal:
         for change in self.changes:
             taken.result = change(module)
         kept = random_kept(self.trainer.strategy.root_device)
-        live_stays = _refuse_gradients(self.module)
+        live_stays = refuse_gradients(self.module)
         with kept, live_stays, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
             seeded = States([])
@@ -369,22 +369,6 @@ def _own_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-@contextlib.contextmanager
-def _refuse_gradients(module: Any) -> Iterator[None]:
-    """Refuse a copy that goes backward into the module itself, as by the default of a
-    function, which is not copied."""
-    held = [(each, each.grad) for each in module.parameters()]
-    for each, _ in held:
-        each.grad = None
-    try:
-        yield
-        if any(each.grad is not None for each, _ in held):
-            raise NotMeasured("something in the copy refers to the module itself")
-    finally:
-        for each, gradient in held:
-            each.grad = gradient
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.core.terms import leading
 from trainkit.lit.proof.denominators import (
-    CONSTANT,
     OFTEN_MEANT,
     SUM,
     UNIFORM,
@@ -170,15 +169,12 @@ def denominator(
         return cause(
             "sum", said=said, strategy=_line(None, total.replace("'total'", '"total"'))
         )
-    ways = _ways_in(subject)
-    if first is UNIFORM:
-        return cause("uniform", STEP, *ways, said=said, strategy=line)
     others = [fit.candidate for fit in fits[1:] if not fit.function]
     meant = [each.line for each in others if each.simplicity <= OFTEN_MEANT]
     lines = " and ".join([each for each in meant if each != SUM.line][:2])
     also = f" (on these rows {lines} count as much)" if lines else ""
     how = {"line": first.line, "said": said, "also": also, "strategy": line}
-    return cause("another", STEP, *ways, **how)
+    return cause("another", STEP, *_ways_in(subject), **how)
 
 
 def unknown(subject: Subject, alone: Alone) -> Cause:
@@ -208,7 +204,8 @@ def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
         if is_right and bool((solved > 0).all()):
             numbers = [round(each, 6) for each in (solved / solved.min()).tolist()]
             line = f"PerClassWeight(weight={numbers}, labels={at!r})"
-            return cause("classes", numbers=numbers, strategy=_line(None, line))
+            how = {"line": line, "said": _said(subject), "also": ""}
+            return cause("another", **how, strategy=_line(None, line))
     return None
 
 
@@ -246,7 +243,7 @@ def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
 
 def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | None:
     """Two terms of a loss that make up the gradients of all unions of four parts, each
-    with a denominator of its own. A term may be a sum, or a constant."""
+    with a denominator of its own. A term may be a sum."""
     groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
     if not all(groups) or not subject.module.automatic_optimization:
         return None
@@ -260,7 +257,7 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
         for candidate, counts, _ in _counted(replace(subject, parts=groups))
         if candidate.simplicity <= OFTEN_MEANT and bool((counts > 0).all())
     }
-    columns |= {SUM: members, CONSTANT: torch.ones(len(unions), 1).double()}
+    columns[SUM] = members
     size, found = float(torch.linalg.matrix_norm(gradients)), []
     for one, other in itertools.combinations(columns, 2):
         basis = torch.cat([columns[one], columns[other]], 1)
@@ -268,18 +265,16 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
         off = float(torch.linalg.matrix_norm(gradients - inside)) / size
         if off <= most:
             simplicity = one.simplicity + other.simplicity
-            found.append((basis.shape[1], simplicity, one, other))
+            found.append((simplicity, one, other))
     if not found:
         return None
-    # A constant is a mean of anything: what has fewer columns says more.
-    one, other = min(found, key=lambda each: each[:2])[2:]
+    one, other = min(found, key=lambda each: each[0])[1:]
     terms = [
         each.line if each.strategy is None else f"a mean over {each.line}"
         for each in (one, other)
     ]
     lines = [TOTAL if each is SUM else each.line for each in (one, other)]
-    name = "constant" if other is CONSTANT else "two"
-    return cause(name, one=terms[0], other=terms[1], first=lines[0], second=lines[1])
+    return cause("two", one=terms[0], other=terms[1], first=lines[0], second=lines[1])
 
 
 def _said(subject: Subject) -> str:

@@ -53,12 +53,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "each micro-batch moves it, not each step{also}",
         "move the update to on_before_optimizer_step",
     ),
-    "parametrization": (
-        "state",
-        "each micro-batch moves it, not each step{also}",
-        "this parametrization, such as spectral norm, moves in each forward pass: "
-        "no strategy can make it exact, and its estimate is what differs",
-    ),
     "own backward": (
         "order",
         "gradients arrive beside the window's backward pass, as by a .backward() "
@@ -187,19 +181,9 @@ WORDS: dict[str, tuple[str, ...]] = {
         "the loss is a sum over rows, and {said} takes it for a mean",
         "{strategy}",
     ),
-    "uniform": (
-        "denominator",
-        "the loss weighs every micro-batch alike, and {said} does not",
-        "{strategy}",
-    ),
     "another": (
         "denominator",
         "the loss divides by what {line} counts, and not by {said}{also}",
-        "{strategy}",
-    ),
-    "classes": (
-        "denominator",
-        "the loss divides by the sum of class weights, which are as {numbers}",
         "{strategy}",
     ),
     "unknown": (
@@ -209,13 +193,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "accumulation = Weighed(), and in training_step self.weigh(n) with the number "
         "that the loss divides by",
         "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
-    ),
-    "constant": (
-        "denominator",
-        "the loss is made of {one} and of {other}; each micro-batch adds the latter "
-        "anew",
-        "return the mean over rows from training_step, to which a constant may be "
-        "added, or give the decay to the optimizer (weight_decay=...)",
     ),
     "two": (
         "denominator",
