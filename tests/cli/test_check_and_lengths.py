@@ -25,7 +25,7 @@ def test_a_training_that_is_exact_ends_with_0_and_leaves_no_file(
 ) -> None:
     assert main(["check", "train", *TINY]) == 0
     out = capsys.readouterr().out
-    assert "verdict: exact on 24 rows" in out
+    assert "verdict: exact on 24 of your rows" in out
     assert "plain accumulation: off by" in out
     assert list(tmp_path.iterdir()) == []
 

@@ -28,6 +28,7 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
+from trainkit.lit.proof.subject import as_given
 
 OTHERWISE = {"accumulation_aggregation": "aggregation", "accumulation": "strategy"}
 """A graph network has an `aggregation` of its own, with the very same values, and it
@@ -191,22 +192,35 @@ INNER = MicroBatching(size=2, inside="head")
 
 
 @pytest.mark.parametrize(
-    ("module", "how", "name"),
+    ("module", "how", "strategy", "size", "inside"),
     [
-        (Read, {}, "split, weighed by PerToken()"),
-        (Read, {"strategy": PerSample()}, "split, weighed by PerSample()"),
-        (Read, {"micro_batches": INNER}, "inner cut"),
-        (Unread, {}, "plain accumulation"),
-        (Unread, by_callback(PerToken()), "weighed by PerToken()"),
+        (Read, {}, PerToken(), SPLIT.size, None),
+        (Read, {"strategy": PerSample()}, PerSample(), SPLIT.size, None),
+        (Read, {"micro_batches": INNER}, PerToken(), INNER.size, "head"),
+        (Unread, {}, None, None, None),
+        (Unread, by_callback(PerToken()), PerToken(), None, None),
         (
             Unread,
             by_callback(PerToken(), micro_batching=SPLIT),
-            "split, weighed by PerToken()",
+            PerToken(),
+            SPLIT.size,
+            None,
         ),
-        (Unread, by_callback(micro_batching=INNER), "inner cut"),
+        (Unread, by_callback(micro_batching=INNER), None, INNER.size, "head"),
     ],
 )
 def test_what_is_not_given_is_that_of_the_module_or_its_callback(
-    module: Any, how: Any, name: str
+    module: Any, how: Any, strategy: Any, size: Any, inside: Any, monkeypatch: Any
 ) -> None:
-    assert check_quickly(module(), token_loader(), **how).cuts[0].name == name
+    subjects: list[Any] = []
+
+    def noted(subject: Any, *more: Any) -> trainkit.Report:
+        subjects.append(subject)
+        return trainkit.Report.of_nothing("")
+
+    monkeypatch.setattr("trainkit.lit.front.check.measured", noted)
+    check_quickly(module(), token_loader(), **how)
+    (subject,) = subjects
+    assert as_given(subject.strategies) == strategy
+    assert getattr(subject.options, "size", None) == size
+    assert getattr(subject.options, "inside", None) == inside

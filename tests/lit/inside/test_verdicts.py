@@ -344,7 +344,6 @@ def test_auto_refuses_where_all_rows_see_each_other() -> None:
 def test_check_follows_the_cut(net: nn.Module, exact: bool) -> None:
     report = check(Foreign(mean_of_squares, net=net), batch(), micro_batches=NAMED)
     assert report.exact == exact
-    assert {cut.name for cut in report.cuts} == {"inner cut"}
     if not exact:
         assert [cause.place for cause in report.causes] == ["net"]
         with pytest.raises(AssertionError, match="chunks of rows do not give"):

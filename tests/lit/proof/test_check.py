@@ -202,7 +202,7 @@ def test_what_is_not_exact_is_explained(
     if kind != "state":
         assert report.deviation > 1e-3
         assert report.parameters[0][1] > 1e-3
-    verdict = "cannot say" if kind == "randomness" else "not the big batch"
+    verdict = "not measured" if kind == "randomness" else "not the big batch"
     with pytest.raises(AssertionError, match=verdict):
         report.assert_exact()
 
@@ -299,7 +299,7 @@ def test_what_rows_draw_together_is_named_and_nothing_else() -> None:
     assert [cause.kind for cause in report.causes] == ["randomness"] * 2
     places = [cause.place.split()[0] for cause in report.causes]
     assert places == ["gumbel_softmax", "multinomial"]
-    with pytest.raises(AssertionError, match="cannot say"):
+    with pytest.raises(AssertionError, match="not measured"):
         report.assert_exact()
 
 

@@ -274,7 +274,7 @@ def test_what_runs_in_half_precision_only_is_never_called_exact() -> None:
     assert not report.exact
     (cause,) = report.causes
     assert cause.kind == "precision"
-    assert "cannot say on 10 rows" in str(report)
+    assert "not measured: it runs in bf16-true only" in str(report)
 
 
 def test_what_knows_no_float64_is_measured_in_float32() -> None:

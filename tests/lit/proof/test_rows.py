@@ -58,26 +58,6 @@ def test_a_loss_may_count_rows_that_weigh_nothing(cut: MicroBatching | None) -> 
         fit(Images(over_rows), unlabelled(), PerToken(1), cut, proof="require")
 
 
-def with_background(module: Any, maps: Tensor, batch: Any) -> Tensor:
-    """As of a detector: images without an object train the background."""
-    background = maps.square().mean((1, 2, 3)).sum()
-    number = (batch[1] != -100).sum().clamp(min=1)
-    return (losses(module, maps, batch).sum() + background) / number
-
-
-def test_a_row_that_weighs_nothing_may_be_alone_in_a_micro_batch() -> None:
-    """The control: beside others it is no error, and all parts are the whole."""
-    with pytest.raises(TrainkitError, match="not the big batch"):
-        fit(Images(with_background), unlabelled(), PerToken(1), proof="require")
-    batch = [torch.ones(4, 3, 8, 8), torch.tensor([1, -100, 2, 3])]
-    module = Images(with_background)
-    whole = module.training_step(batch, 0)
-    parts = [
-        module.training_step([v[a:b] for v in batch], 0) for a, b in ((0, 2), (2, 4))
-    ]
-    assert torch.isclose(whole, parts[0] / 3 + parts[1] * 2 / 3)
-
-
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_parameters_of_no_module_are_all_compared(order: list[int]) -> None:
     with pytest.raises(TrainkitError, match="not the big batch"):
@@ -126,15 +106,14 @@ def test_rows_beside_each_other_may_belong_together(size: int) -> None:
 # ---- which parts are made of them ----------------------------------------------------
 
 
-def test_parts_hold_unlike_numbers_of_classes() -> None:
-    """The control: where labels are no classes, each part has one, and all look alike
-    to a loss that divides by the number of classes."""
-    y = torch.arange(3).repeat_interleave(2)
-    for labels, is_alike in ((y, False), (y.double().exp(), True)):
-        rows = FewRows({"x": torch.ones(6, 2), "y": labels}, None, None)
-        parts = chosen_parts(rows, (2, 2, 2), PerSample())
-        numbers = {len(set(y[part].tolist())) for part in parts}
-        assert (len(numbers) == 1) == is_alike
+def over_classes(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return losses(module, maps, batch).sum() / len(batch[1].unique())
+
+
+def test_a_loss_may_count_the_classes_of_its_rows() -> None:
+    """Of rows of one class each, or of two each, they count as rows do."""
+    with pytest.raises(TrainkitError, match="not the big batch"):
+        fit(Images(over_classes), images(), PerSample(), proof="require")
 
 
 @pytest.mark.parametrize("has_text", [False, True])

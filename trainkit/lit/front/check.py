@@ -31,13 +31,12 @@ from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
     measured,
-    name_of,
     of_all_ranks,
     refuse_backend,
 )
 from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
-from trainkit.lit.proof.report import Cut, NotMeasured, Report, in_one_line
+from trainkit.lit.proof.report import NotMeasured, Report, in_one_line
 from trainkit.lit.proof.subject import Subject, as_given, off_without_padding
 from trainkit.lit.proof.words import cause
 
@@ -245,23 +244,21 @@ class _Check(Callback):
 
 def _beside_plain(report: Report, subject: Subject) -> Report:
     """A report that also says how far plain Lightning would be off."""
-    if not (subject.strategies and subject.is_plain and report.cuts):
+    if not (subject.strategies and subject.is_plain and report.parts):
         return report
     subject = subject.varied(dtype=getattr(torch, report.precision))
     plain = replace(subject, strategies={}, options=None, has_batches=True)
     off = plain.window().off_from(subject.whole())
-    cut = replace(report.cuts[0], name="plain accumulation", deviation=off)
-    return replace(report, cuts=(*report.cuts, cut))
+    note = f"plain accumulation: off by {off:.1e}"
+    return replace(report, notes=(*report.notes, note))
 
 
 def _undecided(subject: Subject, error: Exception) -> Report:
     """The report of a step that runs in the half precision of its Trainer alone."""
     precision = str(subject.trainer.precision)
-    sizes = tuple(map(len, subject.parts))
     return replace(
         Report.of_nothing(""),
         num_rows=len(subject.all_rows),
         precision=precision,
-        cuts=(Cut(name_of(subject), sizes, None),),
         causes=(cause("precision", precision=precision, why=in_one_line(error)),),
     )

@@ -17,7 +17,7 @@ from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.terms import leading
 from trainkit.lit.proof.places import Event, alike, record_events
-from trainkit.lit.proof.report import ALARM, SURELY_ROUNDING, Cause, Cut, Report
+from trainkit.lit.proof.report import ALARM, SURELY_ROUNDING, Cause, Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.subject import Subject
 from trainkit.lit.proof.weights import Alone
@@ -73,7 +73,7 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         rounding=packed.most_rounding,
         num_rows=len(chosen),
         precision=str(dtype).removeprefix("torch."),
-        cuts=(Cut("each document alone", (1,) * len(chosen), off),),
+        parts=(1,) * len(chosen),
         causes=(found,),
     )
 

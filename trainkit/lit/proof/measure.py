@@ -12,19 +12,18 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from trainkit.core.strategies import Uniform
-from trainkit.core.terms import ONE, leading
+from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit.aside import LIGHTNINGS
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.copying import collates_by_itself
-from trainkit.lit.proof.denominators import candidates, line_of
+from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.documents import of_documents
 from trainkit.lit.proof.parts import MEANT, has_equal_batches, shares_of
 from trainkit.lit.proof.report import (
     ALARM,
     SURELY_ROUNDING,
     Cause,
-    Cut,
     NotMeasured,
     Report,
 )
@@ -80,11 +79,6 @@ def measured(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     if unlike is not None and not unlike.is_off:
         return unlike
     found = _compared(subject, precisions)
-    if found.exact and (idle := _with_idle_alone(subject)) is not None:
-        with contextlib.suppress(Exception):  # by itself it may have no finite gradient
-            apart = _compared(idle, precisions)
-            if apart.is_off:
-                return apart
     if not doubt or not found.exact:
         return found
     if unlike is not None and unlike.notes:
@@ -121,20 +115,6 @@ def _unlike(
     return None, doubt
 
 
-def _with_idle_alone(subject: Subject) -> Subject | None:
-    """The subject with a part of one row that counts nothing by the run's strategy, as
-    an image without objects may; None if there is no such row, or no such part."""
-    if subject.is_split or not (subject.strategies and subject.has_batches):
-        return None
-    of, own = subject.all_rows, leading(subject.strategies)
-    counts = subject.rows.counts(of, [own.weight])[:, 0].tolist()
-    for row, count in zip(of, counts, strict=True):
-        if count == 0 and any(counts) and [row] not in subject.parts:
-            rest = [[each for each in p if each != row] for p in subject.parts]
-            return replace(subject, parts=[*filter(None, rest), [row]])
-    return None
-
-
 def _count_alike(subject: Subject) -> bool:
     """Whether these rows count alike by all that labels and masks may count."""
     rows, of = subject.rows, subject.all_rows
@@ -143,8 +123,7 @@ def _count_alike(subject: Subject) -> bool:
     counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
     counts = counts[:, counts.sum(0) != 0]
     places = [[of.index(row) for row in part] for part in subject.parts]
-    shares = shares_of(counts, [places])[0]
-    shares = shares if isinstance(own, Uniform) else shares[:, :-1]
+    shares = shares_of(counts, places, own)
     return shares.numel() > 0 and bool((shares - shares[:, :1]).abs().max() < 1e-6)
 
 
@@ -157,7 +136,7 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
         rounding=subject.most_rounding,
         num_rows=len(subject.all_rows),
         precision=str(dtype).removeprefix("torch."),
-        cuts=(Cut(name_of(subject), tuple(map(len, subject.parts)), off),),
+        parts=tuple(map(len, subject.parts)),
         left_out=_left_out(subject),
     )
     if off > ALARM[dtype]:
@@ -244,20 +223,6 @@ def _left_out(subject: Subject) -> tuple[str, ...]:
         if not kind.__module__.startswith(LIGHTNINGS):  # a copy runs without it
             found.append(kind.__name__)
     return tuple(found)
-
-
-def name_of(subject: Subject) -> str:
-    """What was cut, and how it was weighed."""
-    options = subject.options
-    if options is not None and options.inside is not None:
-        and_more = ", weighed" if subject.has_batches else ""
-        return f"inner cut{and_more}"
-    if not subject.strategies:
-        return "plain accumulation"
-    said = line_of(leading(subject.strategies))
-    if ONE not in subject.strategies:
-        said = "terms by name"
-    return f"{'split, ' * (options is not None)}weighed by {said}"
 
 
 def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit.core.nested import tensors
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
-from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import leading, telling_lengths
 from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rehearse import Rehearsal
@@ -22,7 +22,7 @@ from trainkit.lit.proof.report import NotMeasured
 from trainkit.lit.proof.rows import POOL, FewRows, Parts, few_rows
 from trainkit.lit.proof.subject import Subject
 
-TRIES = 200
+TRIES = 100
 MOST_PARTS = 6
 
 MEANT = 2
@@ -68,7 +68,7 @@ def subject_of(
     is_equal = number == 4 or not is_split and has_equal_batches(loader)
     is_equal = is_equal and own is not None
     sizes = unlike_sizes(number, MOST_PARTS, is_equal=is_equal)
-    parts = chosen_parts(rows, sizes, own, is_split=is_split)
+    parts = chosen_parts(rows, sizes, own or Uniform(), is_split=is_split)
     are_alike = is_split and not (trims or has_batches)
     return Subject(
         rehearsal, strategies, options, rows, parts, has_batches, are_alike=are_alike
@@ -78,80 +78,51 @@ def subject_of(
 def chosen_parts(
     rows: FewRows,
     sizes: Sequence[int],
-    own: AccumulationStrategy | None = None,
+    own: AccumulationStrategy,
     *,
     is_split: bool = False,
 ) -> Parts:
     """Some rows in parts, so that what may be counted differs between them, and widths.
 
-    Of random choices, the one is taken in which the shares of the parts differ most
-    often between denominators, first of all those that are often meant.
+    Of random choices, the one is taken in which each part counts something, with most
+    widths, and in which most denominators, first of all those that are often meant, are
+    apart from the run's own.
 
     Args:
         rows: of which some are chosen.
         sizes: how many rows each part gets.
-        own: what the run counts, if the parts should differ from that above all. Where
-            others suffice, one row is chosen that counts nothing by it, beside others:
-            the loss may count it, and in a part by itself it has no mean.
+        own: what the run counts.
         is_split: whether the run itself cuts the rows that are chosen.
     """
-    pool, number = rows.shortest(max(sum(sizes), POOL)), sum(sizes)
-    batch, all_lengths = rows.make(pool), rows.lengths()
-    lengths, labels = [all_lengths[row] for row in pool], _labels(batch, len(pool))
-    named = candidates(batch, {})
-    weighs = [each.weigh for each in named]
-    counts = rows.counts(pool, weighs if own is None else [own.weight, *weighs])
-    meant = sum(each.simplicity <= MEANT for each in named) + (own is not None)
-    places, idle = list(range(len(pool))), list[int]()
-    is_counted = [own is None or float(count[0]) > 0 for count in counts]
-    if sum(is_counted) >= number:
-        idle = [place for place in places if not is_counted[place]][: number > 2]
-        places = [place for place in places if is_counted[place]]
-    draw, bounds = random.Random(0), [0, *itertools.accumulate(sizes)]
-    tries = TRIES // 8 if is_split else TRIES
-    few = number - len(idle)  # the last part, which gets it, has two rows or more
-    orders = [draw.sample(places, few) + idle for _ in range(tries)]
+    pool, lengths = rows.shortest(max(sum(sizes), POOL)), rows.lengths()
+    batch, draw = rows.make(pool), random.Random(0)
+    named, labels = candidates(batch, {}), _labels(batch, len(pool))
+    counts = rows.counts(pool, [own.weight, *(each.weigh for each in named)])
+    meant = sum(each.simplicity <= MEANT for each in named)
+    tries = TRIES // 4 if is_split else TRIES
+    orders = [draw.sample(range(len(pool)), sum(sizes)) for _ in range(tries)]
     if is_split:
-        chosen = [[pool[place] for place in sorted(order)] for order in orders]
-        cuts = rows.cuts(chosen, max(sizes))
+        drawn = [[pool[place] for place in sorted(order)] for order in orders]
+        cuts = rows.cuts(drawn, max(sizes))
         choices = [[[pool.index(row) for row in p] for p in parts] for parts in cuts]
     else:
-        pairs = list(itertools.pairwise(bounds))
+        pairs = list(itertools.pairwise([0, *itertools.accumulate(sizes)]))
         choices = [[sorted(order[a:b]) for a, b in pairs] for order in orders]
-    apart = _apart(counts, choices, meant, has_own=own is not None)
 
-    def merit(choice: int) -> tuple[float, ...]:
-        parts = choices[choice]
-        widths = {max(lengths[place] for place in part) for part in parts}
-        # Parts of one class each would look alike to what counts classes.
-        kinds = {_kind(labels, part) for part in parts}
-        each_counts = all(any(is_counted[place] for place in part) for part in parts)
-        return each_counts, len(widths), len(kinds), *apart[choice]
+    def merit(parts: Parts) -> tuple[float, ...]:
+        widths = {max(lengths[pool[place]] for place in part) for part in parts}
+        chosen = [place for part in parts for place in part]
+        # Where all labels are unlike, or each occurs twice, classes count as rows do.
+        times = [Counter(each[place] for place in chosen).values() for each in labels]
+        has_kinds = any(len({*each}) > 1 for each in times)
+        shares = shares_of(counts, parts, own)
+        apart = (shares[:, 1:] - shares[:, :1]).norm(dim=0)
+        first = float(apart[:meant].clamp(max=CLEAR).sum())
+        number, is_counted = int((apart > CLEAR).sum()), bool((shares[:, 0] > 0).all())
+        return is_counted, len(widths), has_kinds, first, number
 
-    best = choices[max(range(len(choices)), key=merit)]
+    best = max(choices, key=merit)
     return [[pool[place] for place in part] for part in best]
-
-
-def _apart(
-    counts: Tensor, choices: Sequence[Parts], meant: int, *, has_own: bool
-) -> list[tuple[float, ...]]:
-    """For each choice of parts, how clearly denominators that are often meant are apart
-    by what the parts weigh, how many are apart at all, and how far at least; the first
-    one from the others, if it is the run's own."""
-    shares = shares_of(counts, choices)
-    if has_own:
-        apart = (shares - shares[..., :1]).norm(dim=1)
-        apart[:, :-1] *= shares[..., :-1].sum(1) > 0.5  # else it says nothing
-        other = torch.arange(shares.shape[-1])
-    else:
-        one, other = torch.triu_indices(shares.shape[-1], shares.shape[-1], 1)
-        apart = (shares[..., one] - shares[..., other]).norm(dim=1)
-    is_clear = apart > CLEAR
-    least = apart.where(is_clear, torch.inf).amin(1)
-    first = apart[:, other < meant].clamp(max=CLEAR).sum(1)
-    number = is_clear.sum(1)
-    least = least.where(number > 0, 0)
-    return list(zip(first.tolist(), number.tolist(), least.tolist(), strict=True))
 
 
 def _labels(batch: Any, number: int) -> list[list[float]]:
@@ -163,35 +134,20 @@ def _labels(batch: Any, number: int) -> list[list[float]]:
     ]
 
 
-def _kind(labels: Sequence[Sequence[float]], part: Sequence[int]) -> tuple[Any, ...]:
-    """How often each label occurs, whichever it is; of no label, how many rows."""
-    counts = (Counter(column[row] for row in part) for column in labels)
-    return len(part), *(tuple(sorted(each.values())) for each in counts)
-
-
-def shares_of(counts: Tensor, choices: Sequence[Parts]) -> Tensor:
-    """What each part of several choices weighs, of all of its choice.
+def shares_of(counts: Tensor, parts: Parts, own: AccumulationStrategy) -> Tensor:
+    """What each part weighs, of all of them: parts x denominators.
 
     Args:
-        counts: what each row counts, rows x denominators.
-        choices: rows in parts; where one has fewer parts, these weigh nothing.
-
-    Returns:
-        Choices x parts x denominators, and one more, by which all parts weigh alike.
+        counts: what each row counts, rows x denominators, the run's own first. What
+            counts no row says nothing, and all parts weigh alike by it.
+        parts: rows in parts.
+        own: the run's own strategy.
     """
-    most, own = max(map(len, choices)), len(counts)
-    places = [
-        (choice, place, row)
-        for choice, parts in enumerate(choices)
-        for place, part in enumerate(parts)
-        for row in (*part, own)
-    ]
-    members = torch.zeros(len(choices), most, own + 1, dtype=counts.dtype)
-    members[tuple(torch.tensor(places).T)] = 1
-    rows = torch.nn.functional.pad(counts, (0, 1, 0, 1))
-    rows[-1, -1] = 1
-    in_parts = members @ rows
-    return in_parts / in_parts.sum(1, keepdim=True).clamp_min(1e-9)
+    in_parts = torch.stack([counts[part].sum(0) for part in parts])
+    in_parts[:, in_parts.sum(0) == 0] = 1
+    if isinstance(own, Uniform):
+        in_parts[:, 0] = 1
+    return in_parts / in_parts.sum(0)
 
 
 def has_equal_batches(loader: Any) -> bool:

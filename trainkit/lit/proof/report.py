@@ -94,21 +94,6 @@ class Cause:
         return f"{self.text} ({self.place})" if self.place else self.text
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A way to cut the rows, and how far its parts are from the whole.
-
-    Attributes:
-        name: what was cut, and how it was weighed.
-        sizes: the rows of each part.
-        deviation: as a share of the gradient's size; None where a part could not run.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    deviation: float | None
-
-
 @dataclass(frozen=True, repr=False)
 class Report:
     """How far the gradient of a window is from that of one batch, and why.
@@ -116,13 +101,12 @@ class Report:
     `str(report)` is a table.
 
     Attributes:
-        exact: whether the deviation is rounding, for every cut of the run.
-        deviation: the largest of the cuts with the run's strategy, as a share of the
-            gradient's size.
+        exact: whether the deviation is rounding.
+        deviation: as a share of the gradient's size.
         rounding: the largest deviation that counts as rounding.
         num_rows: how many rows were used.
         precision: in which arithmetic it was measured.
-        cuts: all cuts that were measured.
+        parts: how many rows each part of the window had.
         parameters: the parameters that are off, worst first, each with its deviation.
         causes: why, where it is not exact; and what holds in expectation only.
         notes: what else is to be known.
@@ -135,7 +119,7 @@ class Report:
     rounding: float
     num_rows: int
     precision: str
-    cuts: tuple[Cut, ...]
+    parts: tuple[int, ...]
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
@@ -165,59 +149,56 @@ class Report:
         return self.causes[0].with_place if hides else ""
 
     @property
-    def line(self) -> str:
-        """The verdict in one line, as a run says it when it begins."""
+    def verdict(self) -> str:
+        """Whether it is exact, on how many rows, and how far off it is."""
         rows = f"on {self.num_rows} of your rows"
         if self.exact:
-            left_out = ", ".join(self.left_out)
-            more = f"; left out: {left_out}" if left_out else ""
-            off = f"off by {self.deviation:.0e} in {self.precision}"
-            return f"exact {rows}: {off}{more}"
+            return f"exact {rows}: off by {self.deviation:.0e} in {self.precision}"
         if not self.is_off:
             return f"not measured: {self._doubt}"
+        off = f"is off by {self.deviation:.2g} of its size"
+        if self.mixes_documents:
+            return (
+                f"documents that share a row are not what each is alone: the gradient "
+                f"of {self.num_rows} of them {off}"
+            )
+        return (
+            f"a window of this training is not the big batch: {rows}, its gradient "
+            f"{off}"
+        )
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, as a run says it when it begins."""
+        if self.exact and self.left_out:
+            return f"{self.verdict}; left out: {', '.join(self.left_out)}"
+        if not self.is_off:
+            return self.verdict
         first = next((each for each in self.causes if not each.hides), None)
         cause = "" if first is None else first.with_place
         cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
-        if first is not None and self.mixes_documents:
-            return (
-                f"documents that share a row are not what each is alone: the gradient "
-                f"of {self.num_rows} of them is off by {self.deviation:.2g} of its "
-                f"size. {cause}To do: {first.remedy[0]}"
-            )
-        return (
-            f"a window of this training is not the big batch: {rows}, its gradient is "
-            f"off by {self.deviation:.2g} of its size. {cause}{MORE}"
-        )
+        is_told = first is not None and self.mixes_documents
+        more = f"To do: {first.remedy[0]}" if is_told else MORE
+        return f"{self.verdict}. {cause}{more}"
 
     def rows(self) -> list[Row]:
         """The report as rows of a table."""
-        rows = [("verdict", self._verdict())]
-        for cut in self.cuts:
-            off = "it could not run" if cut.deviation is None else _off(cut.deviation)
-            rows.append((cut.name, f"{off} ({' + '.join(map(str, cut.sizes))} rows)"))
+        rows = [("verdict", self.verdict)]
+        if self.parts:
+            sizes = " + ".join(map(str, self.parts))
+            most = f"rounding: up to {self.rounding:.0e}"
+            rows.append(("parts", f"{sizes} rows, in {self.precision} ({most})"))
         for name, off in self.parameters[:5]:
             rows.append(("off", f"{name}: {off:.1e}"))
         for cause in self.causes:
             rows.append((LABELS.get(cause.kind, cause.kind), cause.with_place))
             rows += [("do", line) for line in cause.remedy]
-        notes = [*filter(None, [self.doubt]), *self.notes]
+        # Of a doubt, the verdict says why.
+        notes = list(self.notes)
         if self.left_out:
             notes.append(f"left out: {', '.join(self.left_out)}")
         notes.append("holds for these rows and this moment of the training")
         return rows + [("note", note) for note in notes]
-
-    def _verdict(self) -> str:
-        measured = (
-            f"{_off(self.deviation)} (rounding: up to {self.rounding:.0e}, "
-            f"{self.precision})"
-        )
-        if self.exact:
-            return f"exact on {self.num_rows} rows: {measured}"
-        if not self.is_off:
-            return f"cannot say on {self.num_rows} rows: {measured}"
-        if self.mixes_documents:
-            return f"documents mix, {self.num_rows} of one row: {measured}"
-        return f"not the big batch on {self.num_rows} rows: {measured}"
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -250,9 +231,3 @@ class Report:
         # A command may have bytes that are no text.
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         write_atomically(Path(path), text)
-
-
-def _off(deviation: float) -> str:
-    if math.isinf(deviation):
-        return "the gradient of a part is not finite"
-    return f"off by {deviation:.1e}"
