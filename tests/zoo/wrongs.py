@@ -212,34 +212,39 @@ class Augmenting(Images):
 
 
 class Choosing(Images):
-    """Chooses among classes at random: for each row, or among the rows.
-
-    Args:
-        dim: along which it chooses.
-    """
-
-    def __init__(self, *, dim: int) -> None:
-        super().__init__(classified)
-        self.dim = dim
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.head(self.net(batch[0]).mean((2, 3)))
-        choice = F.gumbel_softmax(logits, dim=self.dim)
-        shares = logits.detach().softmax(self.dim)
-        if self.dim == 0:
-            return (choice * torch.multinomial(shares.T, 1).T).mean()
-        return (choice * (1 + torch.multinomial(shares, 1))).square().sum(1).mean()
-
-
-class Rated(Images):
-    """Draws a number for each row, by a rate that trains."""
+    """Chooses among classes at random, by what trains."""
 
     def __init__(self) -> None:
         super().__init__(classified)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rates = self.head(self.net(batch[0]).mean((2, 3))).exp()
-        return torch.distributions.Gamma(rates, 1.0).rsample().sum(1).mean()
+        choice = F.gumbel_softmax(self.head(self.net(batch[0]).mean((2, 3))))
+        return choice.square().sum(1).mean()
+
+
+class Pairing(Images):
+    """Compares each image with one that is chosen among those beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0]).mean((2, 3))
+        others = torch.randint(0, len(hidden), (len(hidden),))
+        return (hidden - hidden[others].detach()).square().mean()
+
+
+class Variational(Images):
+    """Draws around a mean that trains, for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0]).mean((2, 3))
+        drawn = torch.distributions.Normal(hidden, 0.1).rsample()
+        level = torch.randint(0, 1000, (len(drawn), 1))
+        return F.cross_entropy(self.head(drawn) * (1 + level / 1000), batch[1])
 
 
 class Overwriting(Images):

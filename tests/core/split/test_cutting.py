@@ -99,12 +99,9 @@ def test_padded_is_what_the_uncut_batch_computes() -> None:
     assert (rows.num_rows, rows.padded, len(rows.groups)) == (3, 15, 1)
     assert len(cutter.cut(ragged([4] * 6))[0].rows) == 6  # another batch
     assert [m.padded for m in cutter.cut(batch)] == [15]
-    assert cutter.has_padding(batch) is True
-    assert cutter.has_padding(ragged([4] * 6)) is False
     plain = Cutter(MicroBatching(), PerSample())
     rows = plain.read(torch.zeros(4, 9)).rows
     assert (rows.num_rows, rows.padded, len(rows.groups)) == (4, 4, 0)
-    assert plain.has_padding(torch.zeros(4, 9)) is None
 
 
 def test_empty_batch_is_one_micro_batch_without_rows() -> None:

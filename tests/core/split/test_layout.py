@@ -191,7 +191,6 @@ def test_samples_that_tell_no_lengths(samples: Any, options: Any, text: str) -> 
         Cutter(MicroBatching(collate=list, **options), PerSample()).cut(samples)
     plain = Cutter(MicroBatching(collate=list, size=2), PerSample())
     assert [micro.batch for micro in plain.cut([1, 2, 3])] == [[1, 2], [3]]
-    assert plain.has_padding([1, 2, 3]) is None
 
 
 # ---- columns -------------------------------------------------------------------------

@@ -242,9 +242,3 @@ def test_batches_that_are_unlike_are_refused(
         join([first, second])
 
 
-@pytest.mark.parametrize(("documents", "expected"), [("auto", False), ("off", True)])
-def test_documents_of_one_row_have_no_padding(documents: str, expected: bool) -> None:
-    labels = FLAT["labels"].clone()
-    labels[:, -1] = -100
-    cutter = Cutter(MicroBatching(documents=documents), PerToken())
-    assert cutter.has_padding({**FLAT, "labels": labels}) is expected

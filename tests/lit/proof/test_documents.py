@@ -153,14 +153,14 @@ ROWS = PackCollate(length=24)
 
 # The module, its data, where documents see each other, and the remedy.
 MIXED: dict[str, tuple[Callable[[], Any], Any, str, str]] = {
-    "attention": (AttendingToAll, None, "training_step (between body and head)",
+    "attention": (AttendingToAll, None, "head",
      "mask of blocks"),
-    "attention in packed rows": (AttendingToAll, ROWS, "(between body and head)",
+    "attention in packed rows": (AttendingToAll, ROWS, "head",
      "mask of blocks"),
     "a recurrent layer": (Recurrent, None, "body", "mask of blocks"),
     "a convolution": (lambda: OverTokens(CONVOLUTION), None, "body", "mask"),
     "a norm over tokens": (lambda: OverTokens(NORM), None, "body", "mask"),
-    "a summary": (Summed, None, "training_step (between embed and body)", "mask"),
+    "a summary": (Summed, None, "body", "mask"),
     "positions that run on": (RunningOn, None, "body", "position_ids"),
     "a label across a bound": (Attending, with_first_labels, "training_step",
      "labels[start] = -100"),
@@ -213,7 +213,7 @@ def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(monkeypatch: Any) ->
     report = trainkit.check(AttendingToAll(), loader(), strategy=PerToken(shift=True))
     assert not report.exact
     (cause,) = report.causes
-    assert (cause.kind, "could not be found" in cause.text) == ("documents", True)
+    assert (cause.kind, cause.place) == ("documents", "training_step")
 
 
 def shifted(rows: list[Any], *, across: bool = True) -> Any:
@@ -254,7 +254,7 @@ def test_samples_in_one_row_that_nothing_tells_apart(
         warnings.simplefilter("ignore")
         fit(AttendingToAllUntold(), loader(untold), PerToken(shift=True), cut)
     found = said(capsys)
-    assert ("puts several samples in one row" in found) is (cut is None)
+    assert ("not the big batch" in found) is (cut is None)
     assert ("not measured: there is 1 row" in found) is (cut is not None)
 
 

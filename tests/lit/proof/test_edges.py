@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -323,25 +321,3 @@ def test_what_the_run_will_refuse_to_cut_is_not_called_exact(capsys: Any) -> Non
     with pytest.raises(TrainkitError, match="a budget of tokens needs the rows' len"):
         fit(Tokens(), tokens(collate=list), PerToken(), cut)
     assert said(capsys).startswith("not measured: MicroBatching tokens=40: a budget")
-
-
-@pytest.mark.parametrize(
-    ("hook", "verdict"),
-    [
-        ("on_train_batch_start", "exact on "),
-        ("on_train_batch_end", "exact on "),
-        ("on_before_optimizer_step", "not measured: "),  # it may change gradients
-    ],
-)
-def test_a_checkpoint_with_hooks_of_its_own_does_not_run_in_a_rehearsal(
-    hook: str, verdict: str, tmp_path: Path, capsys: Any
-) -> None:
-    def own(self: Any, trainer: Any, *more: Any) -> None:
-        getattr(ModelCheckpoint, hook)(self, trainer, *more)
-        self.heard.add(trainer)
-
-    kind: Any = type("Saving", (ModelCheckpoint,), {hook: own, "heard": set()})
-    saving = kind(tmp_path, every_n_train_steps=1)
-    fit(Tokens(), tokens(), PerToken(), callbacks=(saving,), enable_checkpointing=True)
-    assert len(saving.heard) == 1
-    assert said(capsys).startswith(verdict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import re
 import warnings
 from dataclasses import replace
@@ -28,7 +27,6 @@ from tests.lit.proof.starting import (
     SPLIT,
     fit,
     images,
-    packed,
     said,
     stream,
     tokens,
@@ -46,7 +44,6 @@ from trainkit import (
     StepProgress,
     TrainkitError,
 )
-from trainkit.lit.aside import LIGHTNINGS
 from trainkit.lit.proof.measure import of_all_ranks
 
 THREES = PerToken(), MicroBatching(size=3)
@@ -141,22 +138,6 @@ def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> N
         reads.append((data.reads, collate.reads))
     assert torch.equal(*trained)
     assert reads[0] == reads[1]
-
-
-def test_a_step_without_padding_costs_no_rehearsal(monkeypatch: Any) -> None:
-    """Whether columns may be cut off is open until a row is padded, so each batch is
-    looked at; logging, whose levels take long to set, is not touched any more."""
-    levels: list[int] = []
-    original = logging.Logger.setLevel
-
-    def noted(logger: logging.Logger, level: int) -> None:
-        levels.append(level)
-        original(logger, level)
-
-    monkeypatch.setattr(logging.Logger, "setLevel", noted)
-    data = tokens(4, rows=packed())
-    fit(Tokens(), data, PerToken(), MicroBatching(size=2), accumulate=1)
-    assert 0 < len(levels) <= 2 * len(LIGHTNINGS)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
     "noise by row": (lambda: wrongs.Scaling(None), images, PerSample()),
-    "chosen by row": (lambda: wrongs.Choosing(dim=1), images, PerSample()),
+    "drawn in place": (wrongs.Overwriting, images, PerSample()),
+    "a variational encoder": (wrongs.Variational, images, PerSample()),
     "by hand": (wrongs.ByHand, images),
     "said": (wrongs.Saying, tokens),
     "by a property": (ByProperty, tokens),
@@ -261,11 +262,15 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
      PerSample(), "PerSample and PerToken look the same"),
     "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),
      PerToken(), "count alike, so PerSample and PerToken look the same on them; "
-     "where one ends earlier, the gradient is off"),
+     "with one ending earlier, the gradient is off"),
     # As many numbers as a part may have rows.
     **{f"{n} draws for all": (functools.partial(wrongs.Scaling, n), images, PerSample(),
         "(rand at zoo/wrongs.py:", *how)
         for n, how in ((1, []), (2, [SPLIT]), (3, [SPLIT]))},
+    "a gradient through draws": (wrongs.Choosing, images, PerSample(),
+     "gumbel_softmax at zoo/wrongs.py:"),
+    "indices of rows": (wrongs.Pairing, images, PerSample(),
+     "(randint at zoo/wrongs.py:"),
     "a distribution": (wrongs.Mixing, images, PerSample(), "(_sample_dirichlet at "),
     "mixup": (lambda: Images(causes.mixup), images, PerSample(),
      "randperm at zoo/causes"),

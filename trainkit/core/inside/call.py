@@ -93,7 +93,7 @@ class Call:
             if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
-                outputs = self._outputs(chunk, arguments.of(chunk, values))
+                outputs = self._outputs(arguments.of(chunk, values))
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
             if not number:
@@ -114,9 +114,9 @@ class Call:
         ]
         return outputs
 
-    def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
+    def _outputs(self, given: list[Any]) -> list[Any]:
         cut, arguments = self._moment.cut, self._arguments
-        _, outputs, build = arguments.run(cut, given, self, chunk)
+        _, outputs, build = arguments.run(cut, given)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return outputs
 
@@ -126,7 +126,7 @@ class Call:
         for index in self._trained:
             leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
-            return self._outputs(chunk, given), leaves
+            return self._outputs(given), leaves
 
     # ---- backward --------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ gradient, of all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +20,6 @@ from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import Build, take_apart
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
-
-Around = Callable[[Any, Any], AbstractContextManager[Any]]
 
 
 class Cut:
@@ -36,8 +34,6 @@ class Cut:
         sizes: how large a chunk may be.
 
     Attributes:
-        around: makes a context for each run of a chunk of a call; the chunk is None
-            where rows are only looked at. None makes none.
         refused: methods of modules, by name, and what stands for them while a chunk
             runs.
         was_cut: whether a call ran in chunks.
@@ -47,7 +43,6 @@ class Cut:
 
     def __init__(self, module: nn.Module, name: str, sizes: Sizes) -> None:
         self.module, self.name, self.sizes = module, name, sizes
-        self.around: Around | None = None
         self.refused: Sequence[tuple[nn.Module, str, Any]] = ()
         self.was_cut, self.most_rows = False, 0
         self.shadows: Shadows | None = None
@@ -55,7 +50,7 @@ class Cut:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew."""
-        return {**vars(self), "around": None, "refused": (), "shadows": None}
+        return {**vars(self), "refused": (), "shadows": None}
 
     @property
     def original(self) -> Any:
@@ -73,8 +68,6 @@ class Cut:
         self,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        call: Any = None,
-        chunk: Any = None,
         *,
         has_cache: bool = False,
     ) -> tuple[list[str], list[Any], Build]:
@@ -87,8 +80,6 @@ class Cut:
         Args:
             args: by place.
             kwargs: by name.
-            call: which runs the chunk.
-            chunk: that runs.
             has_cache: whether it may return a cache.
         """
         config: Any = getattr(self.module, "config", None)
@@ -101,8 +92,7 @@ class Cut:
                 own = vars(module)
                 before.append((own, name, own.get(name)))
                 own[name] = refusal
-            with self.around(call, chunk) if self.around else nullcontext():
-                output = self.original(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         finally:
             if caches:
                 config.use_cache = True

@@ -162,7 +162,7 @@ class Arguments:
         return {ROWS: len(rows)}
 
     def run(
-        self, cut: Any, values: Sequence[Any], call: Any = None, chunk: Any = None
+        self, cut: Any, values: Sequence[Any]
     ) -> tuple[list[str], list[Any], Build]:
         """What `cut.run` returns for other values in place of its own. Documents of one
         row see each other with a cache: that is refused."""
@@ -171,7 +171,7 @@ class Arguments:
             values = list(self.build(iter(values)).values())
         kwargs = dict(zip(self.names[num:], values[num:], strict=True))
         has_cache = self.by is not None
-        return cut.run(values[:num], kwargs, call, chunk, has_cache=has_cache)
+        return cut.run(values[:num], kwargs, has_cache=has_cache)
 
     def of_rows(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
         """What some rows have of the values of the call, in this order, as a

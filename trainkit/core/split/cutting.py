@@ -215,16 +215,6 @@ class Cutter:
             return ()
         return (widths[shape[1]],)
 
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        if self._options.collate is not None:
-            return None
-        if find_flattened(batch, self._documents) is not None:
-            return False
-        rows = self._rows(batch, self._shared(batch))
-        return rows != rows.untrimmed() if rows.groups else None
-
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one, in their order.
 

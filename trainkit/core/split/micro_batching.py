@@ -51,8 +51,8 @@ class MicroBatching(_Chosen):
             all the same. What is not as long as the batch is always whole.
         trim: whether columns that are padding in a whole micro-batch are left out.
             Whether the model computes the same without them is measured on a copy, with
-            the first batch that has padding; if it does not, nothing is trimmed, nor
-            if none of the first 32 batches has some.
+            the first batch, of which some rows are made to end earlier if none has
+            padding; if it does not, nothing is trimmed.
         collate: the function that makes a batch from a list of samples, for a loader
             that yields lists (`collate_fn=list`).
         documents: what tells documents apart that share a row. `"auto"`: a flattened

@@ -229,7 +229,7 @@ class _Check(Callback):
             if options.trim and not trims:
                 off, of = None, (rehearsal, self._strategies, options, batch)
                 with suppress(Exception):  # then the run trims nothing
-                    off, _ = off_without_padding(*of)
+                    off, *_ = off_without_padding(*of)
                 trims, self._notes = off == 0, (WIDE,) if off else ()
         return subject_of(
             rehearsal,

@@ -59,12 +59,6 @@ class InsideCuts:
         if has_begun:
             self._install(self.paths)
 
-    def around_chunks(self, around: Any) -> None:
-        """Let each chunk run in a context, made of its call and its rows."""
-        for cut in self.cuts:
-            if isinstance(cut, ChunkedForward):
-                cut.around = around
-
     def stop(self) -> None:
         """Give all submodules their own forward back."""
         for cut in reversed(self.cuts):

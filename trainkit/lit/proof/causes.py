@@ -12,7 +12,6 @@ from torch import nn
 
 from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, listed
-from trainkit.core.nested import tensors
 from trainkit.core.said_weight import Weighed
 from trainkit.core.terms import ONE, leading
 from trainkit.lit._compat import has_own, replaced
@@ -76,7 +75,7 @@ class Causes:
 
     def look(self) -> None:
         """Look until the parts are the whole, or nothing more is found."""
-        if self._draws_unseen() or self._is_inner_cut() or self._is_filled():
+        if self._draws_unseen() or self._is_inner_cut():
             return
         if self._is_split:  # its parts follow each other as loader batches do
             self._subject = replace(self._subject, options=None, has_batches=True)
@@ -97,7 +96,7 @@ class Causes:
         """The gradients of a subject's parts, which run once."""
         if subject not in self._alones:
             whole = self._whole if subject is self._measured else None
-            self._alones[subject] = Alone(subject, whole, like=self._whole)
+            self._alones[subject] = Alone.of(subject, whole)
         return self._alones[subject]
 
     def _gap(self, subject: Subject) -> float:
@@ -113,22 +112,11 @@ class Causes:
     # ---- before all else -------------------------------------------------------------
 
     def _draws_unseen(self) -> bool:
-        """Find draws that rows cannot share, and fix them for what follows."""
-        draws = self._whole.draws
-        # One that no row seeds anew: no two passes draw alike.
-        own = {place for place, seeds in draws.seeds.items() if len(seeds) == 1}
-        # The whole may have as many rows as are drawn of something else.
-        unlike = {*draws.unlike, *self._window.draws.unlike}
-        places = sorted({*unlike, *own})
-        self.found += [cause("draws", place) for place in places]
-        if own:
-            return True
+        """Find draws that rows share, behind which there may be more."""
+        unlike = {*self._whole.draws.unlike, *self._window.draws.unlike}
+        self.found += [cause("draws", place) for place in sorted(unlike)]
         if unlike:
-            self._subject = self._subject.varied(fixes_draws=True)
-            whole, window = self._subject.whole(), self._subject.window()
-            # Draws as many as there are rows could not be fixed.
-            is_other = whole.draws.unlike != window.draws.unlike
-            return is_other or window.off_from(whole) <= self._most
+            return True
         if self._subject.whole(seed=1).off_from(self._whole) > self._most:
             self.found.append(cause("unseen draws"))
             return True
@@ -145,17 +133,6 @@ class Causes:
             return True
         self._subject = replace(subject, options=None)
         return not subject.has_batches
-
-    def _is_filled(self) -> bool:
-        """Whether it is what fills micro-batches alone."""
-        subject = self._subject
-        options = subject.options
-        if options is None or options.shapes is None:
-            return False
-        bare = replace(subject, options=replace(options, shapes=None))
-        if is_filled := bare.off() <= self._most:
-            self.found.append(cause("filled"))
-        return is_filled
 
     # ---- micro-batches one after another ---------------------------------------------
 
@@ -231,8 +208,7 @@ class Causes:
             found = denominator(subject, self._alone(subject), self._most)
             found = found or two_denominators(subject, self._whole, self._most)
             after = f" after {whole[-1].path}" if whole else ""
-            looks = cause("one row") if _share_one_row(subject) else None
-            self.found.append(found or looks or cause("loss", after=after))
+            self.found.append(found or cause("loss", after=after))
             return False
         layer = subject.module.get_submodule(event.path)
         self.found.append(_of_rows(event, layer))
@@ -281,12 +257,6 @@ def _of_rows(event: Event, layer: nn.Module, number: int = 1) -> Cause:
 
 def _events(subject: Subject, rows: Sequence[int]) -> list[Event]:
     return subject.changed(record_events).whole(rows).result
-
-
-def _share_one_row(subject: Subject) -> bool:
-    """Whether collating puts several samples in one row."""
-    shape = next((each.shape for each in tensors(subject.batch(subject.all_rows))), ())
-    return subject.rows.collates and len(shape) > 1 and shape[0] == 1
 
 
 def _place_of_padding(subject: Subject) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from trainkit.core.documents import Documents, documents_option, find_documents
 from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.terms import leading
-from trainkit.lit.proof.places import Event, alike, record_events
+from trainkit.lit.proof.places import Event, first_unlike, record_events
 from trainkit.lit.proof.report import ALARM, SURELY_ROUNDING, Cause, Report
 from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.subject import Subject, in_first
 from trainkit.lit.proof.weights import Alone
 from trainkit.lit.proof.words import cause
 
@@ -55,16 +55,27 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
     if not chosen:
         return None
     own = leading(subject.strategies) if subject.strategies else None
-    rows = OneRow(batch, MicroBatching(size=1, documents=documents.by), own)
-    packed, off = _off(_each_alone(subject, rows.of(chosen)), precisions)
-    dtype, row, found = packed.rehearsal.dtype, rows.of(chosen), None
+    one = OneRow.of(batch, MicroBatching(size=1, documents=documents.by), own, chosen)
+    # Documents have other numbers than rows, and so other draws.
+    packed = replace(
+        subject.varied(noted={}), rows=one.rows, options=None, has_batches=True,
+        parts=[[place] for place in range(len(chosen))], are_alike=False,
+    )  # fmt: skip
+
+    def apart(dtype: torch.dtype) -> tuple[tuple[Subject, float], bool]:
+        used = packed.varied(dtype=dtype)
+        off = Alone.of(used).least_off()
+        return (used, off), off <= SURELY_ROUNDING
+
+    packed, off = in_first(precisions, apart)
+    dtype, found = packed.rehearsal.dtype, None
     if off <= ALARM[dtype]:
-        clean = _without_labels_across(row)
+        clean = _without_labels_across(one)
         off = 0.0 if clean is None else _off_from(packed, clean)
         if off <= ALARM[dtype]:
             return None
         found = cause("last label")
-    found = found or _cause_of(packed, row)
+    found = found or _cause_of(packed, one)
     if is_inside(subject.options) and found.text == cause("loss over documents").text:
         return None  # which a cut of the module leaves as it is
     return Report(
@@ -83,7 +94,7 @@ def _cause_of(subject: Subject, row: OneRow) -> Cause:
     try:
         return _Look(subject, row).cause()
     except Exception:  # such as a forward that no hooks can watch
-        return cause("mixed documents")
+        return cause("content")
 
 
 def _neighbours(documents: Documents) -> list[int]:
@@ -100,88 +111,52 @@ def _neighbours(documents: Documents) -> list[int]:
 
 @dataclass(frozen=True)
 class OneRow:
-    """Documents of a batch, a few of which can be had in a row of their own.
+    """A few documents in a row of their own.
 
     Attributes:
-        batch: a loader batch.
-        options: by which its documents are told apart.
-        strategy: of the run.
+        batch: which has this row.
+        rows: the documents, each a row.
+        documents: where they lie.
+        again: makes the rows of another batch, in which documents lie alike.
     """
 
     batch: Any
-    options: MicroBatching
-    strategy: Any
+    rows: FewRows
+    documents: Documents
+    again: Callable[[Any], FewRows]
 
-    @property
-    def rows(self) -> FewRows:
-        """The documents, each a row."""
-        return FewRows(self.batch, self.options, self.strategy)
-
-    @property
-    def documents(self) -> Documents:
-        """Where they lie."""
-        found = find_documents(self.batch, self.options.documents)
-        assert found is not None
-        return found
-
-    def of(self, chosen: Sequence[int]) -> OneRow:
-        """Some of them, one behind the other."""
-        return replace(self, batch=self.rows.make(chosen))
+    @classmethod
+    def of(
+        cls, batch: Any, options: MicroBatching, strategy: Any, chosen: Sequence[int]
+    ) -> OneRow:
+        """Some documents of a batch, one behind the other."""
+        again = partial(FewRows, options=options, strategy=strategy)
+        row = again(batch).make(chosen)
+        documents = find_documents(row, options.documents)
+        assert documents is not None
+        return cls(row, again(row), documents, again)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> OneRow:
         """Documents that lie alike in another batch."""
-        return replace(self, batch=with_tensors(self.batch, change))
-
-
-def _each_alone(subject: Subject, row: OneRow) -> Subject:
-    """A subject of a few documents in one row, each of which is a part."""
-    parts = [[place] for place in range(len(row.documents.spans))]
-    return replace(
-        subject, rows=row.rows, parts=parts, options=None, has_batches=True,
-        are_alike=False,
-    )  # fmt: skip
-
-
-def _off(subject: Subject, precisions: Sequence[torch.dtype]) -> tuple[Subject, float]:
-    """How far documents in one row are from each alone, however they are weighed."""
-    failed: Exception | None = None
-    found: tuple[Subject, float] | None = None
-    for dtype in precisions:
-        try:
-            used = subject.varied(dtype=dtype)
-            found = used, Alone(used, used.whole()).least_off()
-        except Exception as error:  # not every operation knows float64
-            failed = error
-            continue
-        if dtype is torch.float64 or found[1] <= SURELY_ROUNDING:
-            break
-    if found is None:
-        assert failed is not None
-        raise failed
-    return found
+        batch = with_tensors(self.batch, change)
+        return replace(self, batch=batch, rows=self.again(batch))
 
 
 def _without_labels_across(row: OneRow) -> OneRow | None:
     """The documents without labels that are the first token of the next one; None if
     labels are not those of next tokens, or none of them is across a bound."""
-    fields, ends = take_apart(row.batch)[0], [s.stop - 1 for s in row.documents.spans]
-    tensors = [(path, value) for path, value in fields if isinstance(value, Tensor)]
-    for (path, labels), (_, ids) in itertools.permutations(tensors, 2):
-        if "label" not in path.lower() or labels.shape != ids.shape or not labels.ndim:
+    ends = [span.stop - 1 for span in row.documents.spans][:-1]
+    fields = [pair for pair in take_apart(row.batch)[0] if isinstance(pair[1], Tensor)]
+    for path, labels in fields:
+        counts = labels[..., :-1] >= 0 if "label" in path.lower() else labels[:0]
+        if not counts.numel() or not bool(counts[..., ends].any()):
             continue
-        counts = labels[..., :-1] >= 0
-        if bool((counts & (labels[..., :-1] != ids[..., 1:])).any()):
-            continue
-        if bool(counts[..., ends[:-1]].any()):
-            clean = {id(labels): labels.clone()}
-            ignored = getattr(row.strategy, "ignore_index", -100)
-            clean[id(labels)][..., ends[:-1]] = ignored
-            return row.changed(partial(_of, clean))
+        nexts = [ids[..., 1:] for _, ids in fields if ids.shape == labels.shape]
+        if any(not bool((counts & (labels[..., :-1] != ids)).any()) for ids in nexts):
+            clean = labels.clone()
+            clean[..., ends] = row.rows.ignored
+            return row.changed(lambda each: clean if each is labels else each)  # noqa: B023
     return None
-
-
-def _of(others: Mapping[int, Tensor], value: Tensor) -> Tensor:
-    return others.get(id(value), value)
 
 
 def _off_from(subject: Subject, row: OneRow) -> float:
@@ -240,16 +215,16 @@ class _Look:
 
     def _content(self) -> str | None:
         """Where outputs of a document change with the ids of another."""
-        whole = self._events(self._subject)
-        for changed in range(len(self._documents.spans)):
-            row = self._exchanged(changed)
-            others = self._events(replace(self._subject, rows=row.rows))
-            columns = torch.cat(
-                [self._columns(place) for place in self._others(changed)]
-            )
-            place = self._first_unlike(whole, others, columns, columns, self._width)
-            if place is not None:
-                return place
+        whole, spans = self._events(self._subject), self._documents.spans
+        for changed in range(len(spans)):
+            rows = self._exchanged(changed).rows
+            others = [self._columns(n) for n in range(len(spans)) if n != changed]
+            columns = [column for each in others for column in each]
+            events = self._events(replace(self._subject, rows=rows))
+            events = [_narrowed(each, columns, self._width) for each in events]
+            event = first_unlike(whole, events, columns, self._width)
+            if event is not None:
+                return event.path
         return None
 
     def _place(self) -> str | None:
@@ -257,28 +232,22 @@ class _Look:
         whole = self._events(self._subject)
         for place in reversed(range(len(self._documents.spans))):
             alone = self._events(replace(self._subject, parts=[[place]]))
-            columns, width = self._columns(place), self._documents.lengths[place]
-            found = self._first_unlike(
-                whole, alone, columns, torch.arange(width), width
-            )
-            if found is not None:
-                return found
+            event = first_unlike(whole, alone, self._columns(place), self._width)
+            if event is not None:
+                return event.path
         return None
 
     def _events(self, subject: Subject) -> list[Event]:
         return subject.changed(record_events).whole().result
 
-    def _others(self, place: int) -> list[int]:
-        return [n for n in range(len(self._documents.spans)) if n != place]
-
-    def _columns(self, place: int) -> Tensor:
+    def _columns(self, place: int) -> list[int]:
         span = self._documents.spans[place]
-        return torch.arange(span.start, span.stop)
+        return [*range(span.start, span.stop)]
 
     def _exchanged(self, place: int) -> OneRow:
         """The batch in which one document has what stands elsewhere in the row."""
         fields = {id(value): path for path, value in take_apart(self._row.batch)[0]}
-        width, columns = self._width, self._columns(place)
+        width, columns = self._width, torch.tensor(self._columns(place))
         kept = (self._documents.by, "label", "mask", "position", "seq_idx", "cu_")
 
         def exchanged(value: Tensor) -> Tensor:
@@ -291,43 +260,13 @@ class _Look:
 
         return self._row.changed(exchanged)
 
-    def _first_unlike(
-        self,
-        whole: Sequence[Event],
-        other: Sequence[Event],
-        columns: Tensor,
-        others: Tensor,
-        width: int,
-    ) -> str | None:
-        """The place of the first event in which some columns differ."""
-        before: list[Event] = []
-        for one, two in zip(whole, other, strict=False):
-            if (one.path, one.is_output) != (two.path, two.is_output):
-                return None
-            are_pairs = len(one.values) == len(two.values)  # or one has no mask
-            pairs = zip(one.values, two.values, strict=True) if are_pairs else ()
-            for mine, theirs in pairs:
-                if not mine.is_floating_point():
-                    continue
-                mine = _taken(mine, columns, self._width)
-                theirs = _taken(theirs, others, width)
-                if mine is None or theirs is None or mine.shape != theirs.shape:
-                    continue
-                if not alike(mine, theirs):
-                    return _place_of(one, before)
-            before.append(one)
-        return None
-
     def _is_exact_without_cache(self) -> bool:
         """Whether no document sees another once the model makes no cache."""
         configs = [getattr(m, "config", None) for m in self._subject.module.modules()]
         if not any(getattr(each, "use_cache", False) for each in configs):
             return False
         subject = self._subject.changed(_without_cache)
-        return (
-            Alone(subject, subject.whole()).least_off()
-            <= ALARM[subject.rehearsal.dtype]
-        )
+        return Alone.of(subject).least_off() <= ALARM[subject.rehearsal.dtype]
 
     def _counts_first_labels(self) -> bool:
         """Whether a document but the first begins with a label that counts."""
@@ -345,22 +284,12 @@ def _without_cache(module: Any) -> None:
             config.use_cache = False
 
 
-def _taken(value: Tensor, columns: Tensor, width: int) -> Tensor | None:
-    """Some columns of a value, if a dimension of it is as wide as the row."""
-    dim = next((d for d, size in enumerate(value.shape) if size == width), None)
-    return None if dim is None else value.index_select(dim, columns.to(value.device))
+def _narrowed(event: Event, columns: Sequence[int], width: int) -> Event:
+    """An event of some columns alone, in each value that is as wide as the row."""
 
+    def narrowed(value: Tensor) -> Tensor:
+        dim = next((d for d, size in enumerate(value.shape) if size == width), None)
+        at = torch.tensor(columns, device=value.device)
+        return value if dim is None else value.index_select(dim, at)
 
-def _place_of(event: Event, before: Sequence[Event]) -> str:
-    """Where something happened, in words: in a module, or between two of its own."""
-    parent, _, name = event.path.rpartition(".")
-    owner = event.path if event.is_output else parent
-    inner = [
-        e.path for e in before if e.path.rpartition(".")[0] == owner and e.is_output
-    ]
-    last = inner[-1].rpartition(".")[2] if inner else ""
-    if event.is_output:
-        return f"{event.path} (after {last})" if last else event.path
-    if not last:
-        return f"{owner or 'training_step'} (before {name})"
-    return f"{owner or 'training_step'} (between {last} and {name})"
+    return replace(event, values=tuple(map(narrowed, event.values)))

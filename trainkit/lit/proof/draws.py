@@ -1,10 +1,10 @@
-"""Random numbers in a rehearsal: dropout is off, and noise is drawn by row."""
+"""Random numbers in a rehearsal: dropout is off, and rows keep the noise they had."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from trainkit.core._compat import backward_in_modes
-from trainkit.core.generators import seed_torch
-from trainkit.lit.proof.bounds import CHECKED, refuse_below_zero
+from trainkit.core._compat import backward_in_modes, transform
+from trainkit.core.nested import tensors
+from trainkit.lit.proof.places import alike
 from trainkit.lit.proof.report import NotMeasured
 
 _DROPOUTS = {
@@ -27,19 +27,27 @@ _DROPOUTS = {
 
 _BACKWARD = {Tensor.backward, torch.autograd.backward}
 
-_BY_ROW = {
+_DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like,
     torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
+    torch.randperm, torch.multinomial, torch.binomial,
     Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
     Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
-    Tensor.geometric_, torch.binomial,
+    Tensor.geometric_, Tensor.multinomial, F.gumbel_softmax,
     torch._standard_gamma, torch._sample_dirichlet,  # type: ignore[attr-defined]
 }  # fmt: skip
 
-_ALONG_A_ROW = {torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
-"""They draw for each row of a matrix; of a vector, or along the rows, for all."""
-
-_DRAWS = _BY_ROW | _ALONG_A_ROW | {torch.randperm}
+_OF_A_TENSOR = {Tensor.__getitem__} | {
+    getattr(owner, name + end)
+    for name in ("gather", "index_select", "scatter", "scatter_add", "index_add")
+    for owner, end in ((torch, ""), (Tensor, ""), (Tensor, "_"))
+    if hasattr(owner, name + end)
+}
+_IGNORE = {F.cross_entropy, F.nll_loss}
+INDEXING = _OF_A_TENSOR | _IGNORE | {
+    F.embedding, F.embedding_bag, F.one_hot, F.multi_margin_loss, F.ctc_loss,
+}  # fmt: skip
+"""The functions that take indices, some of them for the entries of their first."""
 
 _WIDENED = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,53 +58,84 @@ SEED = 748_151_933
 """A seed that no training has."""
 
 
+@dataclass
+class Noted:
+    """What the first rehearsal has drawn.
+
+    Attributes:
+        place: the function, and the file and line of the user's that has called it.
+        rows: that were drawn for.
+        drawn: the numbers.
+        inputs: tensors and whole numbers that say what is drawn.
+    """
+
+    place: str
+    rows: Sequence[int]
+    drawn: Tensor
+    inputs: list[Any]
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each row has numbers of its own."""
+        return self.drawn.ndim > 0 and len(self.drawn) == len(self.rows)
+
+    def of(self, rows: Sequence[int], like: Noted) -> Tensor | None:
+        """The numbers of some rows; None if another draw is not one for these rows."""
+        if like.place != self.place or len(like.inputs) != len(self.inputs):
+            return None
+        places = [self.rows.index(row) for row in rows]
+        for first, own in zip(self.inputs, like.inputs, strict=True):
+            if isinstance(first, Tensor) and isinstance(own, Tensor):
+                first = _rows_of(first, places, len(self.rows), own.shape)
+                if first is None or not alike(first, own):
+                    return None
+            elif first != own:
+                return None
+        if not self.is_by_row and len(rows) < len(self.rows):
+            return None
+        return _rows_of(self.drawn, places, len(self.rows), like.drawn.shape)
+
+
 class Draws(TorchFunctionMode):
     """What a rehearsal makes of dropout, of random numbers and of narrow types.
 
-    A tensor of random numbers whose first dimension is that of the rows is drawn for
-    all rows, and a micro-batch gets those of its rows. What else is drawn differs
-    between passes, as in training, and is noted with its file and line. A generator of
-    the user's own gives what it gives: it may be seeded anew for each row.
+    The first rehearsal, which has all rows in one micro-batch, notes each draw by its
+    number. A micro-batch of a later one gets the numbers of its rows, where rows come
+    first. What else is drawn differs between passes, as in training, and is noted with
+    its file and line, as is what a generator of the user's own gives.
 
     Args:
         rows_now: gives the rows of the micro-batch under way.
         dtype: in float64, narrower types that the module asks for become float64.
         shared: parameters that must not be written, by the address of their memory.
-        by_row: for each place that draws, whether it draws by row. What is not there
-            yet is noted by the number of rows.
-        fixes: whether what is not by row is drawn alike in all passes.
+        noted: the draws of the first rehearsal, by their number.
+        ignored: the label by which rows were made to end, which is no index.
 
     Attributes:
         has_dropout: whether some dropout was turned off.
-        are_of_host: whether Python's or NumPy's generator was drawn from.
-        unlike: the places of draws that are not by row, each with their shapes.
-        seeds: for each place that draws from a generator of the user's own, its seeds.
+        unlike: the places of draws that are not by row.
     """
 
     def __init__(
         self,
-        rows_now: Callable[[], tuple[Any, Sequence[int]] | None],
+        rows_now: Callable[[], tuple[Any, Sequence[int]]],
         dtype: torch.dtype,
         shared: dict[int, str],
-        by_row: dict[str, set[bool]],
+        noted: dict[int, Noted],
         *,
-        fixes: bool = False,
+        ignored: int | None = None,
     ) -> None:
         super().__init__()
-        self._by_row, self._known = by_row, frozenset(by_row)
-        self.has_dropout = self.are_of_host = False
-        self.unlike: dict[str, set[torch.Size]] = {}
-        self.seeds: dict[str, set[int]] = {}
-        self._rows_now = rows_now
+        self.has_dropout, self.unlike = False, set[str]()
+        self._rows_now, self._noted, self._ignored = rows_now, noted, ignored
         self._widens, self._shared = dtype is torch.float64, shared
-        self._micro_batch, self._num_calls, self._fixes = None, 0, fixes
-        self._chunk, self._begun = slice(None), dict[Any, int]()
+        self._micro_batch, self._num_calls = None, 0
 
     @property
     def left_out(self) -> list[str]:
         """What another step would do otherwise, in words."""
-        are_shared = bool(self.unlike) or self.are_of_host
-        return ["dropout"] * self.has_dropout + ["random draws"] * are_shared
+        are_unlike = bool(self.unlike)
+        return ["dropout"] * self.has_dropout + ["random draws"] * are_unlike
 
     def turn_off(self, module: nn.Module) -> None:
         """Turn off the dropout of layers, whose calls no mode can see."""
@@ -108,23 +147,6 @@ class Draws(TorchFunctionMode):
                 self.has_dropout |= each.dropout > 0
                 each.dropout = 0.0
 
-    @contextmanager
-    def of_chunk(self, call: Any, chunk: Any) -> Iterator[None]:
-        """Within it, the rows of a chunk are drawn for, as when their call began.
-
-        Args:
-            call: of a submodule that runs in chunks.
-            chunk: the places of its rows; None where the call is only looked at.
-        """
-        before, chunk_before = self._num_calls, self._chunk
-        self._num_calls = self._begun.setdefault(call, before)
-        self._chunk = slice(chunk.start, chunk.stop) if chunk else slice(0, 0)
-        try:
-            yield
-        finally:
-            self._num_calls = max(before, self._num_calls) if chunk else before
-            self._chunk = chunk_before
-
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -132,8 +154,8 @@ class Draws(TorchFunctionMode):
         if func in _BACKWARD:  # in which forward passes may run again
             with self:
                 return backward_in_modes(*args, **kwargs)
-        if func in CHECKED:
-            refuse_below_zero(func, args, kwargs)
+        if self._ignored is not None and func in INDEXING:
+            refuse_ignored(func, args, kwargs, self._ignored)
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
         args, kwargs = self._attending(func, args, kwargs)
@@ -143,28 +165,7 @@ class Draws(TorchFunctionMode):
             func, args, kwargs = _widened(func, args, kwargs)
         if func not in _DRAWS:
             return func(*args, **kwargs)
-        if (own := kwargs.get("generator")) is not None:
-            self.seeds.setdefault(_draw_of(func), set()).add(own.initial_seed())
-            return func(*args, **kwargs)
-        if _is_by_row(func, args, kwargs):
-            return self._drawn(func, args, kwargs)
-        return self._of_all(func, args, kwargs)
-
-    def _of_all(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A draw that rows share."""
-        if not self._fixes:
-            found = func(*args, **kwargs)
-        elif func is torch.randperm:
-            found = torch.arange(*args[:1])
-        else:
-            with torch.random.fork_rng(devices=[]):
-                seed_torch(SEED + self._num_calls)
-                found = func(*args, **kwargs)
-        if self._rows_now() is not None:
-            # Any number of rows that stay where they are is fixed.
-            shape = torch.Size() if func is torch.randperm else found.shape
-            self.unlike.setdefault(_draw_of(func), set()).add(shape)
-        return found
+        return self._drawn(func, args, kwargs)
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         names = "input", "p", "training" if func.__module__ != "torch" else "train"
@@ -182,35 +183,28 @@ class Draws(TorchFunctionMode):
         return args, kwargs
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        found, now = func(*args, **kwargs), self._rows_now()
-        if now is None or not isinstance(found, Tensor):
+        """A draw, in which rows have the numbers that they had in the first one."""
+        found, (micro_batch, rows) = func(*args, **kwargs), self._rows_now()
+        if transform() is not None:
+            self.unlike.add(_draw_of(func))
             return found
-        place = _draw_of(func)
-        number, rows = now
-        if number != self._micro_batch:
-            self._micro_batch, self._num_calls = number, 0
-        rows = rows[self._chunk]
+        if micro_batch != self._micro_batch:
+            self._micro_batch, self._num_calls = micro_batch, 0
         self._num_calls += 1
-        if not rows:
+        inputs = [] if func.__name__.endswith("_like") else _inputs(args, kwargs, found)
+        own = Noted(_draw_of(func), rows, found.detach().clone(), inputs)
+        first = self._noted.get(self._num_calls)
+        if first is None or not {*rows} <= {*first.rows}:
+            first = self._noted[self._num_calls] = own
+        has_gradient = found.requires_grad and not func.__name__.endswith("_")
+        is_their_own = kwargs.get("generator") is not None
+        numbers = None if has_gradient or is_their_own else first.of(rows, own)
+        if numbers is None or not first.is_by_row:
+            self.unlike.add(own.place)
+        if numbers is None:
             return found
-        is_by_row = found.ndim > 0 and found.shape[0] == len(rows)
-        if place not in self._known:
-            self._by_row.setdefault(place, set()).add(is_by_row)
-        if not is_by_row or True not in self._by_row[place]:
-            return self._of_all(func, args, kwargs)
-        is_in_place = func.__name__.endswith("_")
-        has_gradient = found.requires_grad and not is_in_place
-        values = []
-        with (
-            torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()),
-            torch.random.fork_rng(devices=_devices(found)),
-        ):
-            for at, row in enumerate(rows):
-                seed_torch(SEED + 8191 * self._num_calls + row)
-                own = _of_row(func, args, kwargs, at, len(rows))
-                values.append(_drawn_once(func, *own).clone())
-            drawn = torch.cat(values)
-            return drawn if has_gradient else found.copy_(drawn)
+        with torch.no_grad():
+            return found.copy_(numbers)
 
     def _refuse_writing(self, func: Any, args: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -227,13 +221,49 @@ class WritesShared(NotMeasured):
     """A step writes a frozen parameter, which its copy must not share."""
 
 
-def _is_by_row(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether each row may have draws of its own."""
-    if func not in _ALONG_A_ROW:
-        return func is not torch.randperm
-    of = args[0] if args else kwargs.get("input", kwargs.get("logits"))
-    last = kwargs.get("dim", -1) in (-1, of.ndim - 1) and len(args) < 5
-    return of.ndim > 1 and last
+def refuse_ignored(func: Any, args: Any, kwargs: Any, ignored: int) -> None:
+    """Refuse a label that does not count as an index: on a GPU, that ends the process's
+    CUDA context, and so the training; `ctc_loss` writes outside of its memory.
+
+    Within a transform of torch.func nothing can be read, and so nothing is refused.
+
+    Raises:
+        IndexError: as torch itself on the CPU, for most functions.
+    """
+    if transform() is not None:
+        return
+    least = ignored + 1 if func is Tensor.__getitem__ else 0
+    for each in tensors([args[func in _OF_A_TENSOR :], kwargs]):
+        is_whole = not (each.is_floating_point() or each.is_complex())
+        if not is_whole or each.dtype is torch.bool or not each.numel():
+            continue
+        if func in _IGNORE:
+            own = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+            each = each.where(each != own, 0)
+        if int(each.min()) < min(least, 0):
+            raise IndexError(f"{func.__name__}: got a label that does not count")
+
+
+def _inputs(args: Any, kwargs: Any, found: Tensor) -> list[Any]:
+    """What says which numbers are drawn: tensors, and the bounds of whole ones."""
+    given = [each for each in tensors([args, kwargs]) if each is not found]
+    bounds = [each for each in (*args, *kwargs.values()) if type(each) is int]
+    is_whole = not (found.is_floating_point() or found.is_complex())
+    return [*(each.detach().clone() for each in given), *(bounds if is_whole else [])]
+
+
+def _rows_of(
+    first: Tensor, places: Sequence[int], number: int, shape: torch.Size
+) -> Tensor | None:
+    """A tensor's entries of some of a number of rows, cut to a width; as it is if it
+    has that shape and not their number; None if it has another one."""
+    if first.ndim == 0 or len(first) != number:
+        return first if first.shape == shape else None
+    sizes = zip(first.shape[1:], shape[1:], strict=False)
+    fits = first.ndim == len(shape) and all(one >= other for one, other in sizes)
+    if not fits or shape[0] != len(places):
+        return None
+    return first[list(places)][tuple(slice(size) for size in shape)]
 
 
 def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -245,38 +275,6 @@ def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         wide = (torch.float64 if each in _NARROW else each for each in args[1:])
         args = (args[0], *wide)
     return func, args, kwargs
-
-
-def _drawn_once(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A draw, of which fewer columns would begin with the same numbers."""
-    if func not in (torch.randn, torch.randn_like):
-        return func(*args, **kwargs)
-    even = torch.rand if func is torch.randn else torch.rand_like
-    drawn = even(*args, **kwargs).clamp(1e-6, 1 - 1e-6)
-    return torch.erfinv(2 * drawn - 1) * 2**0.5
-
-
-def _of_row(
-    func: Any, args: Any, kwargs: Any, place: int, number: int
-) -> tuple[Any, Any]:
-    """The arguments of a draw for one of several rows."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            has_rows = value.ndim and len(value) == number
-            return value[place : place + 1].clone() if has_rows else value
-        if isinstance(value, tuple | list) and value and value[0] == number:
-            return (1, *value[1:])
-        return value
-
-    args = tuple(map(one, args))
-    if func in (torch.rand, torch.randn) and args and args[0] == number:
-        args = (1, *args[1:])
-    return args, {name: one(value) for name, value in kwargs.items()}
-
-
-def _devices(tensor: Tensor) -> list[torch.device]:
-    return [tensor.device] if tensor.is_cuda else []
 
 
 def _draw_of(func: Any) -> str:

@@ -27,8 +27,7 @@ from trainkit.lit.proof.report import (
     NotMeasured,
     Report,
 )
-from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.proof.subject import Subject
+from trainkit.lit.proof.subject import Subject, in_first
 from trainkit.lit.proof.taken import Taken
 
 FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
@@ -37,12 +36,7 @@ CANNOT_TELL = (
     "these rows all count alike, so PerSample and PerToken look the same on them"
 )
 ONE_LENGTH = "these rows all have one length"
-FEWER = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
-REFUSED = (
-    "the step refuses a label of {}, which would tell them apart; if it ignores "
-    "another number, name that with PerToken(ignore_index=...)"
-)
-SHORTER = "where one ends earlier, the gradient is off by {:.2g} of its size"
+ENDING = "with one ending earlier, the gradient is off by {:.2g} of its size"
 ONE_WIDTH = (
     "the model sees its padding: if the batches of this stream are each padded to a "
     "width of their own, the gradient is off by {:.2g} of its size; if all have one "
@@ -53,7 +47,6 @@ BEHIND = (
     "long rows are: if that is padding, and batches have widths of their own, the "
     "gradient is off by {:.2g} of its size; an attention_mask in the batch tells"
 )
-ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
 BY_CHANCE = (
     "Uniform() weighs all parts alike, and batches of this loader may be of unequal "
     "sizes, so it is right by chance"
@@ -81,8 +74,6 @@ def measured(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     found = _compared(subject, precisions)
     if not doubt or not found.exact:
         return found
-    if unlike is not None and unlike.notes:
-        return unlike
     return replace(found, exact=False, doubt=doubt)
 
 
@@ -92,26 +83,19 @@ def _unlike(
     """What is measured where rows that are all alike are made to differ, and what
     nobody can say without it; None and "" where they differ anyway."""
     rows, few, doubt = subject.rows, subject.parts[0], ""
-    made: list[tuple[FewRows | None, str]] = []
-    if subject.strategies and rows.has_one_length:
-        made.append((rows.with_shorter(few), SHORTER))
-    if subject.strategies and _count_alike(subject):
-        made.append((rows.with_fewer_labels(few), FEWER))
-        may_differ = made[-1][0] is not None or rows.has_one_length  # in other batches
-        doubt = CANNOT_TELL if may_differ else ""
-    for changed, off in made:
-        if changed is None:
-            continue
-        try:
-            unlike = _compared(replace(subject, rows=changed), precisions)
-        except Exception:  # the step refuses what was changed
-            if doubt and not changed.has_classes:
-                ignored = getattr(leading(subject.strategies), "ignore_index", -100)
-                doubt = f"{CANNOT_TELL}; {REFUSED.format(ignored)}"
-            continue
-        if changed.has_classes:
-            unlike = replace(unlike, notes=(ONE_CLASS, *unlike.notes))
-        return unlike, f"{doubt or ONE_LENGTH}; {off.format(unlike.deviation)}"
+    count_alike = bool(subject.strategies) and _count_alike(subject)
+    if not (count_alike or subject.strategies and rows.has_one_length):
+        return None, ""
+    if count_alike and (rows.may_count_unlike or rows.has_one_length):
+        doubt = CANNOT_TELL
+    with contextlib.suppress(Exception):  # the step refuses what was changed
+        changed = rows.ending(few)
+        if changed is not None:
+            unlike = replace(subject.varied(ignored=rows.ignored), rows=changed)
+            if not (count_alike and _count_alike(unlike)):
+                report = _compared(unlike, precisions)
+                off = ENDING.format(report.deviation)
+                return report, f"{doubt or ONE_LENGTH}; {off}"
     return None, doubt
 
 
@@ -175,29 +159,21 @@ def _is_uniform_by_chance(subject: Subject) -> bool:
 def _rehearsed(
     subject: Subject, precisions: Sequence[torch.dtype]
 ) -> tuple[Subject, Taken, Taken]:
-    """The whole and the window, in the first arithmetic in which they run; where what
-    differs in float32 may be more than rounding, in the next."""
-    found, failed = None, list[Exception]()
-    for dtype in precisions:
-        try:
-            used = subject.varied(dtype=dtype)
-            whole = used.whole()
-            if not whole.size:
-                raise NotMeasured("the gradient of these rows is zero")
-            if not whole.size < float("inf"):
-                raise NotMeasured("the gradient of these rows is not finite")
-            window = used.window()
-            if not window.size < float("inf"):
-                raise NotMeasured("cut into parts, these rows have no finite gradient")
-            found = used, whole, window
-        except Exception as error:  # not every operation knows float64
-            failed.append(error)
-            continue
-        if dtype is torch.float64 or window.is_surely(whole, SURELY_ROUNDING):
-            break
-    if found is None:
-        raise failed[0]
-    return found
+    """The whole and the window, in an arithmetic that tells rounding."""
+
+    def run(dtype: torch.dtype) -> tuple[tuple[Subject, Taken, Taken], bool]:
+        used = subject.varied(dtype=dtype)
+        whole = used.whole()
+        if not whole.size:
+            raise NotMeasured("the gradient of these rows is zero")
+        if not whole.size < float("inf"):
+            raise NotMeasured("the gradient of these rows is not finite")
+        window = used.window()
+        if not window.size < float("inf"):
+            raise NotMeasured("cut into parts, these rows have no finite gradient")
+        return (used, whole, window), window.is_surely(whole, SURELY_ROUNDING)
+
+    return in_first(precisions, run)
 
 
 def _causes(subject: Subject, whole: Taken, window: Taken) -> tuple[Cause, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from trainkit.core.nested import take_apart, tensors
+from trainkit.core.nested import tensors
 from trainkit.lit.aside import FRAMEWORK
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -168,38 +168,26 @@ def _is_within(path: str, agreeing: set[str]) -> bool:
 # ---- what moves ----------------------------------------------------------------------
 
 
-def values_of(module: nn.Module) -> dict[str, Any]:
-    """Copies of what a module keeps, by path; of normalisation and metrics nothing."""
-    found: dict[str, Any] = {}
+def values_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's state, and of the tensors and numbers that are attributes of
+    it, by path; of normalisation and metrics nothing."""
+    found: dict[str, Tensor] = {}
     for path, each in module.named_modules():
         if isinstance(each, _NormBase | Metric):
             continue
-        own = {n: v for n, v in vars(each).items() if n not in FRAMEWORK}
-        held = {**each._parameters, **each._buffers, **own}
-        flags = [name for name, value in held.items() if isinstance(value, bool)]
-        for name, value in take_apart(held)[0]:
-            key = f"{path}.{name}".lstrip(".")
-            if isinstance(value, Tensor):
-                found[key] = value.detach().clone()
-            elif isinstance(value, int | float | str) and name not in flags:
-                found[key] = value
+        for name, value in {**each._parameters, **each._buffers, **vars(each)}.items():
+            if type(value) in (int, float):
+                value = torch.tensor(value, dtype=torch.float64)
+            if isinstance(value, Tensor) and name not in FRAMEWORK:
+                found[f"{path}.{name}".lstrip(".")] = value.detach().clone()
     return found
 
 
-def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """The names whose values differ, or that are there only once."""
-    names = dict.fromkeys([*before, *after])
-    return [
+    same = [
         name
-        for name in names
-        if name not in before
-        or name not in after
-        or not _is_same(before[name], after[name])
+        for name in before.keys() & after.keys()
+        if torch.equal(before[name].nan_to_num(), after[name].nan_to_num())
     ]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_like = one.shape == other.shape and one.dtype == other.dtype
-        return is_like and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return type(one) is type(other) and one == other
+    return [name for name in {**before, **after} if name not in same]

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from trainkit.core._compat import alone_among_ranks
-from trainkit.core.generators import States, random_kept, seed_all
+from trainkit.core.generators import random_kept, seed_all
 from trainkit.core.nested import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -33,7 +32,7 @@ from trainkit.lit.aside import LIGHTNINGS, logged_from
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import OrderedCallback, no_callbacks, windows_of
 from trainkit.lit.proof.copying import Copies, move_weights, refuse_gradients
-from trainkit.lit.proof.draws import SEED, Draws, WritesShared
+from trainkit.lit.proof.draws import SEED, Draws, Noted, WritesShared
 from trainkit.lit.proof.report import NotMeasured
 from trainkit.lit.proof.taken import Taken
 
@@ -73,10 +72,9 @@ class Rehearsal:
         callbacks: the run's; default: the Trainer's.
         without: hooks of the module, and names of callbacks, that are taken away.
         changes: what else is done to the copy before it runs, one after another.
-        fixes_draws: whether what rows share is drawn alike for all parts.
         shares: whether large frozen parameters are shared with the copy.
-        by_row: for each place that draws, whether it draws by row, as the first of all
-            rehearsals has found: a part may have as many rows by chance.
+        ignored: the label by which rows were made to end earlier, if they were.
+        noted: what the first of all rehearsals has drawn, by its number.
     """
 
     trainer: Any
@@ -86,9 +84,9 @@ class Rehearsal:
     callbacks: Sequence[Any] | None = None
     without: frozenset[str] = frozenset()
     changes: tuple[Callable[[Any], Any], ...] = ()
-    fixes_draws: bool = False
     shares: bool = True
-    by_row: dict[str, set[bool]] = field(default_factory=dict)
+    ignored: int | None = None
+    noted: dict[int, Noted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.callbacks is None:
@@ -142,13 +140,8 @@ class Rehearsal:
         move_weights(module, copies.shared)
         own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, self.trainer.train_dataloader)
-        draws = Draws(
-            loader.rows_now,
-            self.dtype,
-            copies.shared,
-            self.by_row,
-            fixes=self.fixes_draws,
-        )
+        of = loader.rows_now, self.dtype, copies.shared, self.noted
+        draws = Draws(*of, ignored=self.ignored)
         draws.turn_off(module)
         taken = Taken(draws)
         if has_driver:
@@ -171,10 +164,8 @@ class Rehearsal:
         live_stays = refuse_gradients(self.module)
         with kept, live_stays, alone_among_ranks(), _aside(self.dtype), draws:
             seed_all(seed)
-            seeded = States([])
             with contextlib.suppress(Ended):
                 trainer.fit(module, **self._data(loader))
-            draws.are_of_host = not seeded.of_host_are(States([]))
         if not taken.num_calls:
             raise NotMeasured("the optimizer took no step after these rows")
         return taken
@@ -231,15 +222,12 @@ class Rehearsal:
 
 def may_change_steps(callback: Any) -> bool:
     """Whether a callback of the user's has hooks of a step."""
-    kind = type(callback).__module__
-    is_theirs = kind.startswith((*LIGHTNINGS, "trainkit."))
-    # At a batch's start and end a Checkpoint saves, and a rehearsal saves nothing. The
-    # function of a LambdaCallback mostly collects numbers there: into the user's list,
-    # which has no copy.
-    is_skipped = is_theirs or isinstance(callback, Checkpoint)
-    hooks = OF_A_STEP[2:] if is_skipped else OF_A_STEP
     given = vars(callback)  # as LambdaCallback keeps functions of the user's
-    return any(h in given or not is_theirs and has_own(callback, h) for h in hooks)
+    if type(callback).__module__.startswith((*LIGHTNINGS, "trainkit.")):
+        # At a batch's start and end they mostly collect numbers: into the user's list,
+        # which has no copy.
+        return any(hook in given for hook in OF_A_STEP[2:])
+    return any(has_own(callback, hook) for hook in OF_A_STEP)
 
 
 def _matters(callback: Any, *, has_driver: bool) -> bool:
@@ -304,8 +292,6 @@ class _Taker(Callback):
         for each in windows.accumulators.values() if windows is not None else ():
             if not all(isinstance(s, Uniform) for s in each.strategies.values()):
                 each.division.restore(torch.tensor(NO_WEIGHT), None)
-        if windows is not None and windows.inside is not None:
-            windows.inside.around_chunks(self._taken.draws.of_chunk)
         self._names = {id(p): name for name, p in pl_module.named_parameters()}
         for number, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             ends = pl_module.automatic_optimization

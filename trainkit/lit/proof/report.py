@@ -177,8 +177,9 @@ class Report:
         first = next((each for each in self.causes if not each.hides), None)
         cause = "" if first is None else first.with_place
         cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
-        is_told = first is not None and self.mixes_documents
-        more = f"To do: {first.remedy[0]}" if is_told else MORE
+        more = MORE
+        if first is not None and self.mixes_documents:
+            more = f"To do: {first.remedy[0]}"
         return f"{self.verdict}. {cause}{more}"
 
     def rows(self) -> list[Row]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.core.nested import lookup, take_apart, tensors, with_tensors
+from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Marks, Rows, marks_of
@@ -56,7 +56,6 @@ class FewRows:
         is_stream: whether nobody can say how wide other batches will be.
         has_one_length: whether no row that was read is shorter than the others, though
             rows of other batches may be.
-        has_classes: whether rows have one label each, some of which were exchanged.
     """
 
     def __init__(
@@ -70,14 +69,13 @@ class FewRows:
         pads: bool = False,
         is_stream: bool = False,
     ) -> None:
-        self.is_stream, self.has_classes = is_stream, False
+        self.is_stream = is_stream
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
         self.collates = collate is not None and bool(samples)
         if self.collates and (self._looks_at_one() or self._divides_more(batch)):
             self.collates, samples = False, ()
         self._batch = self._collated(range(len(samples))) if self.collates else batch
-        self._fewer: tuple[dict[str, int], Sequence[int]] = {}, ()
         self.collate_of_run = None if options is None else options.collate
         yields_samples = self.collate_of_run is not None
         how = MicroBatching(size=1) if yields_samples or options is None else options
@@ -165,10 +163,8 @@ class FewRows:
             alike: as wide as all rows together, in place of what the run pads to.
         """
         if self.collates and not (alike and self.can_widen):
-            batch = self._collated(rows)
-        else:
-            batch = self._cut(rows, wide=alike or not self._narrows)
-        return self._changed(batch, rows)
+            return self._collated(rows)
+        return self._cut(rows, wide=alike or not self._narrows)
 
     def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
@@ -229,30 +225,6 @@ class FewRows:
 
     # ---- what all count alike --------------------------------------------------------
 
-    def with_fewer_labels(self, rows: Sequence[int]) -> FewRows | None:
-        """Rows of which some count less than others; None if the batch has
-        nothing that can count less.
-
-        Half of their labels are ignored, and their masks end there. Where a row has one
-        label, which is alike in all rows, they get another one.
-        """
-        found = copy.copy(self)
-        fields = self._countable()
-        found._fewer = {path: nothing for path, (_, nothing) in fields.items()}, rows
-        found.has_classes = all(value.ndim == 1 for value, _ in fields.values())
-        return found if fields else None
-
-    def with_shorter(self, rows: Sequence[int]) -> FewRows | None:
-        """Rows of which some end after half of their labels; None if nothing says where
-        a row ends, or nothing would be left of them that counts."""
-        shorter = self.with_fewer_labels(rows)
-        if shorter is None or shorter.has_classes:
-            return None
-        batch = shorter._changed(self._batch, range(self.num_rows), is_shorter=True)
-        found = FewRows(batch, self._options, self._strategy, pads=True)
-        counts = found.counts(rows, [self._strategy.weight])
-        return found if bool((counts > 0).all()) else None
-
     @property
     def labels_alone(self) -> Marks | None:
         """The strategy's labels or weights, where nobody names what tells lengths."""
@@ -262,80 +234,72 @@ class FewRows:
         are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
         return marks[0] if are_alone else None
 
-    def with_labels_cut(self, labels: Marks) -> FewRows | None:
-        """The rows whose labels can end where half of the longest row's do, and whose
-        other fields continue; None if there is no such row."""
-        counts, path = labels.counts, labels.path
-        stop = _half(counts[counts.sum(1).argmax()][None])
-        lasting = counts[:, :stop].any(1) & counts[:, stop:].any(1)
-        rows = lasting.nonzero().flatten().tolist()
-        if not rows:
-            return None
-        batch = self._cut(rows, wide=True)
-        own = lookup(batch, path)
-        ended = own.clone()
-        is_weight = getattr(self._strategy, "mask", None) is not None
-        ended[:, stop:] = 0 if is_weight else self._ignored
-        batch = with_tensors(batch, lambda each: ended if each is own else each)
-        return FewRows(batch, self._options, self._strategy)
-
     @property
-    def _ignored(self) -> int:
+    def ignored(self) -> int:
+        """The label that does not count."""
         return getattr(self._strategy, "ignore_index", -100)
 
-    def _changed(
-        self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False
-    ) -> Any:
-        """A batch of some rows, of which some count less, or end earlier."""
-        nothing, fewer = self._fewer
-        at = [place for place, row in enumerate(rows) if row in fewer]
-        fields = [pair for pair in take_apart(batch)[0] if pair[0] in nothing]
-        if not at or not fields:
-            return batch
-        own = [(value, nothing[path]) for path, value in fields if value.ndim > 1]
-        stop = max((_half(value[at] != none) for value, none in own), default=0)
-        if is_shorter:
-            stop = min(stop, *(value.shape[1] - 1 for value, _ in own))
-        filled = {id(value): nothing[path] for path, value in fields}
+    @property
+    def may_count_unlike(self) -> bool:
+        """Whether a mask or labels may count otherwise in other rows than in these."""
+        found = self._countable().values()
+        of_rows = [v for v, _ in found if v.ndim == 1 and bool((v == v[0]).all())]
+        return bool(of_rows) or any(value.ndim > 1 for value, _ in found)
 
-        def changed(value: Tensor) -> Tensor:
-            if id(value) not in filled:
-                return value
-            new = value.clone()
-            if new.ndim == 1:
-                new[at] += 1 if new.min() == 0 else -1
-            else:
-                new[at, stop:] = filled[id(value)]
-            return new
+    def ending(self, few: Sequence[int]) -> FewRows | None:
+        """The rows, of which some end where half of the labels are over in one; None if
+        nothing says where a row ends, or nothing would be left in one that counts.
 
-        return with_tensors(batch, changed)
+        From there on labels are ignored, and masks are 0. All other fields continue.
+        """
+        found = self._countable().items()
+        fields = {path: each for path, each in found if each[0].ndim > 1}
+        if not fields or self.collate_of_run is not None:
+            return None
+        at = list(few)
+        ends = [
+            _firsts_and_halves(value[at] != none) for value, none in fields.values()
+        ]
+        # In each row something still counts, and of causal models a second label.
+        stop = max(2, min(int(half.min()) for _, half in ends))
+        stop = max(stop, *(int(first.max()) for first, _ in ends))
+        stop = min(stop, *(value.shape[1] - 1 for value, _ in fields.values()))
+        parts, build = take_apart(self._batch)
+        values = []
+        for path, value in parts:  # of which two may be one tensor
+            if path in fields:
+                value = value.clone()
+                value[at, stop:] = fields[path][1]
+            values.append(value)
+        batch = build(iter(values))
+        pads = self.has_one_length
+        rows = FewRows(batch, self._options, self._strategy, pads=pads)
+        counts = rows.counts(few, [self._strategy.weight])
+        return rows if bool((counts > 0).all()) else None
 
     def _countable(self) -> dict[str, tuple[Tensor, int]]:
-        """Masks and labels, of which all rows have equally many, and what does not
-        count in each."""
+        """Masks and labels of all rows, and what does not count in each."""
         fields = [
             (path, value)
             for path, value in take_apart(self._batch)[0]
             if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
-            if not (value.is_floating_point() or value.is_complex())
-            or "mask" in path.lower()
-            and _is_mask(value)
         ]
-        named = str(getattr(self._strategy, "labels", None))
+        own = [getattr(self._strategy, name, None) for name in ("labels", "mask")]
+        named = {*map(str, [*own, *getattr(self._options, "length_paths", ())])}
         last = fields[-1][0] if len(fields) > 1 or "1" in dict(fields) else None
         found = {}
         for path, value in fields:
             name = path.rpartition(".")[2].lower()
+            is_number = value.is_floating_point() or value.is_complex()
             is_label = name == "y" or any(each in name for each in LABELS)
-            is_label |= path == named or path == last and path.isdigit()
-            if value.ndim > 1 and value.shape[1] > 1:
-                may_be_labels = path == named and value.dtype != torch.bool
-                is_mask = _is_mask(value) and not may_be_labels
-                if is_label or "mask" in name and is_mask:
-                    found[path] = value, 0 if is_mask else self._ignored
-            elif value.ndim == 1 and is_label and value.dtype != torch.bool:
-                if bool((value == value[0]).all()):
-                    found[path] = value, self._ignored
+            is_label |= path in named or path == last and path.isdigit()
+            is_mask = path == str(own[1]) or path != str(own[0]) and _is_mask(value)
+            is_wide = value.ndim > 1 and value.shape[1] > 1
+            if is_mask and is_wide and (is_label or "mask" in name):
+                found[path] = value, 0
+            elif is_label and not (is_number or value.dtype is torch.bool):
+                if is_wide or value.ndim == 1:
+                    found[path] = value, self.ignored
         return found
 
 
@@ -372,11 +336,11 @@ def few_rows(
     )
 
 
-def _half(counts: Tensor) -> int:
-    """The column behind half of what counts, in the row where that is last."""
+def _firsts_and_halves(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """In each row: the column behind the first that counts, and behind half of them."""
     done = counts.flatten(2).any(2) if counts.ndim > 2 else counts
     done = done.long().cumsum(1)
-    return int((2 * done < done[:, -1:]).sum(1).max()) + 1
+    return (done < 1).sum(1) + 1, (2 * done < done[:, -1:]).sum(1) + 1
 
 
 def _number(weigh: Callable[[Any], Any], batch: Any) -> float:

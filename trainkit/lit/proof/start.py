@@ -38,17 +38,13 @@ from trainkit.lit.proof.subject import Subject, off_without_padding
 MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64
 
-MOST_LOOKS = 32
-"""Where so many loader batches have no padding, later ones keep their width: a loader
-that pads does so sooner, and each look costs as much as a small layer."""
-
 UNCUT = "the first batch is one micro-batch; where one is cut, "
 
 
 @contextlib.contextmanager
 def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
     """Rehearse on the first batch that training gets, before any hook of a step sees
-    it, and where rows are trimmed, on the first one with padding.
+    it.
 
     Args:
         trainer: about to train.
@@ -63,8 +59,9 @@ def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
 
     def look(batch: Any) -> Any:
         # Finders take all callbacks out while they search, within a training too.
-        if trainer.training and windows in trainer.callbacks and proof.look(batch):
+        if trainer.training and windows in trainer.callbacks:
             tap.close()
+            proof.look(batch)
         return convert(batch)
 
     with tap:
@@ -83,32 +80,16 @@ class ProofAtStart:
 
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
-        self._is_proven, self._num_looks = False, 0
-
-    def look(self, batch: Any) -> bool:
-        """Rehearse what is to be rehearsed; returns whether nothing is left."""
-        split, has_padding = self._windows.split, False
-        if split is not None and split.trims is None:
-            # A hook may add what is missing before the batch is cut.
-            with contextlib.suppress(TrainkitError):
-                has_padding = split.cutter.has_padding(batch)
-        if has_padding is not False or not self._is_proven:
-            self._rehearse(batch, has_padding)
-        self._num_looks += 1
-        if split is not None and split.trims is None and self._num_looks == MOST_LOOKS:
-            split.trims = False
-        return split is None or split.trims is not None
 
     @logged_from(logging.CRITICAL)  # once for all rehearsals
-    def _rehearse(self, batch: Any, has_padding: bool | None) -> None:
+    def look(self, batch: Any) -> None:
+        """Find what is to be found by rehearsals, and prove the rest."""
         windows, split = self._windows, self._windows.split
         if windows.inside is not None:
             windows.inside.find(self._trainer, windows, batch)
-        if split is not None and has_padding is not False:
-            split.trims = self._may_trim(batch) if has_padding else False
-        if not self._is_proven:
-            self._is_proven = True
-            self.run(batch)
+        if split is not None and windows.cut.trim and windows.cut.collate is None:
+            split.trims = self._may_trim(batch)
+        self.run(batch)
 
     def run(self, batch: Any) -> None:
         """Measure, if that is asked for, and say what was found."""
@@ -213,9 +194,8 @@ class ProofAtStart:
 
     # ---- trimming --------------------------------------------------------------------
 
-    def _may_trim(self, batch: Any) -> bool | None:
-        """Whether rows compute the same without columns that are only padding; None if
-        another batch must show it."""
+    def _may_trim(self, batch: Any) -> bool:
+        """Whether rows compute the same without columns that are only padding."""
         trainer, windows = self._trainer, self._windows
         shapes = windows.cut.shapes
         guards = [
@@ -225,7 +205,7 @@ class ProofAtStart:
             refuse_backend(trainer)
             rehearsal = Rehearsal(trainer, self._module, windows, callbacks=guards)
             of = rehearsal, windows.strategies, windows.cut, batch
-            off, by_labels = off_without_padding(*of)
+            off, by_labels, is_made = off_without_padding(*of)
         except Exception as error:
             keep = (
                 "keep the loader batch's width, since" if not shapes else "are filled;"
@@ -237,7 +217,7 @@ class ProofAtStart:
             say(trainer, ("trimming", text))
             return False
         if not off:
-            return None if off is None else True
+            return off is not None
         if shapes:
             raise TrainkitError(
                 f"MicroBatching shapes: the model sees its padding: without it, the "
@@ -245,6 +225,14 @@ class ProofAtStart:
                 f"that fill a micro-batch would change it. Mask padding in the model, "
                 f"or leave shapes out."
             )
+        if is_made and not by_labels:
+            text = (
+                f"micro-batches keep the loader batch's width: where a row is made to "
+                f"end earlier, what stands behind its end is seen (off by {off:.2g})"
+            )
+            if trainer.is_global_zero:
+                say(trainer, ("trimming", text))
+            return False
         sees, remedy = "its padding", "mask padding in the model"
         if by_labels:
             sees = "what stands behind a row's last label"

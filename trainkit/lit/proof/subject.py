@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from trainkit.core.out_of_memory import is_out_of_memory
+import torch
+
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.core.terms import ONE, telling_lengths
@@ -14,6 +15,8 @@ from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import MOST_ROUNDING, NotMeasured
 from trainkit.lit.proof.rows import FewRows, Parts
 from trainkit.lit.proof.taken import Taken, combined
+
+Found = TypeVar("Found")
 
 
 @dataclass(eq=False)
@@ -117,12 +120,14 @@ class Subject:
             return self._by_hand()
         batches = self.loader_batches
         make = self.rows.loader_batch if self.is_split else self.rows.make
-        return self.rehearsal.run(
+        taken = self.rehearsal.run(
             [make(rows, alike=self._keeps_width) for rows in batches],
             batches,
             strategies=as_given(self.strategies),
             options=self._small(),
         )
+        self.left_out += taken.draws.left_out
+        return taken
 
     @property
     def loader_batches(self) -> Parts:
@@ -177,13 +182,13 @@ class Subject:
 
 def off_without_padding(
     rehearsal: Rehearsal, strategies: Strategies, options: MicroBatching, batch: Any
-) -> tuple[float | None, bool]:
-    """How far gradients of four rows, or of one if memory runs out, are off without
-    the columns that pad on one side of all of them; 0 if not at all, None if another
-    batch must show it. And whether labels alone tell lengths.
+) -> tuple[float | None, bool, bool]:
+    """How far gradients of four rows are off without the columns that pad on one side
+    of all of them; None if rows do not pad, nor can be made to. Whether labels alone
+    tell lengths. And whether rows were made to end earlier.
 
-    Where labels alone tell lengths, a row may continue behind its last one. So they
-    are made to end earlier.
+    Rows that do not pad, and rows whose labels alone tell lengths, which may continue
+    behind the last one, are made to end earlier.
 
     Args:
         rehearsal: runs them.
@@ -191,37 +196,53 @@ def off_without_padding(
         options: how loader batches are cut.
         batch: of the run.
     """
-    rows: Any = FewRows(batch, options, telling_lengths(strategies))
-    if (labels := rows.labels_alone) is not None:
-        rows = rows.with_labels_cut(labels)
-    by_labels = labels is not None
-    if rows is None or not rows.padded_sides:
-        return None, by_labels
-    rehearsal = replace(rehearsal, fixes_draws=True)
+    rows = FewRows(batch, options, telling_lengths(strategies))
+    by_labels = rows.labels_alone is not None
+    chosen = [rows.shortest(4, side) for side in rows.padded_sides]
+    if is_made := by_labels or not chosen:
+        some = [row for row, length in enumerate(rows.lengths()) if length > 1]
+        chosen = [rows.shortest(4, some)]
+        ended = rows.ending(chosen[0]) if some else None
+        if ended is None or not any({*chosen[0]} <= {*s} for s in ended.padded_sides):
+            return None, by_labels, is_made
+        rows, rehearsal = ended, replace(rehearsal, ignored=rows.ignored)
     subject = Subject(rehearsal, strategies, None, rows, [], has_batches=False)
-    try:
-        return _off_trimmed(subject, 4), by_labels
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return _off_trimmed(subject, 1), by_labels
-
-
-def _off_trimmed(subject: Subject, number: int) -> float:
-    rows, offs = subject.rows, [0.0]
     # Beside a row that begins with the first column, nothing is left out in front.
-    for side in rows.padded_sides:
-        trimmed = replace(subject, parts=[rows.shortest(number, side)])
-        wide = replace(trimmed, are_alike=True)
-        whole = wide.whole()
-        off = trimmed.whole().off_from(whole)
-        if not 0 < whole.size < float("inf"):
-            raise NotMeasured("the gradient of the shortest rows is zero or not finite")
-        if off > subject.most_rounding:
-            if wide.whole(seed=1).off_from(whole) > subject.most_rounding:
-                raise NotMeasured("two steps over the same rows differ")
-            offs.append(off)
-    return max(offs)
+    offs = [_off_trimmed(replace(subject, parts=[each])) for each in chosen]
+    return max(offs), by_labels, is_made
+
+
+def _off_trimmed(subject: Subject) -> float:
+    whole = replace(subject, are_alike=True).whole()
+    if not 0 < whole.size < float("inf"):
+        raise NotMeasured("the gradient of the shortest rows is zero or not finite")
+    off = subject.whole().off_from(whole)
+    return off if off > subject.most_rounding else 0.0
+
+
+def in_first(
+    precisions: Sequence[torch.dtype], run: Callable[[torch.dtype], tuple[Found, bool]]
+) -> Found:
+    """What is found in the first arithmetic in which it runs; where it is not sure that
+    what differs in float32 is rounding, in the next.
+
+    Args:
+        precisions: that first which is tried first.
+        run: what is found in one, and whether it is sure.
+    """
+    found, failed = list[Found](), list[Exception]()
+    for dtype in precisions:
+        try:
+            each, is_sure = run(dtype)
+        except Exception as error:  # not every operation knows float64
+            failed.append(error)
+            continue
+        found.append(each)
+        if is_sure or dtype is torch.float64:
+            break
+    if not found:
+        raise failed[0]
+    return found[-1]
 
 
 def as_given(strategies: Strategies) -> Any:

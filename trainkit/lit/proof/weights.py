@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.core.terms import leading
@@ -27,73 +25,52 @@ from trainkit.lit.proof.denominators import (
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.rows import Parts
 from trainkit.lit.proof.subject import Subject
-from trainkit.lit.proof.taken import Taken
+from trainkit.lit.proof.taken import Key, Taken
 from trainkit.lit.proof.words import BY_HAND, STEP, TOTAL, WITH_MIXIN, cause
 
 MOST_COORDINATES = 200_000
 
 
+@dataclass(frozen=True)
 class Alone:
     """The gradients of a subject's rows: as one batch, and of each part by itself.
 
-    Args:
-        subject: the rows, and how they are run.
-        whole: its rows as one batch; None to run them when they are asked for.
-        like: which gradients there are, where it is not `whole` that says so.
-        parts: the rows of each part, where they are not the subject's.
-
     Attributes:
-        parts: some coordinates of the parts' gradients, always the same ones, one row
-            for each part.
+        sizes: how many numbers each gradient has.
+        whole: some coordinates of the gradient of all rows, always the same ones.
+        parts: these of the parts' gradients, one row for each part.
+        loss: of all rows.
         losses: of the parts.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        whole: Taken | None,
-        *,
-        like: Taken | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        known = like or whole
-        assert known is not None
-        self._sizes = {key: each.numel() for key, each in known.gradients.items()}
-        self._subject = subject
-        self._whole = None if whole is None else self._noted(whole)
-        noted = [self._noted(subject.whole(part)) for part in parts or subject.parts]
-        self.parts = torch.stack([gradient for gradient, _ in noted])
-        self.losses = torch.tensor([loss for _, loss in noted], dtype=torch.float64)
+    sizes: dict[Key, int]
+    whole: Tensor
+    parts: Tensor
+    loss: float
+    losses: Tensor
 
-    def _noted(self, taken: Taken) -> tuple[Tensor, float]:
-        return self.vector(taken), sum(taken.losses)
+    @classmethod
+    def of(
+        cls, subject: Subject, whole: Taken | None = None, parts: Parts | None = None
+    ) -> Alone:
+        """Run the parts of a subject, each by itself.
 
-    def _of_all(self) -> tuple[Tensor, float]:
-        if self._whole is None:
-            self._whole = self._noted(self._subject.whole())
-        return self._whole
-
-    @property
-    def whole(self) -> Tensor:
-        """These coordinates of the gradient of all rows."""
-        return self._of_all()[0]
-
-    @property
-    def loss(self) -> float:
-        """The loss of all rows."""
-        return self._of_all()[1]
+        Args:
+            subject: the rows, and how they are run.
+            whole: its rows as one batch, if they have run.
+            parts: the rows of each part, where they are not the subject's.
+        """
+        whole = whole or subject.whole()
+        taken = [subject.whole(part) for part in parts or subject.parts]
+        sizes = {key: each.numel() for key, each in whole.gradients.items()}
+        gradients = torch.stack([_vector(each, sizes) for each in taken])
+        numbers = [sum(each.losses) for each in taken]
+        losses = torch.tensor(numbers, dtype=torch.float64)
+        return cls(sizes, _vector(whole, sizes), gradients, sum(whole.losses), losses)
 
     def vector(self, taken: Taken) -> Tensor:
         """These coordinates of another gradient."""
-        step = 1 + 2 * (sum(self._sizes.values()) // (2 * MOST_COORDINATES))
-        return torch.cat(
-            [
-                taken.gradients[key].flatten()[::step].double().cpu()
-                if key in taken.gradients
-                else torch.zeros(len(range(0, size, step)), dtype=torch.float64)
-                for key, size in self._sizes.items()
-            ]
-        )
+        return _vector(taken, self.sizes)
 
     def off(self, weights: Tensor, whole: Tensor | None = None) -> float:
         """How far the weighted parts are from the whole, as a share of its size."""
@@ -117,6 +94,18 @@ class Alone:
         return min(self.off(self.best()), self.off(ones))
 
 
+def _vector(taken: Taken, sizes: dict[Key, int]) -> Tensor:
+    step = 1 + 2 * (sum(sizes.values()) // (2 * MOST_COORDINATES))
+    return torch.cat(
+        [
+            taken.gradients[key].flatten()[::step].double().cpu()
+            if key in taken.gradients
+            else torch.zeros(len(range(0, size, step)), dtype=torch.float64)
+            for key, size in sizes.items()
+        ]
+    )
+
+
 def own_weights(subject: Subject) -> Tensor:
     """By what the run weighs the parts; not a number where nobody can say so."""
     number = len(subject.parts)
@@ -133,15 +122,6 @@ def own_weights(subject: Subject) -> Tensor:
     return weights / weights.sum()
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """A denominator that makes the parts the whole, and what the loss is of a mean over
-    it; "" if it is the mean."""
-
-    candidate: Candidate
-    function: str = ""
-
-
 def denominator(
     subject: Subject, alone: Alone, most: float, number: str = ""
 ) -> Cause | None:
@@ -156,8 +136,7 @@ def denominator(
     fits = _fitting(subject, alone, most)
     if not fits:
         return None
-    (first, function), said = (fits[0].candidate, fits[0].function), _said(subject)
-    line = _line(first.strategy, first.line)
+    (first, function), said, line = fits[0], _said(subject), _line(fits[0][0].line)
     if function:
         return cause("function", function=function, line=first.line, strategy=line)
     if first is SUM and number:
@@ -166,10 +145,9 @@ def denominator(
         own = leading(subject.strategies) if subject.strategies else None
         kept = own if isinstance(own, PerSample | PerToken) else PerSample()
         total = line_of(replace(kept, loss_reduction="total"))
-        return cause(
-            "sum", said=said, strategy=_line(None, total.replace("'total'", '"total"'))
-        )
-    others = [fit.candidate for fit in fits[1:] if not fit.function]
+        line = _line(total.replace("'total'", '"total"'))
+        return cause("sum", said=said, strategy=line)
+    others = [each for each, function in fits[1:] if not function]
     meant = [each.line for each in others if each.simplicity <= OFTEN_MEANT]
     lines = " and ".join([each for each in meant if each != SUM.line][:2])
     also = f" (on these rows {lines} count as much)" if lines else ""
@@ -205,25 +183,28 @@ def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
             numbers = [round(each, 6) for each in (solved / solved.min()).tolist()]
             line = f"PerClassWeight(weight={numbers}, labels={at!r})"
             how = {"line": line, "said": _said(subject), "also": ""}
-            return cause("another", **how, strategy=_line(None, line))
+            return cause("another", **how, strategy=_line(line))
     return None
 
 
-def _fitting(subject: Subject, alone: Alone, most: float) -> list[_Fit]:
-    """What makes the parts the whole, the simplest first."""
+def _fitting(
+    subject: Subject, alone: Alone, most: float
+) -> list[tuple[Candidate, str]]:
+    """Denominators that make the parts the whole, the simplest first, and what the loss
+    is of a mean over each; "" if it is the mean."""
     ones = torch.ones(len(alone.parts), dtype=torch.float64)
     scales = {"": ones}
     if alone.loss:
         scales["square root"] = alone.losses / alone.loss
         scales["logarithm"] = (alone.losses - alone.loss).exp()
-    weights = {_Fit(UNIFORM): ones / len(ones)}
+    weights = {(UNIFORM, ""): ones / len(ones)}
     if int((torch.linalg.vector_norm(alone.parts, dim=1) > 0).sum()) > 1:
-        weights[_Fit(SUM)] = ones  # of a single part each mean over it is the sum, too
+        weights[SUM, ""] = ones  # of a single part each mean over it is the sum, too
     for candidate, counts, total in _counted(subject):
         for function, scale in scales.items():
-            weights[_Fit(candidate, function)] = counts / total * scale
+            weights[candidate, function] = counts / total * scale
     found = [fit for fit, each in weights.items() if alone.off(each) <= most]
-    return sorted(found, key=lambda fit: (fit.function != "", fit.candidate.simplicity))
+    return sorted(found, key=lambda fit: (fit[1] != "", fit[0].simplicity))
 
 
 def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
@@ -250,7 +231,7 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
     sizes = range(1, 5)
     unions = [u for size in sizes for u in itertools.combinations(range(4), size)]
     rows = [sorted(row for n in union for row in groups[n]) for union in unions]
-    gradients = Alone(subject, whole, parts=rows).parts
+    gradients = Alone.of(subject, whole, rows).parts
     members = torch.tensor([[n in u for n in range(4)] for u in unions]).double()
     columns = {
         candidate: members / (members @ counts)[:, None]
@@ -296,12 +277,8 @@ def _ways_in(subject: Subject) -> list[str]:
     return [] if subject.strategies else [WITH_MIXIN]
 
 
-def _line(strategy: Any, line: str) -> str:
+def _line(line: str) -> str:
     """The line that chooses a strategy."""
-    if "self." not in line:
-        return f"accumulation = {line}"
-    said = f"self.accumulation = {line}  # in __init__, at its end"
-    if isinstance(strategy, PerClassWeight):
-        numbers = [round(float(each), 6) for each in strategy.class_weights]
-        said += f"; with its numbers: PerClassWeight(weight={numbers})"
-    return said
+    if "self." in line:
+        return f"self.accumulation = {line}  # in __init__, at its end"
+    return f"accumulation = {line}"

@@ -31,8 +31,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "draws": (
         "randomness",
-        "it draws numbers that are not laid out by row (rows come first), so two "
-        "windows of the same rows differ, and so does the big batch",
+        "it draws numbers that are not laid out by row (rows come first), or through "
+        "which a gradient goes, so two windows of the same rows differ, and so does "
+        "the big batch; more may be behind it",
         "draw in the data set, or for each row by itself",
     ),
     # ---- micro-batches one after another ---------------------------------------------
@@ -76,12 +77,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "outputs of a row change with the length that it is padded to",
         "pad all rows to one length in the collate function",
         "or mask padding in this module",
-    ),
-    "filled": (
-        "padding",
-        "rows or columns that only fill a micro-batch (shapes=) change its gradient",
-        "mask padding in the model, and let the loss count what the strategy counts",
-        "or leave shapes out",
     ),
     "transfer": (
         "rows",
@@ -148,20 +143,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "the label of a document's last token is the first token of the next one: a "
         "label across their bound",
         "labels[end] = -100 for the last token of each document",
-    ),
-    "mixed documents": (
-        "documents",
-        "the gradient of a document changes with what shares its row; where, could not "
-        "be found",
-        "one document a row: PadCollate in place of PackCollate",
-    ),
-    "one row": (
-        "documents",
-        "the collate function puts several samples in one row, where they see each "
-        "other, or the loss looks across them; nothing in the batch tells them apart",
-        "one sample a row: PadCollate",
-        "or add position_ids that begin anew, as PackCollate does, which the proof and "
-        "most models of transformers heed",
     ),
     "loss over documents": (
         "documents",

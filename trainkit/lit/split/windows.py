@@ -99,8 +99,7 @@ class Split:
         self._is_apart = is_auto and self._ranks.backend_sums
         self.current: CutBatch | None = None
         self.num_loader_batches = 0
-        may_trim = True if is_rehearsal(trainer) else None
-        self.trims: bool | None = may_trim if options.trim else False
+        self.trims = options.trim and is_rehearsal(trainer)
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, self._ranks.size)
         self._transfer = Transfer(trainer, pl_module, strategies, may_repeat=is_auto)
@@ -253,7 +252,7 @@ class Split:
         """Cut a loader batch, and run all its micro-batches, with these further
         arguments of `training_step`."""
         trainer = self._trainer
-        self.cutter.trim = bool(self.trims) or self._options.shapes is not None
+        self.cutter.trim = self.trims or self._options.shapes is not None
         current = self._micro_batches.of(batch, num_cuts)
         current.is_forward_only = is_forward_only
         self.current = self._logs.current = current
