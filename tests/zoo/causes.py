@@ -274,6 +274,22 @@ class Dropping(nn.Module):
         return checkpoint(self.attend, x, use_reentrant=False)
 
 
+class DropPath(nn.Module):
+    """Leaves rows out, as the branches of a vision transformer do (stochastic depth)."""
+
+    drop_prob: float
+
+    def __init__(self, drop_prob: float = 0.5) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, maps: Tensor) -> Tensor:
+        if not self.training or not self.drop_prob:
+            return maps
+        kept = torch.empty(len(maps), 1, 1, 1, dtype=maps.dtype)
+        return maps * kept.bernoulli_(1 - self.drop_prob) / (1 - self.drop_prob)
+
+
 def dropping(loss: Any) -> Any:
     module = Images(loss)
     module.net = nn.Sequential(Dropping())

@@ -347,9 +347,10 @@ def _batch(trainer: Any) -> dict[str, Any]:
     if batch is not None:
         entries = {"samples": batch.size, "micro_batch_samples": batch.micro_batch}
         entries |= {"accumulate": batch.accumulate, "replicas": batch.replicas}
-    account = None if windows is None else windows.ledger.of()
-    if account is not None and isinstance(windows.strategy, PerToken):
-        entries["tokens"] = float(account.weight) / account.num_windows
+    if windows is not None and isinstance(windows.strategy, PerToken):
+        account = windows.ledger.of()
+        if account is not None:
+            entries["tokens"] = float(account.weight) / account.num_windows
     return {"effective_batch": entries} if entries else {}
 
 

@@ -240,5 +240,3 @@ def test_batches_that_are_unlike_are_refused(
 ) -> None:
     with pytest.raises(TrainkitError, match=f"pool: .*{text}"):
         join([first, second])
-
-

@@ -119,6 +119,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "inner cut, computed anew": (lambda: causes.dropping(causes.nt_xent), images, None,
      INSIDE),
     "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
+    "inner cut, paths dropped": (lambda: Images(causes.nt_xent,
+     lambda width: causes.DropPath()), images, None, INSIDE),
     "found inner cut": (lambda: Images(causes.nt_xent), images, None,
      MicroBatching(inside="auto", size=4)),
 }  # fmt: skip

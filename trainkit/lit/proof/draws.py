@@ -25,6 +25,9 @@ _DROPOUTS = {
     torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
+_STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")
+"""Layers of timm, transformers and torchvision that drop whole branches of rows."""
+
 _BACKWARD = {Tensor.backward, torch.autograd.backward}
 
 _DRAWS = {
@@ -146,6 +149,10 @@ class Draws(TorchFunctionMode):
             elif isinstance(each, nn.MultiheadAttention | nn.RNNBase):
                 self.has_dropout |= each.dropout > 0
                 each.dropout = 0.0
+            elif type(each).__name__.endswith(_STOCHASTIC_DEPTH):
+                for name in {"drop_prob", "p"} & vars(each).keys():
+                    self.has_dropout |= bool(vars(each)[name])
+                    vars(each)[name] = 0.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
