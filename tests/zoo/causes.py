@@ -275,7 +275,7 @@ class Dropping(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Leaves rows out, as the branches of a vision transformer do (stochastic depth)."""
+    """Leaves rows out, as branches of vision transformers do (stochastic depth)."""
 
     drop_prob: float
 

@@ -255,6 +255,23 @@ def test_a_field_that_once_had_another_length_is_not_cut_by_chance() -> None:
     assert [m.batch["table"].tolist() for m in again] == [[0, 1], [2, 3]]
 
 
+def test_a_field_that_no_longer_has_an_entry_for_each_row() -> None:
+    """Such as the images of rows, one for each so far: whose are four of three?"""
+
+    def read(*batches: tuple[int, int], refuses: bool) -> list[int]:
+        cutter = Cutter(MicroBatching(size=1), PerToken(), refuses_others=refuses)
+        for rows, number in batches:
+            labels = torch.ones(rows, 2, dtype=torch.long)
+            found = cutter.cut({"labels": labels, "images": torch.ones(number)})
+        return [len(each.batch["images"]) for each in found]
+
+    assert read((2, 2), (3, 4), refuses=False) == [4] * 3  # the proof reads other sizes
+    assert read((1, 1), (3, 4), refuses=True) == [4] * 3  # one row says nothing
+    assert read((2, 2), (3, 3), refuses=True) == [1] * 3
+    with pytest.raises(TrainkitError, match="'images' had .* and has 4 for 3 rows now"):
+        read((2, 2), (3, 4), refuses=True)
+
+
 def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
     for options, trim, padded, width in (
         ({"trim": False}, True, [14, 14], 7),

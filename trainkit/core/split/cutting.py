@@ -99,6 +99,7 @@ class Cutter:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
         strategies: of all terms; they say what counts nothing where something fills.
+        refuses_others: whether a field that had an entry for each row must go on so.
 
     Attributes:
         trim: whether columns that only pad are left out.
@@ -109,8 +110,11 @@ class Cutter:
         options: MicroBatching,
         strategy: AccumulationStrategy,
         strategies: Strategies | None = None,
+        *,
+        refuses_others: bool = False,
     ) -> None:
         self._options, self._strategy = options, strategy
+        self._refuses_others = refuses_others
         self._strategies, self.trim = strategies or {}, options.trim
         self._documents = documents_option(options, strategy)
         self._limit = Limit(options.size, options.tokens)
@@ -149,7 +153,7 @@ class Cutter:
                 size = length_of(value)
                 if size is None:
                     check_divisible(field, batch)
-                elif self._is_always((field.path, 0), size == rows.num_rows):
+                elif self._has_rows(field, size, rows.num_rows):
                     own = self._trims(field, widths) if widths else ()
             trims.append(own)
         return Layout(fields, build, trims, rows)
@@ -201,6 +205,22 @@ class Cutter:
                     f"with a batch of another size, after which it is known."
                 )
         return self._is_always(path, fits)
+
+    def _has_rows(self, field: Field, size: int, num_rows: int) -> bool:
+        """Whether a field has an entry for each row, in this batch and in all before.
+        One row says nothing of the next batch."""
+        key, fits = (field.path, 0), size == num_rows
+        if self._refuses_others and not fits and self._always.get(key):
+            raise TrainkitError(
+                f"MicroBatching: field {field.path!r} had an entry for each row so "
+                f"far, and has {size} for {num_rows} rows now, so it is not known "
+                f"whose they are: {describe(field.value)}. Give it as a list with an "
+                f"entry for each row, or name it in shared= if every micro-batch is to "
+                f"get it whole."
+            )
+        if num_rows < 2:
+            return fits and self._always.get(key, True)
+        return self._is_always(key, fits)
 
     def _is_always(self, key: Any, fits: bool) -> bool:
         """Whether a size fits, in this batch and in all before; else, by chance."""

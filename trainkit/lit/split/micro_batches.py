@@ -157,7 +157,7 @@ class MicroBatches:
         self._weighs = weighs and not self._are_said
         self._is_first_over = False
         of_lengths = telling_lengths(strategies)
-        self.cutter = Cutter(options, of_lengths, strategies)
+        self.cutter = Cutter(options, of_lengths, strategies, refuses_others=True)
         self._weighs_samples = counts_rows(leading(strategies))
         self._documents = documents_option(options, *strategies.values())
 
