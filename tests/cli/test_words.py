@@ -198,10 +198,11 @@ def test_errors_warnings_and_rows_are_said_in_them(
 def test_a_refused_training_advises_what_can_be_pasted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*SMALL, "micro_batching=auto", "accumulation=uniform"]
+    words = [*SMALL, "accumulation=none", "trainer.accumulate_grad_batches=2"]
+    words += ["micro_batching=inside", "micro_batching.inside=layers"]
     assert main(["train", *words]) == 2
     said = capsys.readouterr().err
     assert main(["plan", "--probe", "--target=8", *words]) == 2
     assert "MicroBatching(" not in capsys.readouterr().err
     assert not re.search(r"\b(MicroBatching|PerSample|PerToken)\(", said)
-    assert "accumulation=per_sample or accumulation=per_token" in said
+    assert "such as accumulation=per_sample" in said

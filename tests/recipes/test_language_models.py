@@ -238,7 +238,7 @@ def test_the_proof_finds_the_cache(has_cache: bool, documents: list[Any]) -> Non
     if has_cache:
         (cause,) = report.causes
         assert cause.kind == "documents"
-        assert cause.place.startswith("model.model.layers.0.self_attn (between")
+        assert cause.place == "model.model.layers.0.self_attn.o_proj"
         assert cause.remedy[0] == "model.config.use_cache = False"
 
 

@@ -180,6 +180,7 @@ def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
 
 def _names(strategies: Strategies) -> str:
     """
+    >>> from trainkit import PerSample
     >>> _names({"": PerSample()}), _names({"ce": Uniform(), "kl": PerSample()})
     ('PerSample', 'Uniform (ce) and PerSample (kl)')
     """

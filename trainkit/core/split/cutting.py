@@ -99,7 +99,7 @@ class Cutter:
         options: how to cut.
         strategy: its labels tell the rows' lengths where nothing else does.
         strategies: of all terms; they say what counts nothing where something fills.
-        refuses_others: whether a field that had an entry for each row must go on so.
+        refuses_others: whether a field that had an entry for each row must keep so.
 
     Attributes:
         trim: whether columns that only pad are left out.

@@ -215,13 +215,14 @@ class _Look:
 
     def _content(self) -> str | None:
         """Where outputs of a document change with the ids of another."""
-        whole, spans = self._events(self._subject), self._documents.spans
+        events, spans = self._events(self._subject), self._documents.spans
+        whole = [_narrowed(each, self._width) for each in events]
         for changed in range(len(spans)):
             rows = self._exchanged(changed).rows
             others = [self._columns(n) for n in range(len(spans)) if n != changed]
             columns = [column for each in others for column in each]
             events = self._events(replace(self._subject, rows=rows))
-            events = [_narrowed(each, columns, self._width) for each in events]
+            events = [_narrowed(each, self._width, columns) for each in events]
             event = first_unlike(whole, events, columns, self._width)
             if event is not None:
                 return event.path
@@ -284,12 +285,13 @@ def _without_cache(module: Any) -> None:
             config.use_cache = False
 
 
-def _narrowed(event: Event, columns: Sequence[int], width: int) -> Event:
-    """An event of some columns alone, in each value that is as wide as the row."""
-
-    def narrowed(value: Tensor) -> Tensor:
+def _narrowed(event: Event, width: int, columns: Sequence[int] = ()) -> Event:
+    """An event without the values that are not as wide as the row, such as those of a
+    document by itself; of all columns, or of some alone."""
+    found = []
+    for value in event.values:
         dim = next((d for d, size in enumerate(value.shape) if size == width), None)
-        at = torch.tensor(columns, device=value.device)
-        return value if dim is None else value.index_select(dim, at)
-
-    return replace(event, values=tuple(map(narrowed, event.values)))
+        if dim is not None and columns:
+            value = value.index_select(dim, torch.tensor(columns).to(value.device))
+        found += [value] * (dim is not None)
+    return replace(event, values=tuple(found))
