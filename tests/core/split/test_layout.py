@@ -260,6 +260,7 @@ def test_a_field_that_no_longer_has_an_entry_for_each_row() -> None:
 
     def read(*batches: tuple[int, int], refuses: bool) -> list[int]:
         cutter = Cutter(MicroBatching(size=1), PerToken(), refuses_others=refuses)
+        found: list[Any] = []
         for rows, number in batches:
             labels = torch.ones(rows, 2, dtype=torch.long)
             found = cutter.cut({"labels": labels, "images": torch.ones(number)})
