@@ -162,7 +162,7 @@ def windows(number: int, *, reduction: Any = "mean") -> list[WindowStats]:
 def entered(made: list[WindowStats], ledger: Ledger | None = None) -> Ledger:
     ledger = Ledger() if ledger is None else ledger
     for stats in made:
-        ledger.enter(0, stats, counts_samples=True)
+        ledger.waiting.append((0, stats, True))
     return ledger
 
 
@@ -194,7 +194,7 @@ def test_a_copy_continues_alone(again: Callable[[Ledger], Ledger]) -> None:
 
 def test_samples_are_unknown_after_a_window_that_counted_none() -> None:
     ledger = entered(windows(2))
-    ledger.enter(0, windows(1)[0], counts_samples=False)
+    ledger.waiting.append((0, windows(1)[0], False))
     entered(windows(2), ledger)
     account: Any = ledger.of()
     assert math.isnan(account.samples)

@@ -89,32 +89,40 @@ class Account:
         return cls(**{**state, **vectors})
 
 
+NUM_WAITING = 64
+"""So many closed windows wait to be entered, where nobody asks for the accounts."""
+
+
 class Ledger:
-    """The accounts of a training's closed windows, one for each optimizer."""
+    """The accounts of a training's closed windows, one for each optimizer.
+
+    Attributes:
+        waiting: closed windows that are still to be entered: the optimizer's index, the
+            window's numbers, and whether the samples of its batches were counted.
+    """
 
     def __init__(self) -> None:
+        self.waiting: list[tuple[int, WindowStats, bool]] = []
         self._accounts: dict[int, Account] = {}
 
-    def enter(self, index: int, stats: WindowStats, *, counts_samples: bool) -> None:
-        """Enter a window of an optimizer that has closed.
-
-        Args:
-            index: the optimizer's.
-            stats: the window's numbers.
-            counts_samples: whether the samples of its batches were counted.
-        """
-        account = self._accounts.get(index)
-        if account is None:
-            account = Account.over(stats, counts_samples=counts_samples)
-            self._accounts[index] = account
-        else:
-            account.add(stats, counts_samples=counts_samples)
+    def enter(self) -> None:
+        """Enter the windows that wait."""
+        for index, stats, counts_samples in self.waiting:
+            account = self._accounts.get(index)
+            if account is None:
+                account = Account.over(stats, counts_samples=counts_samples)
+                self._accounts[index] = account
+            else:
+                account.add(stats, counts_samples=counts_samples)
+        self.waiting.clear()
 
     def of(self, index: int = 0) -> Account | None:
         """The account of an optimizer; None before its first window has closed."""
+        self.enter()
         return self._accounts.get(index)
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
+        self.enter()
         return {i: each.state_dict() for i, each in self._accounts.items()}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:

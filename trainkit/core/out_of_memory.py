@@ -63,6 +63,22 @@ def release(error: BaseException) -> None:
             raise
 
 
+def makes_room(error: Exception, make_smaller: Callable[[], bool]) -> bool:
+    """Answer an error that means out of memory: free what the attempt has held.
+
+    Args:
+        error: that an attempt has raised.
+        make_smaller: lets the next one take less memory; returns False if none can.
+
+    Returns:
+        Whether to begin again. Else the error is to be raised.
+    """
+    if not (is_out_of_memory(error) and make_smaller()):
+        return False
+    release(error)
+    return True
+
+
 def in_smaller_parts(
     attempt: Callable[[], Found],
     make_smaller: Callable[[], bool],
@@ -79,9 +95,8 @@ def in_smaller_parts(
         try:
             return attempt()
         except Exception as error:
-            if not (is_out_of_memory(error) and make_smaller()):
+            if not makes_room(error, make_smaller):
                 raise
-            release(error)
         put_back()
 
 

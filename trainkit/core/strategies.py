@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from trainkit.core.document_fields import KNOWN
 from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
@@ -216,8 +217,16 @@ def num_samples(batch: Any, documents: str = "auto") -> Weight:
 
 def _counted(batch: Any, documents: str) -> Weight | None:
     """The documents of a batch, or the rows of one that plainly has nothing else."""
-    found = count_documents(batch, documents)
-    return length_of_tensors(batch) if found is None else found
+    length = plain_length(batch, documents)
+    return count_documents(batch, documents) if length is None else length
+
+
+def plain_length(batch: Any, documents: str) -> int | None:
+    """The length of a batch that plainly has no documents: of nothing but tensors of
+    one length, none of which has a name that tells some apart."""
+    names = batch if type(batch) is dict else ()
+    is_plain = documents == "off" or documents == "auto" and KNOWN.isdisjoint(names)
+    return length_of_tensors(batch) if is_plain else None
 
 
 def length_of_tensors(batch: Any) -> int | None:

@@ -15,6 +15,7 @@ from tests.lit.fronts import SEQUENCES, WINDOW
 from tests.zoo.callbacks import Table
 from tests.zoo.modules import Gan, Plain, on_front
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
+from trainkit.core.ledger import NUM_WAITING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. "),  # the loader starts again
@@ -142,12 +143,15 @@ def test_each_optimizer_has_its_own_totals() -> None:
         assert torch.equal(found, weights.cumsum(0))
 
 
-def test_a_second_fit_continues_the_account() -> None:
+def test_windows_that_nobody_asks_for_do_not_wait_for_ever() -> None:
+    """Nor are they lost where a second `fit` continues."""
     callback, module = BY_TOKENS(), Plain()
-    _, fitted = train(callback, module=module, epochs=2)
-    fitted.fit_loop.max_epochs = 3
+    epochs = NUM_WAITING // len(totals(1)) + 1
+    _, fitted = train(callback, module=module, epochs=epochs)
+    assert len(callback.ledger.waiting) == len(totals(epochs)) - NUM_WAITING
+    fitted.fit_loop.max_epochs = epochs + 1
     fitted.fit(module, loader(SEQUENCES, BATCH))
     account = callback.ledger.of()
     assert account is not None
-    assert account.num_windows == len(totals(3))
-    assert float(account.weight) == totals(3)[-1][0]
+    assert account.num_windows == len(totals(epochs + 1))
+    assert float(account.weight) == totals(epochs + 1)[-1][0]

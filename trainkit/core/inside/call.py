@@ -16,7 +16,7 @@ from trainkit.core.inside.outputs import Joint, Plan, are_close, fitted
 from trainkit.core.inside.rows import COLUMNS, Arguments, Axes, Chunk
 from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build, are_equal, with_tensors
-from trainkit.core.out_of_memory import in_smaller_parts
+from trainkit.core.out_of_memory import makes_room
 from trainkit.errors import TrainkitError
 
 Graph = tuple[list[Any], dict[int, Tensor]]
@@ -61,12 +61,15 @@ class Call:
         keeps its graph, which shows what of the output has a gradient."""
         values, has_graph = self._values, torch.is_grad_enabled()
         begun = States(self._arguments.devices)
-        with torch.no_grad():
-            leaves = in_smaller_parts(
-                lambda: self._run(values, begun, has_graph=has_graph),
-                lambda: self._moment.sizes.halve(self._arguments.rows),
-                begun.put_back,
-            )
+        while True:
+            try:
+                with torch.no_grad():
+                    leaves = self._run(values, begun, has_graph=has_graph)
+                break
+            except Exception as error:
+                if not makes_room(error, self._halves):
+                    raise
+            begun.put_back()
         self._moment.check_state(values)
         trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
         if not (has_graph and trained):
@@ -114,6 +117,9 @@ class Call:
         ]
         return outputs
 
+    def _halves(self) -> bool:
+        return self._moment.sizes.halve(self._arguments.rows)
+
     def _outputs(self, given: list[Any]) -> list[Any]:
         cut, arguments = self._moment.cut, self._arguments
         _, outputs, build = arguments.run(cut, given)
@@ -160,14 +166,16 @@ class Call:
     ) -> list[Tensor | None]:
         """Run the backward pass of all chunks; the gradients of arguments."""
         found = dict[int, Tensor]()
-
-        def pull_all() -> None:
+        while True:
+            try:
+                for chunk in reversed(self.chunks):  # the last comes first: it is kept
+                    self._pull(chunk, values, gradients, found)
+                break
+            except Exception as error:
+                if not makes_room(error, self._may_begin_again):
+                    raise
             self._moment.shadows.clear()
             found.clear()
-            for chunk in reversed(self.chunks):  # the last comes first: it is kept
-                self._pull(chunk, values, gradients, found)
-
-        in_smaller_parts(pull_all, self._may_begin_again, lambda: None)
         return [
             found[i].to(values[i].dtype) if i in found else None for i in self._trained
         ]
@@ -239,7 +247,7 @@ class Call:
     def _may_begin_again(self) -> bool:
         """Whether the rows can run in smaller chunks. Those that drew would draw
         otherwise than in the forward pass."""
-        if self._draws or not self._moment.sizes.halve(self._arguments.rows):
+        if self._draws or not self._halves():
             return False
         self._first = None
         self.chunks = self._arguments.chunks(self._moment.sizes)

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.nested import Build, Field, is_dense, is_list, length_of, take_apart
 from trainkit.core.split.layout import Layout
-from trainkit.core.split.partition import even_runs
 from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
@@ -100,7 +100,10 @@ class Sizes:
         >>> Sizes(4).runs(10)
         [(0, 4), (4, 7), (7, 10)]
         """
-        return even_runs(num_rows, -(-num_rows // (self.limit or num_rows)))
+        num_runs = -(-num_rows // (self.limit or num_rows))
+        size, larger = divmod(num_rows, num_runs)
+        ends = [i * size + min(i, larger) for i in range(num_runs + 1)]
+        return list(pairwise(ends))
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""

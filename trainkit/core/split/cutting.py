@@ -54,6 +54,7 @@ from trainkit.core.strategies import (
     PerToken,
     Strategies,
     length_of_tensors,
+    plain_length,
 )
 from trainkit.errors import TrainkitError
 
@@ -140,9 +141,10 @@ class Cutter:
             fields = [Field("", samples)]
             return Layout(fields, lambda values: collate(next(values)), [()], rows)
         shared = self._shared(batch)
-        documents = find_flattened(batch, self._documents)
-        if documents is not None:
-            return Flattened.read(batch, documents, shared)
+        if plain_length(batch, self._documents) is None:
+            documents = find_flattened(batch, self._documents)
+            if documents is not None:
+                return Flattened.read(batch, documents, shared)
         rows = self._rows(batch, shared)
         widths = {group.padded_length: n for n, group in enumerate(rows.groups)}
         fields, build = take_apart(batch, partial(self._is_whole, rows, shared))

@@ -230,10 +230,12 @@ class WindowOwner(OrderedCallback):
         """Let Lightning call our methods in place of an object's own, until training
         ends. Methods of its strategy object run right around `training_step`, after all
         hooks that may edit the batch; no hook of a callback runs there."""
-        calls = {
-            name: partial(self._call, trainer, own, getattr(owner, name))
-            for name, own in mine.items()
-        }
+        calls = mine
+        if self._may_search:
+            calls = {
+                name: partial(self._call, trainer, own, getattr(owner, name))
+                for name, own in mine.items()
+            }
         self._taken.enter_context(replaced(owner, **calls))
 
     def _call(
@@ -241,7 +243,7 @@ class WindowOwner(OrderedCallback):
     ) -> Any:
         """Call our method; or Lightning's, while one of its finders has taken all
         callbacks out, which was announced before training."""
-        if not self._may_search or self in trainer.callbacks:
+        if self in trainer.callbacks:
             return own(*args, **kwargs)
         each = self.accumulators.values()
         if held := sum(a.num_micro_batches for a in each if a.is_open):

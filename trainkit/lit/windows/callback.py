@@ -11,7 +11,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
 from trainkit.core.documents import documents_option
 from trainkit.core.gradients import clear_gradients, parameters_of
-from trainkit.core.ledger import Ledger
+from trainkit.core.ledger import NUM_WAITING, Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -265,7 +265,9 @@ class WindowCallback(WindowOwner):
         counts_samples = split or self.counts_samples
         for each in (index, *others):
             self.windows[each] = stats
-            self.ledger.enter(each, stats, counts_samples=counts_samples)
+            self.ledger.waiting.append((each, stats, counts_samples))
+        if len(self.ledger.waiting) >= NUM_WAITING:
+            self.ledger.enter()
         return stats
 
     def _before_step(
