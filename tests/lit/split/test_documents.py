@@ -148,7 +148,7 @@ def whole(by: str) -> Tensor:
 
 FEW_WAYS = ("windows", "cut by tokens", "packs taken apart")
 CASES = [(way, "tokens") for way in WAYS]
-CASES += [(way, by) for way in FEW_WAYS for by in ("documents", "sums")]
+CASES += [*((way, "documents") for way in FEW_WAYS), ("cut by tokens", "sums")]
 
 
 @pytest.mark.parametrize(("way", "by"), CASES)
@@ -197,7 +197,7 @@ class AddedUp(WithTerms):
         return torch.stack([*means]).sum()
 
 
-@pytest.mark.parametrize("cut", [SIZE, BUDGET, APART], ids=["size", "tokens", "apart"])
+@pytest.mark.parametrize("cut", [BUDGET, APART], ids=["tokens", "apart"])
 def test_terms_with_denominators_of_their_own_are_cut_between_documents(
     cut: MicroBatching,
 ) -> None:
@@ -232,8 +232,8 @@ def test_counts_in_logs_tell_documents_apart_as_the_strategy_does(
 
 def _on_ranks(rank: int, world: int) -> dict[str, Tensor]:
     found = {}
-    for way, chosen in WAYS.items():
-        how = {"collate": PACK, **chosen, "size": chosen["size"] // world}
+    for way in FEW_WAYS:
+        how = {"collate": PACK, **WAYS[way], "size": WAYS[way]["size"] // world}
         module = train(strategy=TOKENS, rows=DOCUMENTS[rank::world], **how)
         found[way] = weights_of(module)
     return found
@@ -241,6 +241,6 @@ def _on_ranks(rank: int, world: int) -> dict[str, Tensor]:
 
 def test_documents_on_two_ranks_train_as_the_padded_big_batch() -> None:
     one, other = raise_rank_errors(run_ranks(_on_ranks, 2))
-    for way in WAYS:
+    for way in FEW_WAYS:
         assert torch.equal(one[way], other[way])
         assert deviation(one[way], whole("tokens"), Model()) <= 1e-10, way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +37,7 @@ from tests.lit.split.common import (
     relabelled,
     samples,
 )
-from tests.lit.windows.moving import ONCE, WAYS, Moving
+from tests.lit.windows.moving import ONCE, Moving
 from tests.lit.windows.test_modules import Partial
 from tests.lit.windows.test_refusals import lbfgs
 from tests.zoo.modules import Rows, hooked, on_front, pad_and_mask, sample_loss
@@ -205,7 +205,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "made": MOMENTUM,
             "sizes": MANY,
         }
-        for kind, schedule in product(SCHEDULES, ({0: 1, 1: 2}, {0: 2, 1: 1}))
+        for kind, schedule in zip(SCHEDULES, ({0: 1, 1: 2}, {0: 2, 1: 1}), strict=True)
     },
 }
 
@@ -269,13 +269,13 @@ def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
     assert deviation(module, whole, START) <= 1e-10
 
 
-ONCE_A_STEP = cycle([ONCE, "on_train_batch_end"])
-
-
 @pytest.mark.parametrize(
     ("way", "cut", "where"),
-    [*zip(WAYS, cycle(["size", "auto"]), cycle(["training_step"]))]
-    + [(way, "size", next(ONCE_A_STEP)) for way in WAYS],
+    [
+        ("buffer", "size", "training_step"),
+        ("in place", "auto", ONCE),
+        ("queue", "size", "on_train_batch_end"),
+    ],
 )
 def test_state_is_that_of_whole_batches_if_it_moves_once_a_step(
     way: str, cut: str, where: str

@@ -81,26 +81,22 @@ def ending_early(self: Any, batch: Any, batch_idx: int) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 4, "gradient_clip_val": 0.1, "detect_anomaly": True},
-        {"max_steps": 8, "val_check_interval": 2, "inference_mode": False},
-        {"val_check_interval": 0.5, "profiler": "simple"},
+        {"max_steps": 8, "val_check_interval": 2, "gradient_clip_val": 0.1},
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
-        {"limit_train_batches": 3, "num_sanity_val_steps": 2},
-        {"limit_train_batches": 0.5, **BY_VALUE},
+        {"limit_train_batches": 0.5, "num_sanity_val_steps": 2, **BY_VALUE},
         {"fast_dev_run": 3, "naive": 0},
         {"overfit_batches": 2},
         {"window": 2, "max_steps": 3},
         {"window": 4, "limit_train_batches": 5},
         {"kind": hooked(Scheduled, on_train_batch_start=ending_early)},
         *[
-            {"callbacks": lambda make=make: [make()], "max_epochs": 3, **SAVES}
+            {"callbacks": make, "max_epochs": 3, **SAVES}
             for make in (
-                lambda: EarlyStopping("loss_step", patience=1),
-                lambda: EarlyStopping("val", patience=1),
-                lambda: LearningRateMonitor("step"),
-                lambda: ModelCheckpoint(every_n_train_steps=4, save_top_k=-1),
-                WeightAveraging,
+                lambda: [EarlyStopping("loss_step", patience=1)],
+                lambda: [EarlyStopping("val", patience=1), LearningRateMonitor("step")],
+                lambda: [ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
+                lambda: [WeightAveraging()],
             )
         ],
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ class Cut(Terms):
 
 OF_COEFFICIENTS = {each: hooked(Cut, coefficients=each) for each in COEFFICIENTS}
 CASES = [
-    *zip(CUTS, cycle(COEFFICIENTS[:1]), cycle(["sgd", "momentum", "adamw"])),
+    ("auto", COEFFICIENTS[0], "adamw"),
     ("tokens", COEFFICIENTS[1], "momentum"),
     ("rows", COEFFICIENTS[2], "sgd"),
 ]
@@ -114,7 +113,7 @@ class Logged(Cut):
         self.log("outputs", outputs["loss"])
 
 
-@pytest.mark.parametrize("cut", ["size", "tokens", "rows"])
+@pytest.mark.parametrize("cut", ["size", "tokens"])
 def test_a_logged_term_is_weighed_as_that_term(cut: str) -> None:
     assert_as_whole(Logged, CUTS[cut])
 
@@ -127,11 +126,6 @@ class Long(Cut):
         each = (self.net(batch["ids"]).square() * valid).sum((1, 2)).mean() / 10
         ce = self.loss_of(batch)
         return {"tokens": ce.nan_to_num() if self.is_whole else ce, "samples": each}
-
-
-def test_a_term_may_weigh_nothing_in_some_micro_batches() -> None:
-    """Some rows have no label, and cross entropy is NaN there."""
-    assert_as_whole(relabelled(Long, 3, 5), ROWS, sizes=(14, 9))
 
 
 def test_a_term_may_weigh_nothing_in_a_window() -> None:
@@ -148,13 +142,6 @@ TWO, ONE = r"\['samples', 'tokens'\]", r"one tensor, as there is one strategy, P
 NOT_THERE = rf"{TWO} have denominators .* accumulate_grad_batches=2 .* Set it to"
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda t: {"loss": {"tokens": t["tokens"]}}, r"received \['tokens'\]"),
-    (
-        lambda t: {"loss": {**t, "l2": t["tokens"]}},
-        r"received \['tokens', 'samples', 'l2'\]",
-    ),
-    (lambda t: sum(t.values()), "samples.*tokens"),
-    (lambda t: {"loss": sum(t.values())}, "samples.*tokens"),
-    (lambda t: {"loss": {**t, "samples": 1.0}}, "'samples': must be a tensor with one"),
     (lambda t: t, r"must hold the loss under 'loss', received \{'tokens': 'Tensor', "),
 ]
 
@@ -191,7 +178,6 @@ def test_wrong_terms_are_refused(make: Any, window: Any, text: str) -> None:
 
 
 LOGGING = hooked(Split, training_step=logging_loss(on_epoch=True))
-HALF = ("bf16-mixed", "16-mixed", "bf16-true")
 FLOAT: Any = {"dtype": torch.float32}
 
 
@@ -200,14 +186,11 @@ FLOAT: Any = {"dtype": torch.float32}
     [
         (Split, "64-true", "size", "64-true", 1e-6),
         (Split, "bf16-mixed", "tokens", "bf16-mixed", 2e-2),
-        (Split, "16-mixed", "size", "16-mixed", 2e-3),
-        (Split, "16-mixed", "tokens", "16-mixed", 2e-3),
         (Split, "16-mixed", "auto", "16-mixed", 2e-3),
         (Split, "bf16-true", "auto", "bf16-true", 0.1),
-        *[(Summing, each, "size", "32-true", 0.1) for each in HALF],
+        (Summing, "16-mixed", "size", "32-true", 0.1),
         (Cut, "32-true", "size", "32-true", 2e-5),
         (Cut, "16-mixed", "size", "32-true", 1e-2),
-        (Cut, "bf16-mixed", "size", "32-true", 5e-2),
     ],
 )
 def test_precision_equals_whole_batches(

@@ -53,17 +53,17 @@ def whole() -> Split:
     return module
 
 
-@pytest.mark.parametrize("window", [1, 8])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_pool_trains_as_one_big_batch(cut: MicroBatching, window: int) -> None:
+@pytest.mark.parametrize(("name", "window"), [*((n, 1) for n in CUTS), ("tokens", 8)])
+def test_a_pool_trains_as_one_big_batch(name: str, window: int) -> None:
     """The proof rehearses it. The control: micro-batches that all count alike."""
-    module, alike = Split(cut=cut), Split(cut=cut, strategy=Uniform())
+    module = Split(cut=CUTS[name])
+    alike = Split(cut=CUTS[name], strategy=Uniform())
     module.proof = "require"
     fitted = fit(module, data=stream(3), window=window)
     assert fitted.global_step == 6
     assert fitted.accumulate_grad_batches == window
     assert deviation(module, expected := whole(), START) <= 1e-12
-    if cut is CUTS["tokens"]:
+    if name == "tokens":
         alike.proof = "off"
         with pytest.warns(UserWarning, match="Uniform"):
             fit(alike, data=stream(3))
@@ -152,7 +152,7 @@ def run(folder: Path, *callbacks: Any, pool: Any = 4, start: Any = None) -> Tens
     return weights(module)
 
 
-@pytest.mark.parametrize("at", [0, 2, 3, 5, 8])
+@pytest.mark.parametrize("at", [3, 5, 8])
 def test_a_checkpoint_holds_the_loader_batches_that_wait(
     tmp_path: Path, at: int
 ) -> None:

@@ -43,19 +43,15 @@ ALIKE = {
     "said, windows of two": Case(loss="said", window=2, optimizer="adamw"),
     "said, nearly nothing on rank 0": Case(loss="said", silent=0),
     "pools": Case(cut=POOLS, window=2, epochs=2),
-    "pools, terms": Case(cut=POOLS, window=2, loss="terms", optimizer="adamw"),
     "few shapes": Case(cut=SHAPES, epochs=2),
     "nearly nothing on rank 0": Case(silent=0),
     "nearly nothing on rank 1": Case(silent=1, loss="terms"),
     "windows of two": Case(window=2, epochs=2),
-    "windows of two, samples": Case(window=2, loss="samples"),
     "bucket views, windows of two": Case(window=2, ddp=VIEWS),
     "branches, windows of two": Case(branches=True, window=2, ddp=SEEKS),
     "branches, some windows without": Case(**SHORT, optimizer="adamw", epochs=2),
 }
 SEARCHED = {
-    "auto": Case(cut=AUTO, epochs=2),
-    "auto, said": Case(cut=AUTO, loss="said", epochs=2),
     "auto, windows of two": Case(cut=AUTO, window=2, epochs=3),
     "auto, terms, bucket views": Case(cut=AUTO, loss="terms", ddp=VIEWS, epochs=2),
     "auto, branches": Case(cut=AUTO, **SHORT, optimizer="adamw", epochs=3),
@@ -67,7 +63,6 @@ LATE = [Memory(), Memory({0: 400, 12: 20}, place="backward")]
 PARTS = [Memory(calls=(1, 3, 4), place="transfer"), Memory(calls=(0, 4, 5, 6))]
 RAN_OUT = {
     "at once, on rank 0": Case(cut=AUTO, memory=ON_0, epochs=2),
-    "at once, on rank 1": Case(cut=AUTO, memory=ON_1, window=2, epochs=3),
     "at once, said": Case(cut=AUTO, memory=ON_1, loss="said", epochs=2),
     "at once, said, before a weight": Case(cut=AUTO, memory=ON_0, loss="said"),
     "on both": Case(cut=AUTO, memory=ON_BOTH, window=2, epochs=3),
@@ -98,7 +93,6 @@ SHARDED = {
         "tokens": {"cut": TOKENS},
         "single rows": {"cut": ROWS},
         "terms": {"loss": "terms"},
-        "windows of two": {"window": 2, "epochs": 2},
         "sums, windows of two": {"window": 2, "loss": "sums", "cut": ROWS},
     }.items()
 }

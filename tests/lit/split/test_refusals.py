@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,6 +132,9 @@ def test_nothing_is_said_where_nothing_is_wrong() -> None:
 # ---- self.log, and StopIteration, on the way to the device ---------------------------
 
 
+CUTS = [FIXED, AUTO]
+
+
 def logging_on_the_way(module: Any, batch: Any) -> Any:
     if isinstance(module, pl.LightningDataModule):
         assert module.trainer is not None
@@ -139,8 +143,10 @@ def logging_on_the_way(module: Any, batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("cut", [FIXED, AUTO, None], ids=["size", "auto", "no"])
-@pytest.mark.parametrize("hook", TRANSFER_HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "cut"),
+    [*zip(TRANSFER_HOOKS, cycle(CUTS)), (TRANSFER_HOOKS[0], None)],
+)
 def test_logs_on_the_way_are_refused_as_lightning_does(hook: str, cut: Any) -> None:
     kind = hooked(Split, **on_the_way(hook, logging_on_the_way))
     text = rf"^You can't `self.log\(\)` inside `{hook}`"
@@ -158,9 +164,10 @@ def test_logs_of_a_data_module_are_refused_as_lightning_does() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("at", [1, 4, 5])
-@pytest.mark.parametrize("cut", [FIXED, AUTO], ids=["size", "auto"])
-@pytest.mark.parametrize("hook", [*TRANSFER_HOOKS[1:], "training_step"])
+@pytest.mark.parametrize(
+    ("hook", "cut", "at"),
+    [*zip([*TRANSFER_HOOKS[1:], "training_step"] * 2, cycle(CUTS), [1, 4, 5, 4, 5, 1])],
+)
 def test_stop_iteration_is_an_error(hook: str, cut: MicroBatching, at: int) -> None:
     """In the first micro-batch, a last, and a first again."""
 
