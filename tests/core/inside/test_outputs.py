@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -94,8 +95,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), [*zip(KINDS, cycle([1, 8]))])
 def test_outputs_of_any_structure(kind: str, size: int) -> None:
     make, use = KINDS[kind]
     types: set[type] = set()
@@ -249,8 +249,9 @@ SEEING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.float64, 0.0), (torch.bfloat16, 0.5)]
+)
 @pytest.mark.parametrize("way", SEEING)
 def test_rows_that_see_others_are_refused(way: str, dtype: Any, dropout: float) -> None:
     net = Net(lambda net, x: SEEING[way](net.plain(x)), dropout=dropout).to(dtype)
