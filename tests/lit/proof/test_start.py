@@ -277,7 +277,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "exact": (Tokens, PerToken(), None, None),
     "exact, split": (Tokens, PerToken(), SPLIT, None),
     "inner cut": (IMAGES, None, INSIDE, None),
-    "another strategy": (Tokens, PerSample(), None, "denominator"),
     "BatchNorm, split": (NormalisedTokens, PerToken(), SPLIT, "rows"),
     "a hook": (ClipsEarly, PerToken(), None, "order"),
     "coupled a little": (Coupled, PerToken(), None, "loss"),
