@@ -21,6 +21,7 @@ from tests.core.common import (
     run_window,
 )
 from tests.helpers import NAIVE, gradients, ragged_sequences
+from tests.zoo.language_models import LowRank
 from tests.zoo.modules import hooked
 from trainkit import Accumulator, PerSample, PerToken, TokenLoss, TrainkitError, Uniform
 from trainkit.core.terms import leading, named_strategies
@@ -193,19 +194,6 @@ def test_strategies_keep_their_order() -> None:
 # ---- TokenLoss -----------------------------------------------------------------------
 
 WORDS, WIDTH = 40, 6
-
-
-class LowRank(nn.Module):
-    """A frozen layer and what is added to it, as LoRA does."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Linear(layer.in_features, 2, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(2, layer.out_features, bias=False, dtype=torch.float64)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.layer(states) + self.up(self.down(states))
 
 
 class Model(nn.Module):

@@ -153,14 +153,6 @@ class Net(nn.Module):
         return self.change(self, *args, **kwargs)
 
 
-def model_of(kind: str, config: str, *args: Any, **options: Any) -> Any:
-    """A model of transformers, from a configuration."""
-    transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    made = getattr(transformers, f"{config}Config")(**options)
-    return getattr(transformers, kind)(made, *args).double().train()
-
-
 def batch(rows: int = ROWS, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Inputs and labels."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.inside.common import EXACT, NAIVE, gradient, model_of, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, off_by
+from tests.zoo.language_models import WORDS, llama
 from trainkit import Chunked, TrainkitError
 
-WORDS, WIDTH, LENGTHS = 31, 8, [5, 3, 7, 2, 6, 4, 4, 9]
+WIDTH, LENGTHS = 8, [5, 3, 7, 2, 6, 4, 4, 9]
 ENDS = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
 NUMBERS = torch.arange(8).repeat_interleave(torch.tensor(LENGTHS))[None]
 IDS = torch.randint(0, WORDS, NUMBERS.shape, generator=torch.Generator().manual_seed(1))
@@ -243,11 +244,7 @@ def test_several_rows_are_cut_by_rows(told: dict[str, Tensor], how: str) -> None
 class Llama(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.body = model_of(
-            "LlamaModel", "Llama", vocab_size=WORDS, hidden_size=16,
-            intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, **options,
-        )  # fmt: skip
+        self.body = llama("LlamaModel", **options)
         self.head = nn.Linear(16, WORDS).double()
 
     def run(self, **told: Any) -> Tensor:
@@ -256,8 +253,10 @@ class Llama(nn.Module):
         return loss(self.head, states, means(states, LENGTHS))
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(("attention", "most"), [("sdpa", 1e-10), ("eager", 1e-6)])
+@pytest.mark.parametrize(
+    ("attention", "most", "how"),
+    [*(("sdpa", 1e-10, how) for how in HOWS), ("eager", 1e-6, HOWS[0])],
+)
 def test_llama_flattened(attention: str, most: float, how: Any) -> None:
     """Its eager attention rounds to float32, by how many tokens there are."""
     net = Llama(use_cache=False, attn_implementation=attention)

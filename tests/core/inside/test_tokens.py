@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.inside.common import EXACT, NAIVE, gradient, model_of, off, off_by
+from tests.core.inside.common import EXACT, NAIVE, gradient, off, off_by
+from tests.zoo.language_models import bert, llama
 from trainkit import Chunked, TrainkitError
 from trainkit.core.inside import call
 from trainkit.core.inside import tokens as tokens_module
@@ -267,24 +268,13 @@ def test_a_mask_is_needed() -> None:
 # ---- models of transformers ----------------------------------------------------------
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+def causal() -> Any:
+    return llama("LlamaModel", use_cache=False)
 
 
-def llama() -> Any:
-    how = {"num_key_value_heads": 1, "use_cache": False}
-    return model_of("LlamaModel", "Llama", **SIZES, **how)
-
-
-def bert() -> Any:
+def both_ways() -> Any:
     """Without its pooler, which reads column 0: on the left that is padding."""
-    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return model_of("BertModel", "Bert", False, **SIZES, **drops)
+    return bert("BertModel", False)
 
 
 class WithHead(nn.Module):
@@ -300,8 +290,8 @@ class WithHead(nn.Module):
         return self.head(hidden), (hidden * mask).sum(1) / mask.sum(1)
 
 
-READERS = [(llama, True, False), (llama, False, True)]
-READERS += [(bert, True, False), (bert, True, True)]
+READERS = [(causal, True, False), (causal, False, True)]
+READERS += [(both_ways, True, False), (both_ways, True, True)]
 
 
 @pytest.mark.parametrize(("make", "is_left", "positions"), READERS)
@@ -315,7 +305,7 @@ def test_models_of_transformers_cannot_tell_or_are_refused(
         logits, pooled = net(data, positions=positions)
         return token_loss(logits, data) + contrast(pooled)
 
-    if make is bert and is_left and not positions:
+    if make is both_ways and is_left and not positions:
         with pytest.raises(TrainkitError, match="columns that are padding.*position_i"):
             off(net, step, of=net.body, tokens=TOKENS)
     else:
