@@ -1,9 +1,10 @@
-"""Ranks that stay for a whole file: to start some takes longer than what they do."""
+"""Ranks that stay for many files: to start some takes longer than what they do."""
 
 from __future__ import annotations
 
 import io
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
@@ -22,6 +23,7 @@ class LastingRanks:
     """Processes in one process group, which run one function after the other."""
 
     def __init__(self, world_size: int) -> None:
+        self.until = time.monotonic() + PATIENCE / 3  # `run_ranks` ends them later
         self.pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
         arguments = (_serve, world_size, theirs)
         self.thread = threading.Thread(target=run_ranks, args=arguments, daemon=True)
@@ -66,13 +68,15 @@ def _receive(pipe: Connection) -> Any:
     return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def on_ranks() -> Iterator[OnRanks]:
     """Run `function(rank, world_size, *args)` on so many ranks, which have started gloo
     and stay for the next call; the function must stand at the top level of a module."""
     lasting: dict[int, LastingRanks] = {}
 
     def run(function: Any, world_size: int, *args: Any) -> list[Any]:
+        if world_size in lasting and time.monotonic() > lasting[world_size].until:
+            lasting.pop(world_size).leave()
         if world_size not in lasting:
             lasting[world_size] = LastingRanks(world_size)
         try:
