@@ -40,6 +40,7 @@ from tests.benchmarks.measuring import (
     Step,
     Transformer,
     asked,
+    convolutions,
     distance,
     race,
     table,
@@ -54,15 +55,6 @@ def transformer(*, pools: bool = True) -> nn.Module:
     return Transformer(1000, WIDTH, pools=pools, **SMOOTH)
 
 
-def convolutions() -> nn.Module:
-    def block(ins: int, outs: int, stride: int) -> list[nn.Module]:
-        return [nn.Conv2d(ins, outs, 3, stride, 1), nn.GroupNorm(8, outs), nn.ReLU()]
-
-    blocks = [*block(3, 32, 1), *block(32, 64, 2), *block(64, 128, 2)]
-    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, WIDTH)]
-    return nn.Sequential(*blocks, *ends)
-
-
 def wide() -> nn.Module:
     """Layers whose parameters outweigh what a chunk's graph holds."""
     layers = [nn.Linear(512, 512) for _ in range(8)]
@@ -72,7 +64,10 @@ def wide() -> nn.Module:
 Rows = Callable[[int], Tensor]
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Rows]] = {
-    "convolutions": (convolutions, lambda rows: torch.randn(rows, 3, 32, 32)),
+    "convolutions": (
+        lambda: convolutions((1, 2, 2), WIDTH),
+        lambda rows: torch.randn(rows, 3, 32, 32),
+    ),
     "transformer": (transformer, lambda rows: torch.randint(0, 1000, (rows, 32))),
 }
 
@@ -226,7 +221,7 @@ class Vectors(nn.Module):
 def bert() -> nn.Module:
     """A model of sentence-transformers, with weights of its own."""
     from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
-    from sentence_transformers.models import Pooling  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+    from sentence_transformers.models import Pooling  # pyright: ignore[reportMissingImports]
     from transformers import BertConfig, BertModel
 
     class Words(nn.Module):

@@ -78,6 +78,17 @@ class Transformer(nn.Module):
         return self.head(hidden.mean(1) if self.pools else hidden)
 
 
+def convolutions(strides: tuple[int, ...], outputs: int, width: int = 32) -> nn.Module:
+    """A small net of images, whose rows do not see each other."""
+    widths = [3, *(width * 2**number for number in range(len(strides)))]
+    layers: list[nn.Module] = []
+    for ins, outs, stride in zip(widths, widths[1:], strides, strict=False):
+        conv = nn.Conv2d(ins, outs, 3, stride, 1)
+        layers += [conv, nn.GroupNorm(8, outs), nn.ReLU()]
+    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], outputs)]
+    return nn.Sequential(*layers, *ends)
+
+
 SMOOTH: dict[str, Any] = {"dropout": 0.0, "activation": "gelu"}
 """Of a transformer whose gradient is compared: a ReLU that rounding carries over its
 kink moves it by 1e-4."""

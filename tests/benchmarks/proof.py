@@ -22,21 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainkit
-from tests.benchmarks.measuring import Transformer, asked, table
+from tests.benchmarks.measuring import Transformer, asked, convolutions, table
 from tests.helpers import quiet_lightning, trainer
 from trainkit import AccumulationCallback, PerSample
 from trainkit.lit.proof.start import ProofAtStart
 
 ACCUMULATE = 4
-
-
-def convolutions(width: int) -> nn.Module:
-    def block(ins: int, outs: int) -> list[nn.Module]:
-        return [nn.Conv2d(ins, outs, 3, 2, 1), nn.GroupNorm(8, outs), nn.ReLU()]
-
-    blocks = block(3, width) + block(width, 2 * width) + block(2 * width, 4 * width)
-    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
-    return nn.Sequential(*blocks, *ends)
 
 
 class Classifier(LightningModule):
@@ -58,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
         8,
     ),
     "convolutions, 4 x 16 images of 64 x 64": (
-        lambda: convolutions(32),
+        lambda: convolutions((2, 2, 2), 10),
         lambda: torch.randn(3, 64, 64),
         16,
     ),

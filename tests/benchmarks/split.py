@@ -7,12 +7,12 @@ micro-batches of 8 in their order, once in split windows under several budgets o
 tokens, and once with `MicroBatching("auto")`. All run in one process, round after
 round, each round in an order of its own; what counts is the median over rounds of
 ratios within a round. The gradient of a window is compared with that of the window as
-one batch.
+one batch. Lengths are "lognormal", "uniform" or "cubed"; "auto" searches in as many
+windows of its own as `--auto` says.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.measuring import SMOOTH, Transformer
+from tests.benchmarks.measuring import SMOOTH, Transformer, asked
 from tests.helpers import gradients, quiet_lightning, trainer
 from trainkit import AccumulationMixin, MicroBatching, PerToken
 
@@ -170,12 +170,7 @@ def _budget(name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What cutting by length gains.")
-    parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lengths", choices=list(DRAWS), default="lognormal")
-    parser.add_argument("--auto", type=int, default=40, help="windows for the search")
-    options = parser.parse_args()
+    options = asked(__doc__, windows=6, rounds=3, auto=40, lengths="lognormal")
     warnings.simplefilter("ignore")
     with quiet_lightning():
         measure(options.lengths, options.windows, options.rounds)
