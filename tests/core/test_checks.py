@@ -101,13 +101,6 @@ def test_own_mean_over_nothing_is_found_with_what_to_do(where: str) -> None:
     assert accumulator.num_windows == 1 + (where == "the next window")
 
 
-def test_own_sum_over_nothing_equals_its_absence() -> None:
-    net = fresh_net()
-    accumulator = Accumulator(PerToken(loss_reduction="sum"), checks="now")
-    run_window(net, [IGNORED, *PARTS], accumulator, own_mean)
-    assert relative(gradients(net), WHOLE) <= 1e-12
-
-
 # ---- weights and losses that cannot be -----------------------------------------------
 
 IMPOSSIBLE = [-1, -0.5, NAN, INF]
@@ -358,10 +351,8 @@ def test_a_part_without_a_gradient_as_in_lora_is_no_zeroing(zeroes: bool) -> Non
     nn.init.zeros_(up.weight)
     nn.init.ones_(up.bias)
     lora = nn.Sequential(down, up).double()
-    accumulator, rows = (
-        Accumulator(PerSample(), module=lora),
-        torch.randn(5, 4).double(),
-    )
+    accumulator = Accumulator(PerSample(), module=lora)
+    rows = torch.randn(5, 4).double()
     gone = pytest.raises(TrainkitError, match=GONE)
     with gone if zeroes else contextlib.nullcontext():
         for part in rows.split(2):

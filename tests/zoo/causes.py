@@ -102,10 +102,6 @@ def shifted(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
     return token_mean(module, logits[:, :-1], {"labels": batch["labels"][:, 1:]})
 
 
-def without_padding_zero(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), batch["ids"], ignore_index=0)
-
-
 def masked(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
     mask = batch["attention_mask"]
     losses = F.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
