@@ -183,18 +183,12 @@ def is_refused(
 
 OF_TEST = [
     ("data.nothing=1", "Could not override 'data.nothing'"),
-    ("--trainer.devices=1", "--trainer.devices=1. Settings have no dashes"),
     ("-m seed=1,2", "key=value without dashes, received '--multirun'"),
     ("ckpt_path=last", "The checkpoint is the first word: trainkit test"),
     ("other", "after the run stand overrides of trainkit train, ke"),
     ("+model.width=6", "checkpoints/best.ckpt does not fit this configuration"),
     ("trainer.limit_test_batches=0", "test_dataloader: must give at least one b"),
-    (f"model._target_={OWN}.Bare", "model: must have test_step to test, and "),
-    (f"data._target_={OWN}.BareData", "data: BareData has no test_dataloader."),
-    (f"data._target_={OWN}.loader +data.seed=1 +data.rows=3", "received D"),
-    ("data._target_=nothing.Data", "there is no module 'nothing'"),
     (f"model._target_={OWN}.Advised", "write accumulation=per_sample, and not"),
-    ("trainer.accelerator=tpu", "trainer: lightning.pytorch.Trainer could not"),
 ]
 OF_PREDICT = [
     (f"model._target_={OWN}.Bare", "Write predict_step(self, batch, batch_idx)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -28,7 +29,6 @@ pytestmark = [
 ]
 ONE_EPOCH = "trainer.max_epochs=1"
 NO_SANITY = "trainer.num_sanity_val_steps=0"
-CHOICE = "is logged by nothing; there are: val/nll. Ch"
 
 
 def own(model: str, *words: str) -> int:
@@ -37,102 +37,62 @@ def own(model: str, *words: str) -> int:
     return train(f"model._target_={OWN}.{model}", *words, *saved, small=FIXED)
 
 
-def test_without_validation_there_is_no_best_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert own("Nll", f"data._target_={OWN}.OnlyTrain", ONE_EPOCH) == 0
-    said = capsys.readouterr()
-    line = "trainkit | best checkpoint: none, since val/loss is logged by nothing"
-    assert said.out.count(line) == 1
-    assert "could not find" not in said.err
-    files = {path.name for path in (the_run(tmp_path) / "checkpoints").iterdir()}
-    assert files == {"last.ckpt"}
+UNKNOWN = "val/loss is logged by nothing"
+BETTER = "there are: val/nll. Choose metric=val/nll"
+REFUSED = f"{UNKNOWN}; .*Choose metric="
+AT_END = "test/loss is known after training"
+STOP = "lightning.pytorch.callbacks.EarlyStopping,monitor:nope"
+STOP = f"metric=val/nll +callbacks.mine={{_target_:{STOP}}}"
+NOT_VALIDATED = f"{NO_SANITY} trainer.check_val_every_n_epoch=5"
+CASES = [
+    # The default is no mistake: a line says that there will be no best checkpoint.
+    ("Nll", f"data._target_={OWN}.OnlyTrain", 0, UNKNOWN, ""),
+    ("Nll", "", 0, f"{UNKNOWN}; {BETTER}", ""),
+    # One that was chosen is refused before the first step, if the sanity check shows
+    # it; or else the training is finished first.
+    ("Nll", "metric=''", 2, "", "metric: must be a name or null, received ''"),
+    ("Nll", "metric=val/loss", 2, "", f"{UNKNOWN}; {BETTER}"),
+    ("Nll", f"metric=val/loss {NO_SANITY}", 2, UNKNOWN, REFUSED),
+    ("Unvalidated", f"metric=val/loss {NO_SANITY}", 2, UNKNOWN, REFUSED),
+    ("Unvalidated", f"metric=nope {NO_SANITY}", 2, "nope is logged", "Choose metric="),
+    # The controls are there; of the last one no validation has run, so nobody knows.
+    ("Late", "metric=val/late", 0, "", ""),
+    ("Quiet", "metric=val/nll", 0, "", ""),
+    ("Nll", f"metric=val/acc {NOT_VALIDATED}", 0, "", ""),
+    # What a callback monitors Lightning looks for; of a test only its end knows.
+    ("Nll", STOP, 1, "", "Early stopping conditioned on metric `nope`"),
+    ("Net", "metric=test/loss test=true", 0, AT_END, ""),
+    ("Net", "metric=test/loss", 2, AT_END, "test/loss is logged by nothing"),
+]
 
 
-def test_a_default_that_is_not_logged_is_a_line(
+@pytest.mark.parametrize(("model", "words", "status", "line", "error"), CASES)
+def test_a_metric_that_nothing_logs_is_said_and_if_chosen_a_mistake(
+    model: str,
+    words: str,
+    status: int,
+    line: str,
+    error: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert own("Nll", ONE_EPOCH) == 0
-    said = capsys.readouterr().out
-    assert said.count("best checkpoint: none, since val/loss is logged by nothing") == 1
-    assert "there are: val/nll" in said
-    assert "Choose metric=val/nll" in said
-
-
-@pytest.mark.parametrize(
-    ("model", "word", "said"),
-    [
-        ("Nll", "metric=''", "metric: must be a name or null, received ''"),
-        # This one shows in the sanity check.
-        ("Nll", "metric=val/loss", f"val/loss {CHOICE}"),
-    ],
-)
-def test_one_that_was_chosen_is_refused_before_the_first_step(
-    model: str, word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert own(model, word) == 2
-    shown = capsys.readouterr().err
-    assert said in shown
-    assert "Traceback" not in shown
-    assert not list(tmp_path.rglob("outputs*"))
-
-
-@pytest.mark.parametrize(
-    ("model", "word"),
-    [
-        ("Nll", "metric=val/loss"),
-        ("Unvalidated", "metric=val/loss"),
-        ("Unvalidated", "metric=nope"),
-    ],
-)
-def test_a_training_that_has_begun_is_finished_first(
-    model: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line says early that there will be no best checkpoint."""
-    assert own(model, word, NO_SANITY) == 2
-    said = capsys.readouterr()
-    line = f"best checkpoint: none, since {word[7:]} is logged by nothing"
-    assert said.out.count(line) == 1
-    assert said.out.index(line) < said.out.index("finished after 10 optimizer steps")
-    assert "Traceback" not in said.err
-    assert "Choose metric=" in said.err
-    assert said.err.splitlines()[-1].startswith(f"trainkit: metric: {word[7:]} is log")
+    assert own(model, *words.split()) == status
+    out, err = capsys.readouterr()
+    (*_, last) = ["", *err.splitlines()]
+    assert re.search(error, last)
+    assert last.startswith("trainkit: metric: ") == (status == 2)
+    assert ("Traceback" in err) == (status == 1)
+    assert "could not find" not in err
+    assert out.count("best checkpoint: none") == bool(line)
+    if status == 2 and not line:
+        assert not list(tmp_path.rglob("outputs*"))
+        return
     run = the_run(tmp_path)
-    assert summary_of(run)["status"] == "finished"
-    assert (run / "checkpoints" / "last.ckpt").exists()
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("Late", ["metric=val/late"]),
-        ("Quiet", ["metric=val/nll"]),
-        # No validation has run, so nobody knows.
-        ("Nll", ["metric=val/acc", NO_SANITY, "trainer.check_val_every_n_epoch=5"]),
-    ],
-)
-def test_what_is_there_is_no_mistake(model: str, words: list[str]) -> None:
-    """The controls."""
-    assert own(model, *words, ONE_EPOCH) == 0
-
-
-def test_what_a_callback_monitors_lightning_looks_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stop = "+callbacks.mine={_target_: lightning.pytorch.callbacks.EarlyStopping"
-    assert own("Nll", "metric=val/nll", f"{stop}, monitor: nope}}") == 1
-    assert "Early stopping conditioned on metric `nope`" in capsys.readouterr().err
-
-
-def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["metric=test/loss", ONE_EPOCH]
-    assert own("Net", *words, "test=true") == 0
-    said = capsys.readouterr().out
-    assert "best checkpoint: none, since test/loss is known after training" in said
-    assert own("Net", *words) == 2  # the control
-    assert "test/loss is logged by nothing" in capsys.readouterr().err
+    assert summary_of(run)["status"] == ("failed" if status == 1 else "finished")
+    if line:
+        at = out.index(f"best checkpoint: none, since {line}")
+        assert at < out.index("finished after 10 optimizer steps")
+        assert {each.name for each in (run / "checkpoints").iterdir()} == {"last.ckpt"}
 
 
 def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:

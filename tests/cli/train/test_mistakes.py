@@ -11,7 +11,6 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.code_lm import CodeLM
-from tests.cli.train.trained_models import Foreign
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.errors import guarded
@@ -19,12 +18,6 @@ from trainkit.cli.runs.folder import only_one
 from trainkit.cli.runs.resume import expand
 from trainkit.cli.words import quoted
 from trainkit.config.build import build
-
-
-class Manual(Foreign):
-    def __init__(self, **kwargs: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class NoModule:
@@ -42,8 +35,6 @@ def is_one_message(text: str, shown: str) -> bool:
     return is_alone and text in shown
 
 
-LOGGER = "logger=none +logger._target_=torch.nn.Identity"
-MANUAL = f"model._target_={__name__}.Manual accumulation=none"
 TWO = "+callbacks.mine={_target_:lightning.pytorch.callbacks.ModelCheckpoint,"
 TWO += "monitor:val/loss}"
 NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
@@ -53,7 +44,6 @@ NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
     ("overrides", "text"),
     [
         # What Hydra says of words,
-        ("trainer=4", "A group takes the name of one of its options"),
         ("-m model=glob(nothing*)", "must give at least one run"),
         ("--trainer.max_steps=3", "arguments: --trainer.max_steps=3. Settings have"),
         ("--config-path=pkg://trainkit.conf trainer.devices=0", "devices"),
@@ -61,19 +51,13 @@ NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
         ("accumulation=null", "A group takes the name of one of its options"),
         ("=1", "overrides: Config group override must be a string"),
         ("accumulation=x", "\tper_token\n"),
-        ("trainer.max_epoch=1", "Did you mean trainer.max_epochs?"),
         ("--config-dir=nowhere", "nowhere' not found"),
         # trainkit of a configuration, and of a run that cannot begin;
         ("ckpt_path=nowhere.ckpt", "does not exist"),
-        ("optimizer=none", "Choose scheduler=none"),
         ("paths.root_dir=/dev/null", "the folder of the run cannot be created"),
         # or the training, before its first step.
         ("scheduler=one_cycle scheduler.pct_start=5", "scheduler: Expected float"),
-        ("scheduler.warmup=2", "scheduler: warmup_cosine warmup: must lie in 0 to 1"),
-        (LOGGER, "logger: must hold entries by name"),
-        ("accumulation.labels=targets", "targets"),  # does not fit the batch
         (NO_END, "scheduler.total_steps: `auto` needs an end"),
-        (MANUAL, "Remove `Trainer(gradient_clip_val=1.0)`"),
         (TWO, "Found more than one stateful callback"),
     ],
 )
@@ -90,35 +74,18 @@ def composed() -> DictConfig:
     return Composition([*SMALL, "paths.run_dir=run"]).config
 
 
-REMOVED: Any = object()
-NOT_CHOSEN = "an option of lr_scaling, and none is chosen, received 'sqr"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("optimizer._partial_", REMOVED, "optimizer: AdamW needs params, which exists"),
         ("seed", -1, "seed: must be from 0 to 4294967295, received -1"),
         ("callbacks.monitor.every_n_steps", 0, "WindowMonitor every_n_steps: must be"),
-        ("checks", "never", "checks: must be late or now, received 'never'."),
-        ("mode", "foo", "mode: must be min or max, received 'foo'"),
         ("trainer.strategy", "x", "trainer: lightning.pytorch.Trainer could not be"),
-        ("trainer._target_", "trainkit.Uniform", "Uniform has no such argument. It ta"),
-        ("data._target_", "trainkit.Uniform", "data.batch_size: Uniform has no such"),
-        ("model._target_", "os.getcwd", "TRAINKIT_ALLOW=os"),
         ("model._target_", f"{__name__}.Broken", "in its constructor\nTRAINKIT_TRACE"),
-        ("trainer.max_steps", "many", "trainer.max_steps: must be int, received 'many"),
-        ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
         ("model._target_", f"{__name__}.NoModule", "must make a LightningModule"),
-        ("model._target_", REMOVED, "model: must have a _target_, received"),
-        ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
         ("model.width", 3, "model.width: CodeLM has no such argument"),
-        ("optimizer.lr", "fast", "optimizer.lr: must be"),
-        ("callbacks.monitor.every", 3, "callbacks.monitor.every: WindowMonitor"),
-        ("accumulation._target_", "os.system", "allowed package"),
         ("trainer.plugins", [{"_target_": "os.getcwd"}], "os.getcwd"),
         ("micro_batching.size", 3, "size: needs an option of micro_batching"),
-        ("lr_scaling.rule", "sqrt", NOT_CHOSEN),
+        ("optimizer", None, "Choose scheduler=none"),
     ],
 )
 def test_a_value_that_does_not_fit_is_one_message_and_2(
@@ -131,11 +98,7 @@ def test_a_value_that_does_not_fit_is_one_message_and_2(
     """Composing takes much longer than refusing."""
     config = copy.deepcopy(composed)
     OmegaConf.set_struct(config, False)
-    if value is REMOVED:
-        group, _, name = key.partition(".")
-        del config[group][name]
-    else:
-        OmegaConf.update(config, key, value)
+    OmegaConf.update(config, key, value)
 
     def built() -> int:
         build(config)
