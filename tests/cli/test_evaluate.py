@@ -188,6 +188,7 @@ OF_TEST = [
     ("other", "after the run stand overrides of trainkit train, ke"),
     ("+model.width=6", "checkpoints/best.ckpt does not fit this configuration"),
     ("trainer.limit_test_batches=0", "test_dataloader: must give at least one b"),
+    (f"data._target_={OWN}.loader +data.seed=1 +data.rows=3", "received D"),
     (f"model._target_={OWN}.Advised", "write accumulation=per_sample, and not"),
 ]
 OF_PREDICT = [
