@@ -17,14 +17,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.cli.report.runs import SUMMARY, charts_of, page_of, run_folder, titles
-from tests.helpers import loader as loader_of
-from tests.helpers import pad, quiet_lightning, ragged_sequences, run_ranks, trainer
+from tests.helpers import pad, quiet_lightning, ragged_sequences, trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, WindowMonitor
 from trainkit.cli.report import step_times
 from trainkit.cli.report.run import rates, read_step_times, throughput
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import rows, throughput_text
+from trainkit.core.ledger import Ledger
 
 STEP, FETCH, VALIDATION, CHECKPOINT, FIRST = 4.0, 1.0, 100.0, 1000.0, 10_000.0
 """Seconds of a batch, of the wait for it, of a validation, of a checkpoint, and of what
@@ -192,25 +192,21 @@ def test_the_wait_for_the_device_belongs_to_the_last_step(
     assert last > SECONDS + 7
 
 
-def two_ranks(rank: int, world: int, path: Path) -> None:
-    clock = Clock()
-    step_times.perf_counter = clock  # type: ignore[assignment]
-    data = loader_of(ragged_sequences(16), 2, collate=pad)
-    callbacks = [StepTimes(RunFolder(path)), AccumulationCallback(PerSample())]
-    how = {"strategy": "ddp", "devices": world, "use_distributed_sampler": True}
-    with quiet_lightning():
-        each = trainer(2, callbacks=callbacks, max_epochs=1, **how)
-        each.fit(Net(clock), data)
+def test_samples_are_those_that_the_windows_have_on_all_ranks(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window on ranks counts those of all; the control is that of one rank, above."""
+    of = Ledger.of
 
+    def on_two_ranks(ledger: Ledger, index: int = 0) -> Any:
+        account: Any = copy.copy(of(ledger, index))
+        account.sums = 2 * account.sums
+        return account
 
-@pytest.mark.filterwarnings("ignore")
-def test_samples_are_those_of_all_ranks(tmp_path: Path) -> None:
-    """Of 16 samples, 8 are in the first step; a rank takes two batches a step."""
-    run_ranks(two_ranks, 2, tmp_path)
-    found = throughput(read_step_times(tmp_path / "step_times.csv"))
+    monkeypatch.setattr(Ledger, "of", on_two_ranks)
+    found = throughput(fitted(clock, tmp_path, AccumulationCallback(PerSample())))
     assert found is not None
-    assert found["steps"] == 1
-    assert found["samples_per_second"] == pytest.approx(8 / (2 * STEP))
+    assert found["samples_per_second"] == pytest.approx(2 * 8 / SECONDS)
 
 
 def test_a_full_disk_ends_nothing(
