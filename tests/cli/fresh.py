@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 HEAVY = {"torch", "lightning", "hydra", "wandb", "torchmetrics", "matplotlib.pyplot"}
+HEAVY |= {"numpy", "omegaconf", "rich"}
 
 ASKED = {
     "_ARGCOMPLETE": "1",

@@ -28,18 +28,21 @@ from trainkit.cli.main import COMMANDS, main
 from trainkit.errors import TRACEBACK, TrainkitError
 
 PLAN = ["plan", "--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
+RATE = ["--lr", "0.1", "--reference", "256"]
+HYDRA = ["hydra", "omegaconf"]
 ANSWERS = [
     (["--help"], "usage: trainkit COMMAND", []),
     (["--version"], f"trainkit {__version__}", []),
     (PLAN, "accumulation: 8 micro-batches", []),
-    ([*PLAN, "--json"], '"accumulate": 8', []),
+    ([*PLAN, *RATE, "--noise-scale", "210"], "lr, gain with Adam: 0.113616", []),
+    ([*PLAN, *RATE, "--json"], '"accumulate": 8', []),
     (["plan", "--help"], "--noise-scale", []),
     (["sweep", "--help"], "Run a sweep in W&B's own format", []),
     (["completion", "bash"], "-F _python_argcomplete trainkit", []),
     ("trainkit plan --t", "--target", []),
-    ("trainkit train accumulation=per_t", "accumulation=per_token", ["hydra"]),
-    (["train", "--cfg", "job"], "accumulate_grad_batches:", ["hydra"]),
-    (["train", "--help"], "accumulation: ", ["hydra"]),
+    ("trainkit train accumulation=per_t", "accumulation=per_token", HYDRA),
+    (["train", "--cfg", "job"], "accumulate_grad_batches:", HYDRA),
+    (["train", "--help"], "accumulation: ", HYDRA),
 ]
 MISTAKES = [
     (["plna"], "command: must be one of new, train, .* Did you mean plan"),
