@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cli import ones_own
 from tests.cli.train.trained_models import own_option
 from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.composition import Composition
@@ -18,45 +19,26 @@ from trainkit.cli.words import completed
 from trainkit.config.conf import conf_dir
 
 MODULE = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
 
-
-class Bare(LightningModule):
-    def __init__(self, width: int = 4) -> None:
+class Unoptimized(LightningModule):
+    def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(3, width), torch.nn.Linear(width, 1)
-        )
+        self.net = Net()
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
+        return self.net.training_step(batch, batch_idx)
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-
-class Mine(Bare):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    validation_step = Bare.validation_step
 
 
-class Data(LightningDataModule):
+class WithData(Unoptimized):
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(23, 3)), 4)
+        return loader(0, 20)
 
     val_dataloader = train_dataloader
 
 
-class WithData(Bare):
-    def train_dataloader(self):
-        return Data().train_dataloader()
-
-    val_dataloader = train_dataloader
-
-
-class Broken(Mine):
+class Broken(Net):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * float("nan")
 
@@ -71,10 +53,10 @@ def number():
 
 
 def module():
-    return Mine()
+    return Net()
 """
 
-MINE = ["model._target_=ones_own.Mine", "data._target_=ones_own.Data"]
+MINE = ["model._target_=ones_own.Net", "data._target_=ones_own.Data"]
 EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "report=false"]
 
 
@@ -83,7 +65,8 @@ def _in_a_folder_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     monkeypatch.delenv("TRAINKIT_ALLOW", raising=False)
-    (tmp_path / "ones_own.py").write_text(MODULE)
+    text = Path(ones_own.__file__).read_text()
+    (tmp_path / "ones_own.py").write_text(text + MODULE)
     yield
     sys.modules.pop("ones_own", None)
 
@@ -98,8 +81,8 @@ def test_nothing_of_the_demo_is_left(
     assert own(*MINE) == 0
     assert "| clipping" not in capsys.readouterr().out
     run = the_run(tmp_path)
-    assert run.parent == tmp_path / "outputs" / "Mine"
-    assert summary_of(run)["steps"] == 12  # two epochs of six batches
+    assert run.parent == tmp_path / "outputs" / "Net"
+    assert summary_of(run)["steps"] == 10  # two epochs of five batches
     assert (run / "checkpoints" / "best.ckpt").exists()
     assert (run / "metrics.csv").read_text().count("val/loss") == 1
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -124,18 +107,18 @@ IN_A_CALLBACK = f"+callbacks.own={{_target_: {SCHEDULER}, scheduling: {{0: 4}}}}
     ("words", "messages"),
     [
         ([MINE[1]], ["model: must be given. Choose model=..., one of trainkit's or"]),
-        ([MINE[0]], ["data: must be given, since Mine has no train_dataloader"]),
+        ([MINE[0]], ["data: must be given, since Net has no train_dataloader"]),
         ([*MINE, "trainer.max_epochs=null"], ["a training needs an end"]),
         (
-            ["model._target_=ones_own.Bare", MINE[1]],
-            ["optimizer: must be chosen, since Bare has no configure_optimizers"],
+            ["model._target_=ones_own.Unoptimized", MINE[1]],
+            ["optimizer: must be chosen, since Unoptimized has no configure"],
         ),
         ([*MINE, "trainer.accumulate_grad_batches=4"], [SEVERAL]),
         (
             [*MINE, IN_A_CALLBACK],
             ["accumulation: must be chosen", "(GradientAccumulationScheduler=4)"],
         ),
-        (["model._target_=no_such_file.Mine"], ["there is no module 'no_such_file'"]),
+        (["model._target_=no_such_file.Net"], ["there is no module 'no_such_file'"]),
         (["model._target_=pytest.Item"], ["must name something of an allowed package"]),
     ],
 )
@@ -159,12 +142,13 @@ def test_an_optimizer_that_is_chosen(tmp_path: Path) -> None:
 
 
 def test_conf_of_the_current_folder_is_found(tmp_path: Path) -> None:
-    own_option(tmp_path / "conf", "model", "ones_own.Mine")
+    own_option(tmp_path / "conf", "model", "ones_own.Net")
     own_option(tmp_path / "conf", "data", "ones_own.Data")
-    assert main(["check", "train", "model=mine", "data=mine"]) == 0  # needs no end
-    assert own("model=mine", "data=mine", "trainer.max_epochs=1") == 0
+    words = ["model=mine", "data=mine", "accumulation=per_sample"]
+    assert main(["check", "train", *words]) == 0  # needs no end
+    assert own(*words, "trainer.max_epochs=1") == 0
     assert own("ckpt_path=last", "trainer.max_epochs=2") == 0
-    assert summary_of(the_run(tmp_path))["steps"] == 12
+    assert summary_of(the_run(tmp_path))["steps"] == 10
 
 
 def test_several_micro_batches_with_a_strategy_and_clipping(tmp_path: Path) -> None:
@@ -239,7 +223,7 @@ def test_a_configuration_of_a_package_is_found_again_when_its_run_goes_on(
         (tmp_path / "of_one" / each / "__init__.py").touch()
     assert own("--config-path=pkg://of_one", MINE[0], "data=mine") == 0
     assert own("ckpt_path=last", "trainer.max_epochs=3") == 0
-    assert summary_of(the_run(tmp_path))["steps"] == 18
+    assert summary_of(the_run(tmp_path))["steps"] == 15
 
 
 def test_another_clone_of_trainkit_is_read_as_it_is(
