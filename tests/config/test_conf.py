@@ -119,11 +119,10 @@ def test_every_group_of_the_list_is_there() -> None:
 
 
 WITH_ARGUMENTS = ("accumulation", "micro_batching", "lr_scaling", "batchnorm", "model")
+LISTED = [each for each in OPTIONS if each[0] in WITH_ARGUMENTS]
 
 
-@pytest.mark.parametrize(
-    ("group", "option"), [each for each in OPTIONS if each[0] in WITH_ARGUMENTS]
-)
+@pytest.mark.parametrize(("group", "option"), [*LISTED, ("logger", "wandb")])
 def test_an_option_lists_every_argument_with_its_default(
     group: str, option: str
 ) -> None:
@@ -132,12 +131,14 @@ def test_an_option_lists_every_argument_with_its_default(
     if not node or option == "own":
         assert option in ("none", "own")
         return
+    node = node[option] if group == "logger" else node
     parameters = inspect.signature(locate(node[TARGET])).parameters
     if group != "batchnorm":
-        assert set(node) - {TARGET} == set(parameters)
+        assert list(node) == [TARGET, *parameters]
     values: Any = OmegaConf.to_container(node)
     for name, value in values.items() if group != "model" else ():
-        if name not in (TARGET, "rule", "policy", option) and value != "???":
+        is_open = value == "???" or str(value).startswith("${")
+        if name not in (TARGET, "rule", "policy", option) and not is_open:
             default = parameters[name].default
             assert value in (default, list(default) if default == () else None), name
 

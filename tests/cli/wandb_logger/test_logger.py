@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import signal
 from pathlib import Path
@@ -244,17 +243,6 @@ def test_a_folder_whose_run_cannot_be_told_is_refused(
     (private_wandb / RunFolder.WANDB_RUN).write_text(text)
     with pytest.raises(TrainkitError, match="must hold the id of a W&B run, received"):
         _ = WandbRunLogger(save_dir=private_wandb).experiment
-
-
-def test_the_group_file_lists_every_argument() -> None:
-    options = OmegaConf.load(GROUP_FILE).wandb
-    options.tags = None  # the run's, which are none by default
-    assert options._target_ == "trainkit.WandbRunLogger"
-    parameters = inspect.signature(WandbRunLogger).parameters
-    assert list(options)[1:] == list(parameters)
-    plain = {key: options[key] for key in parameters if key not in ("save_dir", "id")}
-    defaults = {key: p.default for key, p in parameters.items()}
-    assert plain == {key: defaults[key] for key in plain}
 
 
 def test_both_doors_make_the_logger_of_its_file(private_wandb: Path) -> None:
