@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from dataclasses import dataclass, is_dataclass
@@ -33,7 +34,7 @@ from tests.cli.fit.lightning_user import (
     written,
 )
 from tests.helpers import weights
-from tests.startup import ended
+from tests.startup import ended, forked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -344,5 +345,7 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
     (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
     program = "import pickle\nparser, config = pickle.load(open('cli.pickle', 'rb'))\n"
     program += "print(parser.dump(config))"
-    done = ended([sys.executable, "-c", program], tmp_path)
+    (tmp_path / "shown.py").write_text(program)
+    env = {**os.environ, **forked()}
+    done = ended([sys.executable, "shown.py"], tmp_path, env)
     assert "class_path: trainkit.PerToken" in done.stdout, done.stderr
