@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.cli.train.trained_models import OPTIMIZED, killer, own_option
-from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
+from tests.cli.training import (
+    OPTIMIZED,
+    SMALL,
+    killer,
+    own_option,
+    run_dirs,
+    summary_of,
+    the_run,
+    train,
+)
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.train.job import _leave

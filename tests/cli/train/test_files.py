@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from recipes.code_lm import CodeLM
 from tests.cli.train.test_mistakes import is_one_message
 from tests.cli.training import run_dirs, summary_of, the_run, train
 from trainkit.cli.main import main
@@ -19,14 +18,6 @@ from trainkit.core.noise.advice import read_noise_scale
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.lit.logs.metric_file import Row, read_rows
 from trainkit.lit.noise import NoiseScale
-
-
-class Breaks(CodeLM):
-    """Has a fault of its own in the second window."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 1:
-            raise RuntimeError("my own fault")
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +78,7 @@ def test_a_run_has_all_lines_and_a_row_for_each_step_and_a_resumed_one_appends(
 def test_a_fault_stands_in_it_and_in_the_summary_and_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = f"model._target_={__name__}.Breaks"
+    broken = "model._target_=tests.cli.training.Breaks"
     assert train(broken, "report=true", "pictures=false") == 1
     lines = log_of(tmp_path)
     assert lines[-1] == "RuntimeError: my own fault"

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.train.trained_models import killer
+from tests.cli.sweep.helpers import private_env
 from tests.cli.training import (
     SMALL,
+    killer,
     run_dirs,
     same_weights,
     summary_of,
@@ -192,16 +193,13 @@ SGD = ["optimizer=sgd", "optimizer.lr=0.1"]
 """AdamW divides by the gradient's own size, and would show rounding enlarged."""
 
 
-def private_env(home: Path) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "TRAINKIT_ALLOW": "tests"}
-    return {**env, **forked()}
+ALONE = {"OMP_NUM_THREADS": "1", "TRAINKIT_ALLOW": "tests"}
 
 
 def run(
     program: list[str], *words: str, cwd: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    env = private_env(cwd) | more
+    env = private_env(cwd) | ALONE | more
     return ended([*program, "train", *SMALL, *TWO_RANKS, *words], cwd, env)
 
 
@@ -247,7 +245,7 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
         assert summary["effective_batch"]["size"] == 8
 
 
-MODELS = "tests.cli.train.trained_models"
+MODELS = "tests.cli.training"
 SIGNALLED = f"model._target_={MODELS}.Signalled"
 
 
@@ -294,7 +292,7 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
 
 def node(where: Path, port: int, *words: str) -> subprocess.Popen[str]:
     """Each node is given the same command, and its own number of restarts counts."""
-    env = private_env(where) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = private_env(where) | ALONE | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     agent += ["--nproc-per-node=1", "--max-restarts=2", "--rdzv-id=job"]
     agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]

@@ -19,9 +19,11 @@ from torchmetrics.classification import BinaryConfusionMatrix
 import trainkit
 from recipes.code_lm import CodeLM, Functions
 from tests.cli.report.runs import SUMMARY
-from tests.cli.train.trained_models import OPTIMIZED, Optimized, own_option
 from tests.cli.training import (
+    OPTIMIZED,
     SMALL,
+    Optimized,
+    own_option,
     run_dirs,
     same_weights,
     summary_of,

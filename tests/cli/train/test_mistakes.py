@@ -44,7 +44,6 @@ NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
     ("overrides", "text"),
     [
         # What Hydra says of words,
-        ("-m model=glob(nothing*)", "must give at least one run"),
         ("--trainer.max_steps=3", "arguments: --trainer.max_steps=3. Settings have"),
         ("--config-path=pkg://trainkit.conf trainer.devices=0", "devices"),
         ("--config-path=nowhere", "/nowhere' exists and readable"),
@@ -156,7 +155,7 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
 
 def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
     """There are no checkpoints, and no windows to monitor."""
-    model = "model._target_=tests.cli.train.trained_models.Foreign"
+    model = "model._target_=tests.cli.training.Foreign"
     off = ["trainer.enable_checkpointing=false", "accumulation=none"]
     off.append("trainer.accumulate_grad_batches=1")
     assert train(model, *off) == 0

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from tests.cli import ones_own
-from tests.cli.train.trained_models import own_option
-from tests.cli.training import summary_of, the_run, train
+from tests.cli.training import own_option, summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
 from trainkit.cli.words import completed

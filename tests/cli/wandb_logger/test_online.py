@@ -12,7 +12,6 @@ import pytest
 import wandb
 import yaml
 
-from recipes.code_lm import CodeLM
 from tests.cli import training
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run
 from tests.cli.wandb_runs import (
@@ -251,14 +250,6 @@ def test_a_server_that_is_not_there_at_the_start_makes_the_run_offline(
 # ---- `trainkit train`: on the disk, on a server, under an agent ----------------------
 
 
-class Breaks(CodeLM):
-    at = 1
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == self.at:
-            raise RuntimeError("broken")
-
-
 def test_without_an_account_the_run_is_offline_and_can_be_uploaded(
     private_wandb: Path, wandb_server: WandbServer
 ) -> None:
@@ -292,12 +283,12 @@ def test_a_trial_that_failed_goes_on_from_its_checkpoint_if_an_agent_gets_it_aga
 ) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "sw0")
     monkeypatch.setenv("WANDB_RUN_ID", "trial7")
-    words = ["logger=wandb", "model._target_=tests.cli.wandb_logger.test_online.Breaks"]
+    words = ["logger=wandb", "model._target_=tests.cli.training.Breaks"]
     assert training.train(*words) == 1
     run = only_run(online)
     assert run.state == "failed"
     assert len(window_losses(run.history)) == 1
-    monkeypatch.setattr(Breaks, "at", -1)
+    monkeypatch.setattr(training.Breaks, "at", -1)
     assert training.train(*words) == 0
     run = only_run(online)
     assert run.name == "trial7"
