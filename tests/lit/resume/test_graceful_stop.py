@@ -39,7 +39,6 @@ from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 SEQUENCES = ragged_sequences(24)
 TERM, INT = signal.SIGTERM, signal.SIGINT
 BACKWARD = "on_after_backward"
-BEFORE = [("on_sanity_check_end", 1), ("on_train_start", 1), ("on_train_start", 0)]
 
 
 def steps_in(path: Any) -> int:
@@ -88,23 +87,6 @@ def handlers() -> Any:
 # ---- while training ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(INT, 130), (TERM, 143), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
-)
-def test_signal_saves_and_says_how_it_ended(
-    tmp_path: Path, capfd: Any, number: signal.Signals, status: int
-) -> None:
-    stop = GracefulStop(tmp_path)
-    error, _ = stopped(ask(BACKWARD, 2, number), stop)
-    assert isinstance(error, Stopped)
-    assert (error.code, stop.stopped_by) == (status, number)
-    assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
-    assert "since it has no load_state_dict" in stop.caveat
-    assert steps_in(stop.checkpoint_path) == 3
-    assert f"{number.name}: stopping after this batch" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("number", PREEMPTION)
 def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
     tmp_path: Path, number: signal.Signals
@@ -146,37 +128,60 @@ def every_step(folder: Path) -> list[Callback]:
     return [RunCheckpoint(folder, every_n_train_steps=1)]
 
 
+NO_SANITY = {"num_sanity_val_steps": 0}
+FIRST, LAST, BEST = ("last.ckpt", 2), ("last.ckpt", 3), ("best/last.ckpt", 3)
+DRY: dict[str, Any] = {"fast_dev_run": 4}
+# The hook, its signals, whether a folder is given, others that save, options; the
+# status, and the file that is saved with its step.
+STOPS: list[Any] = [
+    (BACKWARD, [INT], True, None, {}, 130, LAST),
+    (BACKWARD, [TERM], True, None, {}, 143, LAST),
+    (BACKWARD, [signal.SIGUSR1], True, None, {}, 138, LAST),
+    (BACKWARD, [signal.SIGUSR2], True, None, {}, 140, LAST),
+    (BACKWARD, [TERM], False, in_best, {}, 143, BEST),
+    (BACKWARD, [TERM], False, None, {}, 143, None),  # no checkpoint was wanted
+    (BACKWARD, [TERM], True, None, DRY, 143, None),
+    (BACKWARD, [TERM, TERM], True, None, {}, 143, LAST),  # a repeated one is one
+    (BACKWARD, [INT, INT], True, None, {}, 1, None),  # ends at once
+    (BACKWARD, [INT, INT], False, every_step, {}, 1, FIRST),  # the one before
+    ("on_sanity_check_end", [TERM], True, None, {}, 143, None),
+    ("on_train_start", [TERM], True, None, {}, 143, None),
+    ("on_train_start", [TERM], True, None, NO_SANITY, 143, None),  # before we listen
+]
+
+
 @pytest.mark.parametrize(
-    ("numbers", "has_folder", "others", "options", "saved"),
-    [
-        ([TERM], False, in_best, {}, ("best/last.ckpt", 3)),
-        ([TERM], False, None, {}, None),  # no checkpoint was wanted
-        ([TERM], True, None, {"fast_dev_run": 4}, None),
-        ([TERM, TERM], True, None, {}, ("last.ckpt", 3)),  # a repeated one is one
-        ([INT, INT], True, None, {}, None),  # ends at once
-        ([INT, INT], False, every_step, {}, ("last.ckpt", 2)),  # the one before
-    ],
+    ("hook", "numbers", "has_folder", "others", "how", "status", "saved"), STOPS
 )
-def test_where_a_stopped_run_is_saved(
+def test_where_a_stopped_run_is_saved_and_how_it_says_that_it_ended(
     tmp_path: Path,
+    capfd: Any,
+    hook: str,
     numbers: list[signal.Signals],
     has_folder: bool,
     others: Any,
-    options: dict[str, Any],
+    how: dict[str, Any],
+    status: int,
     saved: tuple[str, int] | None,
 ) -> None:
     stop = GracefulStop(tmp_path if has_folder else None)
     more = others(tmp_path) if others else []
-    how = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path, **options}
-    error, _ = stopped(ask(BACKWARD, 2, *numbers), *more, stop, **how)
-    assert isinstance(error, Stopped) == (numbers != [INT, INT])
-    assert stop.stopped_by is numbers[0]
+    how = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path, **how}
+    asks = ask(hook, 2, *numbers) if hook == BACKWARD else Always(hook)
+    error, each = stopped(asks, *more, stop, val=loader(SEQUENCES, 8), **how)
+    is_quick = numbers == [INT, INT]
+    assert isinstance(error, Stopped) is not is_quick
+    assert (error.code, stop.stopped_by) == (status, numbers[0])
+    assert each.global_step == (0 if hook != BACKWARD else 2 if is_quick else 3)
+    told = f"{numbers[0].name}: stopping after this batch" in capfd.readouterr().err
+    assert told is (how.get("num_sanity_val_steps") != 0)  # or before we listen
     if saved is None:
         assert stop.checkpoint_path is None
         assert not list(tmp_path.iterdir())
     else:
         assert stop.checkpoint_path == str(tmp_path / saved[0])
         assert steps_in(stop.checkpoint_path) == saved[1]
+        assert is_quick or "since it has no load_state_dict" in stop.caveat
 
 
 def test_runs_that_save_nothing(tmp_path: Path) -> None:
@@ -199,15 +204,6 @@ def test_validation_is_finished_first(tmp_path: Path) -> None:
     val = loader(SEQUENCES, 8)
     _, each = stopped(asks, count, GracefulStop(tmp_path), val=val, **how)
     assert count.calls == each.global_step == 3
-
-
-@pytest.mark.parametrize(("hook", "sanity"), BEFORE)
-def test_signal_before_the_first_batch(tmp_path: Path, hook: str, sanity: int) -> None:
-    """Without a sanity check Lightning hears it before we listen."""
-    stop, how = GracefulStop(tmp_path), {"num_sanity_val_steps": sanity}
-    _, each = stopped(Always(hook), stop, val=loader(SEQUENCES, 8), **how)
-    assert each.global_step == 0
-    assert (stop.stopped_by, stop.checkpoint_path) == (TERM, None)
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
