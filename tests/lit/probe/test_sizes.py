@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,18 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.helpers import TokenModule, pad, ragged_sequences, weights
-from tests.lit.probe.finding import Data, Net, found, limited, quick, rows, run_out
-from tests.zoo.modules import Stream
+from tests.lit.probe.finding import (
+    TARGET,
+    Data,
+    Limited,
+    Net,
+    found,
+    limited,
+    quick,
+    rows,
+    run_out,
+)
+from tests.zoo.modules import Stream, hooked
 from trainkit import BatchPlan
 from trainkit.errors import TrainkitError
 from trainkit.lit.probe.attempt import DoesNotFit, Trial, search, sizes_for
@@ -61,46 +72,60 @@ def test_largest_that_fits_is_found(target: int, start: int, fits_up_to: int) ->
     assert len(tried) == len(set(tried)), "no size is tried twice"
 
 
-def test_the_search_begins_where_the_user_is() -> None:
-    attempt, tried = machine()
-    search(sizes_for(target=512, world_size=1, largest=512), 48, attempt)
-    assert tried[0] == 32
+LARGE = sizes_for(target=720, world_size=1, largest=720)
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
+SEARCHES: list[Any] = [  # sizes, the start, what fits, what is found, what comes first
+    (sizes_for(target=512, world_size=1, largest=512), 48, math.inf, 512, [32]),
+    (SIZES, 16, 1, 1, [16, 8, 4, 2, 1]),
+    (LARGE, 3, 100, 90, [3]),  # thirty divisors: doubling alone would stop at 48
+    ([1, 2, 4], 4, 0, None, [4, 2, 1]),
+]
 
 
-def test_a_start_that_does_not_fit_is_halved_down_to_one() -> None:
-    attempt, tried = machine(fits_up_to=1)
-    found = search([1, 2, 3, 4, 6, 8, 12, 16], 16, attempt)
-    assert tried == [16, 8, 4, 2, 1]
-    assert largest(found) == 1
-
-
-def test_nothing_fits() -> None:
-    attempt, _ = machine(fits_up_to=0)
-    with pytest.raises(DoesNotFit):
-        search([1, 2, 4], 4, attempt)
-
-
-def test_between_what_fits_and_what_does_not_every_size_counts() -> None:
-    """720 has thirty divisors: doubling alone would stop at 48, and 90 fits."""
-    attempt, tried = machine(fits_up_to=100)
-    sizes = sizes_for(target=720, world_size=1, largest=720)
-    assert largest(search(sizes, 3, attempt)) == 90
+@pytest.mark.parametrize(("sizes", "start", "fits", "most", "first"), SEARCHES)
+def test_sizes_are_tried_from_the_start(
+    sizes: Any, start: int, fits: float, most: int | None, first: list[int]
+) -> None:
+    attempt, tried = machine(fits_up_to=fits)
+    with pytest.raises(DoesNotFit) if most is None else nullcontext():
+        assert largest(search(sizes, start, attempt)) == most
+    assert tried[: len(first)] == first
     assert len(tried) < 12
 
 
 # ---- rows are those of the loader, put together by its own function ------------------
 
 
-def test_batches_are_made_by_the_loaders_own_function() -> None:
-    loader = DataLoader(ragged_sequences(20), 5, collate_fn=pad)  # type: ignore[arg-type]
-    longest = sorted(ragged_sequences(20), key=num_elements, reverse=True)[:5]
-    for name, tensor in Rows(loader).longest(5).items():
-        assert torch.equal(tensor, pad(longest)[name])
+class AtOnce:
+    """Gives several rows at once, and no row by itself."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [index * 10 for index in indices]
 
 
-def test_the_longest_come_first_and_round_again() -> None:
-    rows = Rows(DataLoader([[1], [1, 2, 3], [1, 2]], 2, collate_fn=list))  # type: ignore[arg-type]
-    assert rows.longest(4) == [[1, 2, 3], [1, 2], [1], [1, 2, 3]]
+SEVEN = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
+SEQUENCES = ragged_sequences(20)
+LONGEST = pad(sorted(SEQUENCES, key=num_elements, reverse=True)[:5])
+LOADERS: list[Any] = [  # of what a loader is made, how many rows it has, the longest
+    ({"dataset": [[1], [1, 2, 3], [1, 2]]}, 3, [[1, 2, 3], [1, 2], [1], [1, 2, 3]]),
+    ({"dataset": SEQUENCES, "collate_fn": pad}, 20, LONGEST),
+    ({"dataset": AtOnce()}, 3, [0, 10, 20]),
+    ({"dataset": Stream(range(3))}, None, [0, 1, 2, 0]),  # goes round
+    ({"dataset": range(7), "batch_sampler": SEVEN}, 7, [0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("how", "number", "longest"), LOADERS)
+def test_the_longest_rows_of_a_loader_are_put_together_by_its_own_function(
+    how: dict[str, Any], number: int | None, longest: Any
+) -> None:
+    rows = Rows(DataLoader(**{"collate_fn": list, **how}))
+    assert len(rows) == number if number else len(rows) > 10**9
+    found = rows.longest(5 if longest is LONGEST else len(longest))
+    torch.testing.assert_close(found, longest, rtol=0, atol=0)
 
 
 def test_no_more_rows_are_read_than_are_needed() -> None:
@@ -122,30 +147,6 @@ def test_no_more_rows_are_read_than_are_needed() -> None:
     assert read == list(range(4 * LEAST))
 
 
-def test_a_data_set_that_is_asked_for_several_rows_at_once() -> None:
-    class Data:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitems__(self, indices: list[int]) -> Any:
-            return [index * 10 for index in indices]
-
-    assert Rows(DataLoader(Data(), 3, collate_fn=list)).longest(3) == [0, 10, 20]  # type: ignore[arg-type]
-
-
-def test_a_stream_has_no_known_end_and_goes_round() -> None:
-    rows = Rows(DataLoader(Stream(range(3)), 2, collate_fn=list))
-    assert len(rows) > 10**9
-    assert rows.longest(4) == [0, 1, 2, 0]
-
-
-def test_a_plain_batch_sampler_is_read_through() -> None:
-    sampler = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
-    rows = Rows(DataLoader(range(7), batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
-    assert len(rows) == 7
-    assert rows.longest(3) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("row", "number"),
     [
@@ -163,24 +164,73 @@ def test_what_a_row_holds(row: Any, number: int) -> None:
 # ---- sizes that do not fit are found out, with room to spare, and leave nothing ------
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("start", [1, 4, 32])
-def test_the_largest_is_found_from_above_and_below(where: str, start: int) -> None:
+def greedy(module: Any) -> Any:
+    """An optimizer whose state does not fit."""
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step = lambda closure: (closure(), run_out())
+    return optimizer
+
+
+def absurd(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Ends with the CPU allocator's own error."""
+    if len(batch[0]) > 9:
+        torch.empty(2**60)
+    return Net.training_step(self, batch, batch_idx)
+
+
+def mistaken(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """A shape that is wrong is no lack of memory, however large the batch."""
+    return batch[0] @ batch[0]
+
+
+STARTS = [(where, size) for where in ("forward", "backward") for size in (1, 4, 32)]
+FOUND: list[Any] = [
+    # A module, its data, options; the largest size that fits, the smallest that does
+    # not, and how many rows have run (orobix/quadra#118: what is taken was tried).
+    *((limited(rows=9, where=way), Data(size), {}, 8, 16, 9) for way, size in STARTS),
+    # pytorch-lightning#8028, #9625: what just fitted runs out while training.
+    (limited(rows=8), Data(), {"margin": 0.0}, 8, 16, 8),
+    (limited(rows=8), Data(), {"margin": 0.1}, 4, 8, 5),
+    (limited(rows=8), Data(), {"margin": 0.5}, 4, 8, 6),
+    # orobix/quadra#118: a batch of all rows proves nothing about larger ones.
+    (Net(), Data(number=10), {"target": 64}, 8, None, None),
+    (Net(), Data(), {"max_micro_batch": 7}, 4, None, None),
+    (hooked(Net, training_step=absurd)(), Data(), {}, 8, 16, None),
+]
+
+
+@pytest.mark.parametrize(("module", "data", "how", "fits", "fails", "rows"), FOUND)
+def test_the_largest_size_that_fits_is_found_with_room_to_spare(
+    module: Any, data: Data, how: Any, fits: int, fails: int | None, rows: int | None
+) -> None:
     """pytorch-lightning#8954: a first size that does not fit is where it began."""
-    module, data = limited(rows=9, where=where), Data(start)
-    result = found(module, data)
-    assert (result.plan.micro_batch, result.plan.accumulate) == (8, 4)
-    assert {t.size: t.fits for t in result.trials}[16] is False
-    assert 8 + 1 in module.seen, "what is taken was tried (orobix/quadra#118)"
+    result = found(module, data, **how)
+    assert result.plan.micro_batch == fits
+    assert result.plan.effective == how.get("target", TARGET)
+    assert max(trial.size for trial in result.trials if trial.fits) == fits
+    refused = [trial.size for trial in result.trials if not trial.fits]
+    assert min(refused, default=None) == fails
+    assert rows is None or rows in module.seen
 
 
-@pytest.mark.parametrize(("margin", "size"), [(0.0, 8), (0.1, 4), (0.5, 4)])
-def test_a_size_is_proven_by_more_rows_than_it_has(margin: float, size: int) -> None:
-    """pytorch-lightning#8028, #9625: what just fitted runs out while training."""
-    module = limited(rows=8)
-    result = found(module, Data(), margin=margin)
-    assert result.plan.micro_batch == size
-    assert result.plan.effective == 32
+ALONE = r"one row does not fit.*float64\[1, 4\].*smaller model\. .*memory"
+REFUSED: list[Any] = [
+    (limited(rows=0), ALONE),
+    (limited(rows=0, where="backward"), ALONE),
+    (hooked(Net, training_step=mistaken)(), "shapes cannot be multiplied|size mism"),
+    (hooked(Limited, seen=[], limit=9, configure_optimizers=greedy)(), "one row does"),
+]
+
+
+@pytest.mark.parametrize(("module", "text"), REFUSED)
+def test_what_does_not_fit_at_all_and_mistakes_are_shown(
+    module: Any, text: str
+) -> None:
+    data, fit = Data(), quick()
+    with pytest.raises((TrainkitError, RuntimeError), match=text) as error:
+        found(module, data, fit)
+    assert isinstance(error.value, TrainkitError) is ("one row" in text)
+    assert (data.batch_size, fit.accumulate_grad_batches) == (4, 1)
 
 
 def test_it_trains_with_what_was_found() -> None:
@@ -214,53 +264,6 @@ def test_validation_after_it_is_whole() -> None:
     assert module.num_validated == 50
 
 
-def test_no_size_is_larger_than_the_data_set() -> None:
-    """orobix/quadra#118: a batch of all rows proves nothing about larger ones."""
-    module, data = Net(), Data(number=10)
-    result = found(module, data, target=64)
-    assert max(trial.size for trial in result.trials) == 8
-    assert result.plan.effective == 64
-
-
-def test_max_micro_batch_is_a_cap() -> None:
-    result = found(Net(), Data(), max_micro_batch=7)
-    assert max(trial.size for trial in result.trials) == 4
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_one_row_that_does_not_fit_alone_is_shown(where: str) -> None:
-    module, data, fit = limited(rows=0, where=where), Data(), quick()
-    text = r"one row does not fit.*float64\[1, 4\].*smaller model\. .*memory"
-    with pytest.raises(TrainkitError, match=text):
-        found(module, data, fit)
-    assert (data.batch_size, fit.accumulate_grad_batches) == (4, 1)
-
-
-def test_an_optimizer_whose_state_does_not_fit_is_found_out() -> None:
-    class Greedy(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if closure is not None:
-                closure()
-            run_out()
-
-    class Unbounded(type(limited(rows=100))):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return Greedy(self.parameters(), lr=0.1)
-
-    with pytest.raises(TrainkitError, match="one row does not fit"):
-        found(Unbounded(), Data(1))
-
-
-def test_the_cpu_allocators_own_error_is_known() -> None:
-    class Absurd(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch[0]) > 9:
-                torch.empty(2**60)
-            return super().training_step(batch, batch_idx)
-
-    assert found(Absurd(), Data()).plan.micro_batch == 8
-
-
 def test_what_did_not_fit_is_freed_before_the_next_size() -> None:
     held: list[weakref.ref[Tensor]] = []
     still_there: list[bool] = []
@@ -277,17 +280,6 @@ def test_what_did_not_fit_is_freed_before_the_next_size() -> None:
 
     found(Holding(), Data(32))
     assert still_there == [False, False]
-
-
-def test_an_error_of_another_kind_goes_on() -> None:
-    """A shape that is wrong is no lack of memory, however large the batch."""
-
-    class Mistaken(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return batch[0] @ batch[0]
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
-        found(Mistaken(), Data())
 
 
 def test_the_longest_rows_are_tried() -> None:
