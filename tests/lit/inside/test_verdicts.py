@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,25 +43,6 @@ def two_loaders() -> Any:
 
 def lists() -> Any:
     return DataLoader(TensorDataset(*batch(66)), batch_size=22, collate_fn=list)
-
-
-@pytest.mark.parametrize(
-    ("step", "loader", "words"),
-    [
-        (of_all_rows, data, "few rows of .*that failed: RuntimeError: .*2, 11"),
-        (of_two_loaders, two_loaders, r"few rows of dict\(a: .*failed: "),
-        (of_lists, lists, r"few rows of list\(tuple\(.*failed: "),
-    ],
-)
-def test_a_step_of_which_no_few_rows_can_run(
-    step: Any, loader: Any, words: str
-) -> None:
-    kind = hooked(Foreign, training_step=step)
-    words = f'^MicroBatching inside="auto": .*{words}'
-    with pytest.raises(TrainkitError, match=words) as e:
-        fit(kind(), AUTO, loader=loader())
-    assert str(e.value).endswith("Name the submodules: inside='net'.")
-    fit(kind(), NAMED, loader=loader())
 
 
 class Moving(Foreign):
@@ -101,22 +83,6 @@ def test_a_module_that_leaves_tensors_is_not_taken(capsys: Any) -> None:
     assert 'found by inside="auto": net.body, net.head' in capsys.readouterr().out
     fit(plain)
     assert int(module.logged[0] - 0.5) == int(plain.logged[0] - 0.5)
-
-
-def test_why_a_module_is_not_taken_is_said() -> None:
-    class Only(nn.Module):
-        """Has no submodule to go to."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.largest = x.abs().amax(1)
-            return x @ self.weight
-
-    with pytest.raises(TrainkitError, match="net: its forward leaves values in"):
-        fit(Foreign(net=Only()), AUTO)
 
 
 def test_warnings_while_it_looks_are_not_for_the_user() -> None:
@@ -192,12 +158,6 @@ def test_logging_outside_of_a_cut_is_not(capsys: pytest.CaptureFixture[str]) -> 
     assert 'found by inside="auto": net\n' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [Foreign, Own])
-def test_windows_of_several_batches_need_a_strategy(kind: Any) -> None:
-    with pytest.raises(TrainkitError, match="needs no strategy where one loader"):
-        fit(kind(), NAMED, accumulate=2)
-
-
 class ByHand(Foreign):
     """Steps by itself, and knows nothing of windows."""
 
@@ -208,31 +168,6 @@ class ByHand(Foreign):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
-
-
-class Twice(Foreign):
-    """Has one module under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again = self.net
-
-
-@pytest.mark.parametrize(
-    ("kind", "cut", "words"),
-    [
-        (Foreign, {"inside": "encoder"}, "'encoder'. It has net"),
-        (Twice, {"inside": ("net", "again")}, "^again: it runs in chunks already"),
-        (
-            Foreign,
-            {"inside": "net", "tokens": 9, "lengths": ("a", "b")},
-            r"with inside= it names one argument .*, received \('a', 'b'\)",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(kind: Any, cut: Any, words: str) -> None:
-    with pytest.raises(TrainkitError, match=words):
-        fit(kind(), MicroBatching(**{"size": 4, **cut}))
 
 
 @pytest.mark.parametrize("has_mixin", [False, True])
@@ -280,6 +215,60 @@ def mean_of_squares(out: Tensor, labels: Tensor) -> Tensor:
     return out.square().mean()
 
 
+def leaves_largest(self: Any, x: Tensor) -> Tensor:
+    """Leaves a tensor in the only module that there is."""
+    self.largest = x.abs().amax(1)
+    return F.linear(x, self.weight)
+
+
+def compares(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return (self.net(batch[0]) @ batch[0].T).square().mean() * self.scale.mean()
+
+
+def step(training_step: Any, **how: Any) -> Any:
+    return hooked(Foreign, training_step=training_step)(**how)
+
+
+def within(inside: Any, **how: Any) -> MicroBatching:
+    return MicroBatching(size=4, inside=inside, **how)
+
+
+TWICE, SQUARES = Foreign(), Foreign(mean_of_squares, net=Net(counts))
+TWICE.again = TWICE.net
+LEAVES = hooked(nn.Linear, forward=leaves_largest)(WIDTH, CLASSES)
+NORMED = nn.Sequential(Net(), nn.BatchNorm1d(CLASSES))
+TWO_NAMES = within("net", tokens=9, lengths=("a", "b"))
+TWO, PAIRS = {"loader": two_loaders()}, {"loader": lists()}
+SEVERAL, REQUIRED = {"accumulate": 2}, {"proof": "require"}
+FEW, NAME = '^MicroBatching inside="auto": .*few rows of', "Name .*: inside='net'.$"
+ROWS_MUST = 'inside="auto": no submodule of Foreign can run .* net: its rows must'
+REFUSED: list[Any] = [  # the module, its cut, how it is trained, and why not
+    (step(of_all_rows), AUTO, {}, f"{FEW} .*that failed: Runtime.*2, 11.*{NAME}"),
+    (step(of_two_loaders), AUTO, TWO, rf"{FEW} dict\(a: .*failed: .*{NAME}"),
+    (step(of_lists), AUTO, PAIRS, rf"{FEW} list\(tuple\(.*failed: .*{NAME}"),
+    (step(compares, net=nn.BatchNorm1d(WIDTH)), AUTO, {}, ROWS_MUST),
+    (Foreign(net=LEAVES), AUTO, {}, "net: its forward leaves values in"),
+    (Foreign(), NAMED, SEVERAL, "needs no strategy where one loader"),
+    (Own(), NAMED, SEVERAL, "needs no strategy where one loader"),
+    (Foreign(), within("encoder"), {}, "'encoder'. It has net"),
+    (TWICE, within(("net", "again")), {}, "^again: it runs in chunks already"),
+    (Foreign(), TWO_NAMES, {}, r"with inside= .* one argument .* \('a', 'b'\)"),
+    (Foreign(net=Net(mixes)), NAMED, {}, "^net: .*output of a row depends on other r"),
+    (Foreign(net=NORMED), NAMED, {}, "^net: .*BatchNorm"),
+    (SQUARES, NAMED, REQUIRED, "proof=.require.: .* not the big batch"),
+]
+
+
+@pytest.mark.parametrize(("module", "cut", "how", "words"), REFUSED)
+def test_what_cannot_be_cut_is_refused_and_what_to_name_is_said(
+    module: Any, cut: Any, how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TrainkitError, match=words):
+        fit(module, cut, **how)
+    if words.endswith(NAME):
+        fit(module, NAMED, **how)
+
+
 def test_a_fit_says_exact_where_it_was_measured(capsys: Any) -> None:
     """Of noise within chunks nobody knows whose rows have it."""
     fit(Foreign(net=Net(dropout=0.5), calls=2), NAMED)
@@ -309,40 +298,9 @@ def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
     assert ("proof: exact on 7 of your rows" in capsys.readouterr().out) is not is_off
 
 
-def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:
-    module = Foreign(mean_of_squares, net=Net(counts))
-    with pytest.raises(TrainkitError, match="proof=.require.: .* not the big batch"):
-        fit(module, NAMED, proof="require")
-
-
-@pytest.mark.parametrize(
-    ("net", "why"),
-    [
-        (Net(mixes), "its output of a row depends on other rows"),
-        (nn.Sequential(Net(), nn.BatchNorm1d(CLASSES)), "BatchNorm"),
-    ],
-)
-def test_rows_that_see_each_other_are_refused_by_name(net: nn.Module, why: str) -> None:
-    with pytest.raises(TrainkitError, match=f"^net: .*{why}"):
-        fit(Foreign(net=net), NAMED)
-
-
 def test_auto_goes_around_what_mixes_rows() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Net())
     assert check(Foreign(net=net), batch(), micro_batches=AUTO).exact
-
-
-def test_auto_refuses_where_all_rows_see_each_other() -> None:
-    class Whole(Foreign):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, _ = batch
-            return (self.net(x) @ x.T).square().mean()
-
-    module = Whole(net=nn.BatchNorm1d(WIDTH))
-    module.scale = nn.Parameter(torch.ones(()))
-    words = 'inside="auto": no submodule of Whole can run .* net: its rows must'
-    with pytest.raises(TrainkitError, match=words):
-        fit(module, AUTO)
 
 
 @pytest.mark.parametrize(("net", "exact"), [(Net(), True), (Net(counts), False)])
