@@ -27,27 +27,47 @@ class Rows(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """Says where it is, and goes on there; every worker has its share."""
 
+    rewinds = True
+
     def __init__(self) -> None:
         self.row, self.goes_on = 0, False
         self.rows, self.first = len(TRAIN), 0
 
     def __iter__(self) -> Any:
         worker = get_worker_info()
-        share = TRAIN[self.first : self.rows]
+        share = self.share()
         if worker is not None:
             share = share[worker.id :: worker.num_workers]
         self.row, self.goes_on = self.row if self.goes_on else 0, False
         while self.row < len(share):
             self.row += 1
             yield share[self.row - 1]
-        if worker is None:
+        if worker is None and self.rewinds:
             self.row = 0  # in a worker: its share is read, also after it is resumed
+
+    def share(self) -> Sequence[Any]:
+        return TRAIN[self.first : self.rows]
 
     def state_dict(self) -> dict[str, int]:
         return {"row": self.row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.row, self.goes_on = state["row"], True
+
+
+class Ordered(Stream):
+    """In the order of an epoch. Where a state is that of its end, nothing follows in
+    the pass that goes on, as of a Hugging Face stream."""
+
+    epoch = 0
+    rewinds = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def share(self) -> Sequence[Any]:
+        draw = torch.Generator().manual_seed(self.epoch)
+        return [TRAIN[n] for n in torch.randperm(len(TRAIN), generator=draw)]
 
 
 class Counted(Stream):
@@ -74,6 +94,7 @@ KINDS: dict[str, Any] = {
     "map": Rows,
     "stream": Stream,
     "counted": Counted,
+    "ordered": Ordered,
     "hugging face": hugging_face,
 }
 
