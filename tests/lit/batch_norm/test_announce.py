@@ -82,61 +82,48 @@ def partly() -> ConvModule:
 
 
 SPLIT = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
-ONE = {"accumulate": 1}
-TOLD: dict[str, tuple[str, dict[str, Any]]] = {
-    "of 4": (FEW, {"max_epochs": 3, "exact": True}),
-    "without the callback": (FEW, {}),
-    "stream": ("of 4 samples", {"data": DataLoader(Stream(dataset()), batch_size=4)}),
-    "unknown": ("of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
-    "unknown, cut": (
-        "of 2 samples.*has 2 micro",
-        {"data": own_batches([4, 4, 8, 8]), "accumulate": 1, "more": [SPLIT]},
-    ),
-    "some layers": ("net.bn1, net.bn3 normalise", {"module": partly}),
-    "by hand": (
-        "a window has 2 micro-batches",
-        {"module": ByHand, "accumulate": 2},
-    ),
-    "schedule": (
-        FEW,
-        {"more": [AccumulationSchedule({0: 3, 1: 1})], **ONE, "exact": True},
-    ),
-}
-SILENT: dict[str, dict[str, Any]] = {
-    "another policy": {"policy": "momentum"},
-    "one micro-batch": {"accumulate": 1},
-    "16 samples": {"data": batches(batch_size=16), "accumulate": 2},
-    "unknown, 20 samples": {"data": own_batches([20, 4, 3])},
-    "min_samples": {"guard": {"min_samples": 4}},
-    "no statistics": {
-        "module": lambda: with_layers(
-            lambda c: nn.BatchNorm2d(c, track_running_stats=False)
-        )
-    },
-    "evaluating": {"module": lambda: with_layers(lambda c: nn.BatchNorm2d(c).eval())},
-}
+UNTRACKED = lambda c: nn.BatchNorm2d(c, track_running_stats=False)  # noqa: E731
+EVALUATING = lambda c: nn.BatchNorm2d(c).eval()  # noqa: E731
+THEN_ONE = {"more": [AccumulationSchedule({0: 3, 1: 1})]}
+CUT = {"data": own_batches([4, 4, 8, 8]), "more": [SPLIT]}
+TOLD: list[tuple[int, str | None, dict[str, Any]]] = [
+    # How many micro-batches a window has, what is said, and how it is trained.
+    (3, FEW, {"max_epochs": 3, "exact": True}),
+    (3, FEW, {}),  # without the callback
+    (1, FEW, {**THEN_ONE, "exact": True}),
+    (3, "of 4 samples", {"data": DataLoader(Stream(dataset()), batch_size=4)}),
+    (3, "of 5 samples", {"data": own_batches([5, 4, 4, 7, 7])}),
+    (1, "of 2 samples.*has 2 micro", CUT),
+    (3, "net.bn1, net.bn3 normalise", {"module": partly}),
+    (2, "a window has 2 micro-batches", {"module": ByHand}),
+    (3, None, {"policy": "momentum"}),
+    (1, None, {}),
+    (2, None, {"data": batches(batch_size=16)}),
+    (3, None, {"data": own_batches([20, 4, 3])}),
+    (3, None, {"guard": {"min_samples": 4}}),
+    (3, None, {"module": lambda: with_layers(UNTRACKED)}),
+    (3, None, {"module": lambda: with_layers(EVALUATING)}),
+]
 
 
 def options(how: dict[str, Any]) -> dict[str, Any]:
     return {**how, "module": how["module"]()} if "module" in how else dict(how)
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_small_micro_batches_of_a_window_are_told_once(name: str) -> None:
+@pytest.mark.parametrize(("accumulate", "match", "how"), TOLD)
+def test_small_micro_batches_of_a_window_are_told_once_and_nothing_else(
+    accumulate: int, match: str | None, how: dict[str, Any]
+) -> None:
     """PL#17446, runai#14, GradientAccumulator#6: nobody says it at run time."""
-    match, how = TOLD[name]
-    (text,) = said("warn", **options(how))
-    assert re.search(match, text)
-    assert all(remedy in text for remedy in REMEDIES)
-    with pytest.raises(TrainkitError, match=match):
-        fit("error", **options(how))
-
-
-@pytest.mark.parametrize("name", SILENT)
-def test_others_are_not(name: str) -> None:
-    how = options(SILENT[name])
-    policy: Any = how.pop("policy", "error")
-    assert said(BatchNormGuard(policy, **how.pop("guard", {})), **how) == []
+    how = {"accumulate": accumulate, **how}
+    policy: Any = how.pop("policy", "error" if match is None else "warn")
+    texts = said(BatchNormGuard(policy, **how.pop("guard", {})), **options(how))
+    assert len(texts) == (match is not None)
+    if match is not None:
+        assert re.search(match, texts[0])
+        assert all(remedy in texts[0] for remedy in REMEDIES)
+        with pytest.raises(TrainkitError, match=match):
+            fit("error", **options(how))
 
 
 def test_it_is_told_before_the_first_step_and_in_each_fit() -> None:
@@ -271,29 +258,31 @@ def test_several_layers_are_named_and_lazy_ones(capsys: Any) -> None:
 
 
 BY_MIXIN = {"module": MixedConv, "exact": False}
-ONE_THEN_TWO = {**ONE, "more": [AccumulationSchedule({0: 1, 1: 2})]}
+THEN_TWO = {"more": [AccumulationSchedule({0: 1, 1: 2})]}
+LIGHTNINGS = {"more": [GradientAccumulationScheduler({1: 2})]}
 
 
 @pytest.mark.parametrize(
-    ("several", "how"),
+    ("several", "accumulate", "how"),
     [
-        (True, {}),
-        (True, BY_MIXIN),
-        (True, {**ONE, "more": [SPLIT], "exact": False}),
-        (True, {"module": ByHand, "exact": False}),
-        (True, ONE_THEN_TWO),
-        (True, {**ONE, "more": [GradientAccumulationScheduler({1: 2})]}),
-        (False, {**ONE, **BY_MIXIN}),
-        (False, {"data": batches(4)}),
-        (False, {"limit_train_batches": 1}),
-        (False, {**ONE, "more": [AccumulationSchedule({0: 1})]}),
-        (False, {**ONE_THEN_TWO, "data": batches(4)}),
+        (True, 3, {}),
+        (True, 3, BY_MIXIN),
+        (True, 1, {"more": [SPLIT], "exact": False}),
+        (True, 3, {"module": ByHand, "exact": False}),
+        (True, 1, THEN_TWO),
+        (True, 1, LIGHTNINGS),
+        (False, 1, BY_MIXIN),
+        (False, 3, {"data": batches(4)}),
+        (False, 3, {"limit_train_batches": 1}),
+        (False, 1, {"more": [AccumulationSchedule({0: 1})]}),
+        (False, 1, {**THEN_TWO, "data": batches(4)}),
     ],
 )
 def test_windows_of_several_micro_batches_are_spoken_of(
-    capsys: Any, several: bool, how: dict[str, Any]
+    capsys: Any, several: bool, accumulate: int, how: dict[str, Any]
 ) -> None:
-    fit(None, **options({"data": batches(24), "exact": True, **how}))
+    how = {"data": batches(24), "exact": True, "accumulate": accumulate, **how}
+    fit(None, **options(how))
     assert bool(rows(capsys)) == several
 
 
