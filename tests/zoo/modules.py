@@ -296,6 +296,26 @@ def hooked(kind: Made, **hooks: Any) -> Made:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **hooks})  # type: ignore[return-value]
 
 
+def by_hand(kind: Made) -> Made:
+    """The same training by manual optimization: with the mixin in windows of the
+    Trainer's size, else in one step for each batch."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        loss: Any = kind.training_step(self, batch, batch_idx)  # type: ignore[attr-defined]
+        is_ours, optimizer = isinstance(self, AccumulationMixin), self.optimizers()
+        if is_ours:
+            self.accumulate(loss, batch)
+            if not self.window_ends(batch_idx):
+                return
+            self.finish_window()
+        else:
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return hooked(kind, automatic_optimization=False, training_step=training_step)
+
+
 def on_front(
     front: str,
     kind: Callable[..., Any] = Plain,

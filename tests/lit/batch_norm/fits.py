@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import trainer
+from tests.zoo.modules import by_hand
 from tests.zoo.small_resnet import images, of_big_batch
 from trainkit import AccumulationCallback, AccumulationMixin, BatchNormGuard, PerSample
 
@@ -120,36 +121,7 @@ class MixinBuilds(AccumulationMixin, Builds):
     accumulation = PerSample()
 
 
-class ByHand(AccumulationMixin, ConvModule):
-    """Manual optimization in windows of the Trainer's size."""
-
-    accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx):
-            self.finish_window()
-            optimizer: Any = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Manual(ConvModule):
-    """Steps its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.step()
+ByHand, Manual = by_hand(MixedConv), by_hand(ConvModule)
 
 
 class FromWhereItWas:

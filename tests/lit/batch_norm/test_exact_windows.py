@@ -30,6 +30,7 @@ from tests.lit.batch_norm.test_exact import (
     images,
     loader,
 )
+from tests.zoo.modules import by_hand
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -207,19 +208,8 @@ def larger(trainer: Any, module: Any) -> None:
     trainer.accumulate_grad_batches = 1 + trainer.current_epoch
 
 
-class ByHand(AccumulationMixin, Images):
+class MixedImages(AccumulationMixin, Images):
     accumulation = PerSample()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.accumulate(F.cross_entropy(self.net(batch[0]), batch[1]), batch)
-        self.finish_window(optimizer)
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad()  # type: ignore[union-attr]
 
 
 class Wanders(nn.Module):
@@ -254,7 +244,12 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "without the callback": (TWO, Images, [BatchNormGuard("exact")], {"window": 2}),
     "late": (TWO, evaluating, [Thawed(), *exact(SPLIT)], {"window": 2}),
     "grows": (ONE_BATCH, Images, [*exact(SPLIT), LARGER], {}),
-    "by hand": ("by manual optimization", ByHand, [BatchNormGuard("exact")], {}),
+    "by hand": (
+        "by manual optimization",
+        by_hand(MixedImages),
+        [BatchNormGuard("exact")],
+        {},
+    ),
     "in the step": (
         "Stem calls stem in its own step.*Here net can be named",
         *(Stem, exact(SPLIT), {}),

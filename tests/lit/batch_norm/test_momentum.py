@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from tests.helpers import raise_rank_errors, run_ranks
 from tests.lit.batch_norm.fits import (
     At,
-    ByHand,
     ConvModule,
     ConvNet,
     FromWhereItWas,
@@ -22,9 +21,11 @@ from tests.lit.batch_norm.fits import (
     fit,
 )
 from tests.lit.split.short_of_memory import Memory, starting_at
+from tests.zoo.modules import by_hand
 from tests.zoo.small_resnet import momenta
 from trainkit import (
     AccumulationCallback,
+    AccumulationMixin,
     AccumulationSchedule,
     BatchNormGuard,
     MicroBatching,
@@ -73,8 +74,8 @@ class Still(ConvModule):
         return super().training_step(batch, batch_idx)
 
 
-class StillByHand(ByHand, Still):
-    """Steps by itself."""
+class MixedStill(AccumulationMixin, Still):
+    accumulation = PerSample()
 
 
 def synchronised() -> Still:
@@ -164,7 +165,7 @@ def test_forgetting_on_ranks_of_unlike_cuts() -> None:
 def test_windows_by_hand_are_the_trainers() -> None:
     seen: list[float] = []
     note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    fit("momentum", note, module=StillByHand(), accumulate=2)
+    fit("momentum", note, module=by_hand(MixedStill)(), accumulate=2)
     assert seen[:6] == pytest.approx([1 - 0.9**0.5] * 6)
     assert seen[6] == pytest.approx(0.1)  # the short last window
 

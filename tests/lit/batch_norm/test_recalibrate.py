@@ -332,7 +332,7 @@ def test_ranks_equal_all_rows_as_one_batch() -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "manual": (
         lambda: {"module": Manual(), "accumulate": 1},
-        r"Manual steps its optimizers itself.*forward=lambda module, batch",
+        r"ConvModule steps its optimizers itself.*forward=lambda module, batch",
     ),
     "once": (
         lambda: {"data": (batch for batch in batches()), "max_epochs": 1},

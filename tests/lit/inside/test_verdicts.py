@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.core.inside.common import CLASSES, WIDTH, Net, batch, nt_xent
 from tests.lit.inside.common import Foreign, Own, data, fit
-from tests.zoo.modules import hooked
+from tests.zoo.modules import by_hand, hooked
 from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
 
 AUTO, NAMED, SELF = (
@@ -158,18 +158,6 @@ def test_logging_outside_of_a_cut_is_not(capsys: pytest.CaptureFixture[str]) -> 
     assert 'found by inside="auto": net\n' in capsys.readouterr().out
 
 
-class ByHand(Foreign):
-    """Steps by itself, and knows nothing of windows."""
-
-    automatic_optimization = False  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 @pytest.mark.parametrize("has_mixin", [False, True])
 def test_no_strategy_is_refused_with_the_inner_cut_as_a_way(has_mixin: bool) -> None:
     words = r"received None\. .*PerSample\(\) .*compares rows .*size=8, inside='net'"
@@ -294,7 +282,7 @@ def test_a_module_that_steps_by_itself_is_proved_as_it_is_cut(
     is_off = loss is mean_of_squares
     warns = pytest.warns(UserWarning, match="Chunks of rows do not give")
     with warns if is_off else nullcontext():
-        fit(ByHand(loss, net=net), cut)
+        fit(by_hand(Foreign)(loss, net=net), cut)
     assert ("proof: exact on 7 of your rows" in capsys.readouterr().out) is not is_off
 
 

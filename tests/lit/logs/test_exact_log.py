@@ -40,7 +40,7 @@ from tests.lit.resume.interrupting import (
 from tests.lit.resume.resuming import SEQUENCES, Resumable, Saving, strip
 from tests.lit.resume.test_open_window import DATA, FromBatch, Save
 from tests.zoo.callbacks import Table
-from tests.zoo.modules import hooked
+from tests.zoo.modules import by_hand, hooked
 from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.resume.per_rank import EpochSums
@@ -191,27 +191,12 @@ def test_logged_means_in_fit_equal_those_of_one_batch(tmp_path: Path) -> None:
 # ---- each kind of window, and several ranks ------------------------------------------
 
 
-class ByHand(Evaluated):
-    """Steps by itself."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.accumulate(super().training_step(batch, batch_idx), batch)
-        if self.window_ends(batch_idx):
-            self.finish_window()
-            self.optimizers().step()  # type: ignore[union-attr]
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-
-
 WAYS: dict[str, tuple[type[Evaluated], MicroBatching | None]] = {
     "streamed": (Evaluated, None),
     "by rows": (Evaluated, MicroBatching(size=1)),
     "by tokens": (Evaluated, MicroBatching(tokens=24)),
     "inside": (Evaluated, MicroBatching(size=2, inside="net")),
-    "by hand": (ByHand, None),
+    "by hand": (by_hand(Evaluated), None),
 }
 PARTLY_SILENT = [*EVAL[:4], *SILENT, *EVAL[4:14], *SILENT, *EVAL[14:16]]
 
