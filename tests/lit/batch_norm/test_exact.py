@@ -141,30 +141,10 @@ class Stem(Images):
         return F.cross_entropy(self.net(self.stem(batch[0])), batch[1])
 
 
-def without_statistics() -> Images:
-    torch.manual_seed(4)
-    norm = nn.BatchNorm2d(4, track_running_stats=False)
-    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
-    return Images(nn.Sequential(nn.Conv2d(3, 4, 3), norm, *end))
-
-
 def evaluating() -> Images:
     module = Images()
     module.net.eval()
     return module
-
-
-def partly_frozen() -> Images:
-    """Frozen layers, frozen weights and other norms."""
-    torch.manual_seed(4)
-    norms = nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4)
-    parts = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), *norms, nn.BatchNorm2d(4)
-    end = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
-    flat = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    net = nn.Sequential(*parts, *flat, end, nn.Linear(4, CLASSES))
-    net[4].eval()
-    net[0].requires_grad_(False)
-    return Images(net)
 
 
 class Thawed(pl.Callback):
@@ -260,9 +240,7 @@ CASES = {
     "mixin": Case(Mixed, None, plain=Images),
     "list": Case(Listed),
     "layer in the step": Case(Stem, INSIDE, naive=False),
-    "frozen": Case(partly_frozen),
     "late": Case(evaluating, others=lambda: [Thawed()]),
-    "no statistics": Case(without_statistics, others=lambda: [Thawed()]),
     "averages": Case(others=lambda: [Average()]),
     "schedule of one": Case(others=lambda: [GradientAccumulationScheduler({0: 1})]),
     "clipped, inside": Case(cut=INSIDE, options={"gradient_clip_val": 0.05}),
