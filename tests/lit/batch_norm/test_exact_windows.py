@@ -1,22 +1,20 @@
-"""Exact BatchNorm: on ranks, where memory runs out, resumed; what is refused."""
+"""Exact BatchNorm: on ranks, where memory runs out; what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import RankError, raise_rank_errors, run_cases, trainer
+from tests.helpers import RankError, raise_rank_errors, run_cases
 from tests.lit.batch_norm.test_exact import (
     CLASSES,
     SPLIT,
@@ -36,10 +34,8 @@ from trainkit import (
     AccumulationMixin,
     AccumulationSchedule,
     BatchNormGuard,
-    ExactResume,
     MicroBatching,
     PerSample,
-    ResumableLoader,
 )
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
@@ -140,7 +136,7 @@ def test_what_ranks_cannot_do_is_refused(words: str) -> None:
             raise error
 
 
-# ---- memory and resume ---------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------
 
 
 def run_short(
@@ -173,31 +169,6 @@ def test_finer_chunks_once_memory_has_run_out(monkeypatch: Any) -> None:
     assert apart(module, whole) <= 1e-10
     with pytest.raises(torch.OutOfMemoryError):
         run_short(monkeypatch, 3, size=4)
-
-
-class NoMetrics(Images):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-
-def test_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    def train(folder: Path, steps: int, ckpt_path: Any = None) -> Images:
-        module = NoMetrics()
-        torch.manual_seed(7)
-        resume = ExactResume(dirpath=folder, every_n_train_steps=1)
-        data = ResumableLoader(images(), batch_size=10, shuffle=True)
-        how: Any = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
-        run = trainer(callbacks=[*exact(SPLIT), resume], **how)
-        run.fit(module, data, ckpt_path=ckpt_path)
-        return module
-
-    straight = train(tmp_path / "whole", 7)
-    half = train(tmp_path / "half", 4)
-    assert apart(half, straight) > 1e-3
-    resumed = train(tmp_path / "half", 7, tmp_path / "half" / "last.ckpt")
-    assert apart(resumed, straight) == 0
 
 
 # ---- refusals ------------------------------------------------------------------------

@@ -20,16 +20,13 @@ from tests.helpers import (
     deviation,
     raise_rank_errors,
     run_cases,
-    trainer,
     weights,
 )
 from tests.lit.inside.common import Foreign, Own, data, fit
 from trainkit import (
     AccumulationCallback,
-    ExactResume,
     MicroBatching,
     PerSample,
-    ResumableLoader,
     TrainkitError,
     check,
 )
@@ -103,30 +100,6 @@ def test_the_forward_is_given_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="as asked"):
         fit(module, NET_BY_4)
     assert "forward" not in vars(module.net)
-
-
-def resumable(folder: Any, steps: int, ckpt_path: Any = None) -> Any:
-    """The weights after so many steps, with what resumes to the bit."""
-    module = Foreign(net=Net(dropout=0.3), calls=2, optimizer="adamw")
-    torch.manual_seed(7)
-    callbacks = [
-        AccumulationCallback(micro_batching=NET_BY_4),
-        ExactResume(dirpath=folder, every_n_train_steps=1),
-    ]
-    loader = ResumableLoader(TensorDataset(*batch(66)), batch_size=22, shuffle=True)
-    how: Any = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
-    run = trainer(callbacks=callbacks, **how)
-    run.fit(module, loader, ckpt_path=ckpt_path)
-    return weights(module)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Any) -> None:
-    whole = resumable(tmp_path / "whole", 7)
-    half = resumable(tmp_path / "half", 4)
-    assert not torch.equal(half, whole)
-    torch.rand(9)
-    resumed = resumable(tmp_path / "half", 7, tmp_path / "half" / "last.ckpt")
-    assert torch.equal(resumed, whole)
 
 
 def with_memory_for_6(net: Any, x: Any) -> Any:

@@ -51,7 +51,9 @@ class Dropping(pl.LightningModule):
         size = len(batch["ids"])
         self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=size)
         self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=size)
-        self.log("train/max", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        for how in ("sum", "max", "min"):
+            options: Any = {"on_step": False, "on_epoch": True, "reduce_fx": how}
+            self.log(f"train/{how}", loss, **options)
         return loss
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -238,7 +240,7 @@ def state_of(module: Dropping, trainer: pl.Trainer) -> dict[str, Any]:
     """All that must be the same, for `same`."""
     optimizer = trainer.optimizers[0]
     return {
-        "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "weights": {n: value.clone() for n, value in module.state_dict().items()},
         "optimizer": optimizer.state_dict(),
         "lr": [group["lr"] for group in optimizer.param_groups],
         "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],

@@ -17,12 +17,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import pad, quiet_lightning
 from tests.lit.resume.interrupting import (
     TRAIN,
     Counting,
+    Dropping,
     KillAt,
     Killed,
     ask,
@@ -34,7 +36,13 @@ from tests.lit.resume.interrupting import (
     train,
     unlike,
 )
-from trainkit import MetricsCSVLogger
+from trainkit import (
+    AccumulationCallback,
+    BatchNormGuard,
+    MetricsCSVLogger,
+    MicroBatching,
+    PerToken,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -101,6 +109,36 @@ def test_interrupted_run_goes_on_exactly(
     assert differing(state, state_of(*found)) == []
 
 
+class Inner(Dropping):
+    """Drops within chunks of rows, too."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.net.head = nn.Sequential(nn.Dropout(0.3), self.net.head)
+
+
+class Normalises(nn.Sequential):
+    """A layer before which the values of all tokens are normalised."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self[1](self[0](hidden.transpose(1, 2)).transpose(1, 2))
+
+
+class Normed(Dropping):
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        norm = nn.BatchNorm1d(self.net.head.in_features, dtype=torch.float64)
+        self.net.head = Normalises(norm, self.net.head)
+
+
+def ours(kind: Any, *callbacks: Any) -> dict[str, Any]:
+    """Options of a module whose windows are single loader batches."""
+    options = {"kind": kind, "others": callbacks, "accumulate_grad_batches": 1}
+    return {**options, "without": ["AccumulationCallback", "WindowMonitor"]}
+
+
+HEAD = MicroBatching(size=2, inside="net.head")
+TAPED = AccumulationCallback(PerToken(), micro_batching=HEAD, proof="off")
 OTHER_WAYS: list[dict[str, Any]] = [
     {"scheduler": "plateau", "accumulate_grad_batches": 1},
     {"scheduler": "plateau by step", "limit_val_batches": 0},
@@ -108,18 +146,16 @@ OTHER_WAYS: list[dict[str, Any]] = [
     {"max_steps": 5, "max_epochs": -1, "gradient_clip_val": 0.1},
     {"check_val_every_n_epoch": None, "log_every_n_steps": 3},
     {"num_workers": 2, "val_check_interval": 1.0},
-    {
-        "kind": Counting,
-        "accumulate_grad_batches": 1,
-        "without": ["AccumulationCallback", "WindowMonitor"],
-    },
+    ours(Counting),
+    ours(Inner, AccumulationCallback(micro_batching=HEAD)),
+    ours(Normed, TAPED, BatchNormGuard("exact")),
 ]
 
 
 @pytest.mark.parametrize(
     ("how", "batches"),
     [*zip(OTHER_WAYS, cycle([(8, 12), (2, 9), (7, 11), (1, 5), (4, 6)]))],
-    ids=["-".join(map(str, how.values())) for how in OTHER_WAYS],
+    ids=["-".join(str(value)[:20] for value in how.values()) for how in OTHER_WAYS],
 )
 def test_trained_in_other_ways(
     tmp_path: Path, how: dict[str, Any], batches: tuple[int, int]
