@@ -294,7 +294,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
             text,
         )
         for name, (say, text) in SAID.items()
-        for cut in ({}, CUT)
+        for cut in (({}, CUT) if name in ("never", "twice") else ({},))
     },
     "nobody asked": (
         lambda: run(weighed_by(PerToken())),
