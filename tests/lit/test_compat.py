@@ -5,51 +5,22 @@ What the tests of a caller show by themselves has no test here.
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
-from tests.lit.fronts import Mixed, micro_batches
-from tests.lit.split.common import Split, fit, loader_batches
+from tests.helpers import TokenModule, loader, ragged_sequences, trainer
+from tests.lit.split.common import Split, fit
 from tests.zoo.modules import hooked, scaled
 from trainkit.lit import _compat
-from trainkit.lit.resume import _compat as resuming
 
 DATA = ragged_sequences(38)
 BATCH, WINDOW = 4, 4
-
-
-@pytest.mark.parametrize(("stop", "expected"), [(1, 1), (5, 5), (10, 0)])
-def test_batches_into_epoch_counts_those_of_a_checkpoint(
-    tmp_path: Path, stop: int, expected: int
-) -> None:
-    """Saved by a callback in `on_train_batch_end`, and once at the end of the epoch."""
-    path = tmp_path / "one.ckpt"
-
-    def saves(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == stop:
-            self.trainer.save_checkpoint(path)
-
-    module = hooked(Mixed, on_train_batch_end=saves)()
-    trainer(1, max_epochs=1).fit(module, micro_batches(DATA))
-    checkpoint = torch.load(path, weights_only=True)
-    assert resuming.batches_into_epoch(checkpoint) == expected
-    assert resuming.batches_into_epoch({"state_dict": {}}) == 0
 
 
 def test_scaler_of_finds_the_scaler_of_the_precision_plugin() -> None:
@@ -128,89 +99,6 @@ def test_before_batch_transfer_equals_the_hook_of_its_owner(owner: str) -> None:
     assert set(seen) == {(owner, owner)}
 
 
-def test_forget_iterator_leaves_persistent_workers_to_the_original() -> None:
-    how: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
-    original = DataLoader(DATA, BATCH, collate_fn=pad, **how)  # type: ignore[arg-type]
-    iterator = iter(original)
-    next(iterator)
-    shared = copy.copy(original)
-    assert iter(shared) is iterator  # the negative control: the pass starts anew
-    next(iterator)
-    mine = iter(_compat.forget_iterator(copy.copy(original)))
-    assert mine is not iterator
-    assert (len(list(mine)), len(list(iterator))) == (10, 9)
-
-
-@pytest.mark.parametrize(("mode", "length"), [("min_size", 2), ("max_size", 10)])
-def test_combined_loader_holds_loaders_and_their_mode(mode: Any, length: int) -> None:
-    found = []
-
-    class Looks(TokenModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["a"], batch_idx)
-
-        def on_train_start(self) -> None:
-            combined = _compat.combined_loader(self.trainer)
-            found.extend([combined.flattened, copy.copy(combined)])
-
-    pair = {"a": loader(DATA, BATCH), "b": loader(DATA[:8], BATCH)}
-    fit = trainer(max_epochs=1, limit_train_batches=2)
-    fit.fit(Looks(), CombinedLoader(pair, mode))
-    assert found[0] == list(pair.values())
-    found[1].limits = None
-    assert len(list(found[1])) == length
-
-
-def test_average_of_finds_the_model_that_lightning_averages() -> None:
-    callback, found = EMAWeightAveraging(decay=0.5), []
-
-    def ends(self: Any) -> None:
-        found.append(_compat.average_of(callback))
-
-    assert _compat.average_of(callback) is None
-    module = hooked(TokenModule, on_train_end=ends)()
-    trainer(max_epochs=1, callbacks=[callback]).fit(module, loader(DATA, BATCH))
-    assert isinstance(found[0], AveragedModel)
-    assert isinstance(found[0].module, TokenModule)
-    assert _compat.average_of(Callback()) is None
-
-
-# ---- resumed runs --------------------------------------------------------------------
-
-KINDS = ("mean", "sum", "max", "min")
-
-
-class Logs(TokenModule):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for name in KINDS:
-            how: dict[str, Any] = {"reduce_fx": name, "batch_size": batch_idx + 1}
-            self.log(name, float((batch_idx * 5) % 7), on_epoch=True, **how)
-
-
-def test_epoch_sums_taken_apart_and_added_are_those_of_the_whole() -> None:
-    def logged(interrupts: bool, adds: bool = False) -> dict[str, float]:
-        states: dict[str, Any] = {}
-
-        def ends(self: Any, trainer: Any, module: Any, *args: Any) -> None:
-            sums = resuming.epoch_sums(trainer)
-            if args[-1] == 2 and interrupts:
-                states.update({k: resuming.sum_state(each) for k, each in sums.items()})
-                for each in sums.values():
-                    each.reset()
-            if args[-1] == 5 and adds:
-                for key, each in sums.items():
-                    resuming.add_sum_state(each, states[key])
-
-        callbacks = [hooked(Callback, on_train_batch_end=ends)()]
-        fit = trainer(callbacks=callbacks, max_epochs=1)
-        fit.fit(Logs(), loader(DATA[:24], BATCH))
-        return {name: float(fit.callback_metrics[name]) for name in KINDS}
-
-    whole = logged(interrupts=False)
-    assert logged(interrupts=True, adds=True) == pytest.approx(whole, rel=1e-6)
-    assert logged(interrupts=True) != pytest.approx(whole, rel=1e-3)
-
-
 def test_end_validation_gives_the_modes_back() -> None:
     seen: list[list[bool]] = []
 
@@ -258,22 +146,6 @@ def test_a_value_can_be_logged_as_from_another_hook() -> None:
     assert _compat.current_hook(bare) == ""
 
 
-def test_only_the_epoch_for_batch_norm_skips_backward() -> None:
-    skipped: dict[int, bool] = {}
-
-    class Normed(Split):
-        def __init__(self) -> None:
-            super().__init__(cut=None)
-            self.norm = nn.BatchNorm1d(2)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            skipped[self.current_epoch] = _compat.skips_backward(self.trainer)
-
-    averages = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=1)
-    fit(Normed(), averages, max_epochs=3)
-    assert skipped == {0: False, 1: False, 2: False, 3: True}
-
-
 def test_a_compiled_step_leaves_the_function_as_it_is() -> None:
     """And Lightning says so where it compiles one."""
     traced: list[bool] = []
@@ -311,26 +183,6 @@ def test_methods_are_replaced_for_a_while() -> None:
         assert (owner.one(), owner.two()) == (10, 20)
     assert (owner.one(), owner.two()) == (1, 22)
     assert list(vars(owner)) == ["two"]
-
-
-def test_which_batches_reach_the_device_without_a_hook() -> None:
-    def transfer(self: Any, batch: Any, *args: Any) -> Any:
-        return batch
-
-    own = hooked(pl.LightningModule, transfer_batch_to_device=transfer)()
-    assert _compat.transfers_plainly(trainer(), pl.LightningModule())
-    assert not _compat.transfers_plainly(trainer(), own)
-    seen: list[bool] = []
-
-    class Asking(Split):
-        def on_train_start(self) -> None:
-            seen.append(_compat.transfers_plainly(self.trainer, self))
-
-    hooks: dict[str, Any] = {"train_dataloader": lambda self: loader_batches()}
-    hooks["on_after_batch_transfer"] = transfer
-    trainer().fit(Asking(cut=None), hooked(pl.LightningDataModule, **hooks)())
-    trainer().fit(Asking(cut=None), loader_batches())
-    assert seen == [False, True]
 
 
 def test_metric_computes_anew_when_it_has_forgotten() -> None:
