@@ -114,21 +114,23 @@ class Inner(Dropping):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.net.head = nn.Sequential(nn.Dropout(0.3), self.net.head)
+        net: Any = self.net
+        net.head = nn.Sequential(nn.Dropout(0.3), net.head)
 
 
 class Normalises(nn.Sequential):
     """A layer before which the values of all tokens are normalised."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self[1](self[0](hidden.transpose(1, 2)).transpose(1, 2))
+    def forward(self, input: Tensor) -> Tensor:
+        return self[1](self[0](input.transpose(1, 2)).transpose(1, 2))
 
 
 class Normed(Dropping):
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        norm = nn.BatchNorm1d(self.net.head.in_features, dtype=torch.float64)
-        self.net.head = Normalises(norm, self.net.head)
+        net: Any = self.net
+        norm = nn.BatchNorm1d(net.head.in_features, dtype=torch.float64)
+        net.head = Normalises(norm, net.head)
 
 
 def ours(kind: Any, *callbacks: Any) -> dict[str, Any]:
