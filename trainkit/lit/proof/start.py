@@ -230,8 +230,7 @@ class ProofAtStart:
                 f"micro-batches keep the loader batch's width: where a row is made to "
                 f"end earlier, what stands behind its end is seen (off by {off:.2g})"
             )
-            if trainer.is_global_zero:
-                say(trainer, ("trimming", text))
+            say(trainer, ("trimming", text))
             return False
         sees, remedy = "its padding", "mask padding in the model"
         if by_labels:
