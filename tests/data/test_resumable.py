@@ -344,6 +344,11 @@ def test_overfit_batches_reads_the_same_rows_each_epoch() -> None:
     trainer(callbacks=[seen], overfit_batches=1).fit(TokenModule(), each)
     first, second = seen.seen
     assert first == second
+    short = ResumableLoader(ragged_sequences(10), 4, drop_last=True, collate_fn=pad)
+    trainer(callbacks=[seen := Interrupted(0)], overfit_batches=5).fit(
+        TokenModule(), short
+    )
+    assert [len(ids) for ids in seen.seen] == [4, 4] * 2  # of the loader made anew
     for kind in SAMPLERS:
         with pytest.raises(TypeError, match="can't inject"):
             trainer(overfit_batches=1).fit(TokenModule(), of_sequences(kind))

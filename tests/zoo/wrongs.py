@@ -187,6 +187,19 @@ class Scaling(Images):
         return super().training_step([images * scale, *labels], 0)
 
 
+class DrawnAround(Images):
+    """Draws each image's pixels around those of its batch: rows see each other in what
+    says which numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, *labels = batch
+        around = images.mean(0, keepdim=True).expand_as(images)
+        return super().training_step([torch.normal(around, 0.1), *labels], 0)
+
+
 class Mixing(Images):
     """Mixes each image with its mirror image, all by one number."""
 

@@ -35,6 +35,7 @@ def is_one_message(text: str, shown: str) -> bool:
     return is_alone and text in shown
 
 
+SPAWNED = "trainer.strategy=ddp_spawn trainer.accelerator=cpu trainer.devices=2"
 TWO = "+callbacks.mine={_target_:lightning.pytorch.callbacks.ModelCheckpoint,"
 TWO += "monitor:val/loss}"
 NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
@@ -58,6 +59,7 @@ NO_END = "trainer.max_steps=-1 trainer.max_epochs=-1"
         ("scheduler=one_cycle scheduler.pct_start=5", "scheduler: Expected float"),
         (NO_END, "scheduler.total_steps: `auto` needs an end"),
         (TWO, "Found more than one stateful callback"),
+        (SPAWNED, "DDPStrategy with start_method='spawn' end with fit"),
     ],
 )
 def test_a_mistake_is_one_message_and_2(

@@ -119,8 +119,6 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "inner cut, computed anew": (lambda: causes.dropping(causes.nt_xent), images, None,
      INSIDE),
     "inner cut": (lambda: Images(causes.nt_xent), images, None, INSIDE),
-    "inner cut, paths dropped": (lambda: Images(causes.nt_xent,
-     lambda width: causes.DropPath()), images, None, INSIDE),
     "found inner cut": (lambda: Images(causes.nt_xent), images, None,
      MicroBatching(inside="auto", size=4)),
 }  # fmt: skip
@@ -271,6 +269,18 @@ DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "a generator": (lambda: wrongs.Held(n for n in range(3)), tokens, PerToken(),
      "Held.head.kept (dict) cannot be copied"),
 }  # fmt: skip
+
+
+def test_noise_around_other_rows_is_no_noise_of_a_row(capsys: Any) -> None:
+    """Replayed, it would hide that rows see each other."""
+    fit(wrongs.DrawnAround(), images(), PerSample())
+    assert said(capsys).startswith("not measured: it draws numbers")
+
+
+def test_paths_that_are_dropped_are_dropout(capsys: Any) -> None:
+    module = Images(causes.nt_xent, lambda width: causes.DropPath())
+    fit(module, images(), None, INSIDE)
+    assert said(capsys).endswith("left out: dropout")
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)

@@ -17,6 +17,8 @@ from trainkit.cli._compat import take_over_ranks
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import quoted
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import starts_processes_for_fit
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _TO_END = 60.0
@@ -46,8 +48,16 @@ def ranks_of_one_run(trainer: Any) -> Iterator[None]:
     https://github.com/Lightning-AI/pytorch-lightning/issues/2727
 
     Raises:
+        TrainkitError: the ranks are processes that live for `fit` alone.
         TrainingFailed: another rank failed after this one had ended.
     """
+    if starts_processes_for_fit(trainer.strategy):
+        raise TrainkitError(
+            f"trainer.strategy: the ranks must stay until the summary is written, and "
+            f"those of {type(trainer.strategy).__name__} with start_method="
+            f"{trainer.strategy._start_method!r} end with fit, so nothing of it would "
+            f"be known here. Write trainer.strategy=ddp."
+        )
     before = {name: os.environ.get(name) for name in _MEETING}
     seconds = _TO_END_AFTER_AN_ERROR
     try:
