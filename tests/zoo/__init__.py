@@ -1,1 +1,0 @@
-"""What tests train, and what watches a training: modules, nets, rows, callbacks."""
