@@ -1,0 +1,1 @@
+"""Tests of trainkit; the folders below need no file of this kind."""
