@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
@@ -41,8 +42,9 @@ class LastingRanks:
         return found
 
     def leave(self) -> None:
-        for pipe in self.pipes:
-            _send(pipe, None)
+        with contextlib.suppress(OSError):  # `run_ranks` has ended them
+            for pipe in self.pipes:
+                _send(pipe, None)
         self.thread.join(PATIENCE / 2)
 
 
