@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import Node, strangers_of
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.outputs import Joint, Plan, are_close, fitted
-from trainkit.core.inside.rows import COLUMNS, Arguments, Axes, Chunk
+from trainkit.core.inside.outputs import Joint, Plan, are_close
+from trainkit.core.inside.rows import Chunk
 from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build, are_equal, with_tensors
-from trainkit.core.out_of_memory import makes_room
+from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.errors import TrainkitError
 
 Graph = tuple[list[Any], dict[int, Tensor]]
@@ -61,15 +62,9 @@ class Call:
         keeps its graph, which shows what of the output has a gradient."""
         values, has_graph = self._values, torch.is_grad_enabled()
         begun = States(self._arguments.devices)
-        while True:
-            try:
-                with torch.no_grad():
-                    leaves = self._run(values, begun, has_graph=has_graph)
-                break
-            except Exception as error:
-                if not makes_room(error, self._halves):
-                    raise
-            begun.put_back()
+        with torch.no_grad():
+            run = partial(self._run, values, begun, has_graph=has_graph)
+            leaves = in_smaller_parts(run, self._halves, begun.put_back)
         self._moment.check_state(values)
         trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
         if not (has_graph and trained):
@@ -87,7 +82,7 @@ class Call:
 
     def _run(self, values: list[Any], begun: States, *, has_graph: bool) -> list[Any]:
         arguments = self._arguments
-        joined = Joined(self.plan, arguments, self.name)
+        joined = Joined(self.plan, self.name)
         self.chunks = arguments.chunks(self._moment.sizes)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self.plan)
@@ -99,8 +94,6 @@ class Call:
                 outputs = self._outputs(arguments.of(chunk, values))
                 if self._is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
-            if not number:
-                self.plan = joined.plan = fitted(self.plan, chunk, outputs)
             joined.add(chunk, outputs)
         self._draws = not begun.are(States(self._arguments.devices))
         return joined.values
@@ -166,16 +159,16 @@ class Call:
     ) -> list[Tensor | None]:
         """Run the backward pass of all chunks; the gradients of arguments."""
         found = dict[int, Tensor]()
-        while True:
-            try:
-                for chunk in reversed(self.chunks):  # the last comes first: it is kept
-                    self._pull(chunk, values, gradients, found)
-                break
-            except Exception as error:
-                if not makes_room(error, self._may_begin_again):
-                    raise
+
+        def run() -> None:
+            for chunk in reversed(self.chunks):  # the last comes first: it is kept
+                self._pull(chunk, values, gradients, found)
+
+        def begin_again() -> None:
             self._moment.shadows.clear()
             found.clear()
+
+        in_smaller_parts(run, self._may_begin_again, begin_again)
         return [
             found[i].to(values[i].dtype) if i in found else None for i in self._trained
         ]
@@ -202,11 +195,11 @@ class Call:
                     f"{self.name}: {joint.name} has a gradient in some chunks of rows "
                     f"and none in others. Name a module within it, or around it."
                 )
-            if not joint.axes and chunk.stop < self._arguments.rows:
+            if not joint.axes and chunk is not self.chunks[-1]:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
                 outputs.append(output)
-                given.append(chunk.part(gradient, joint.axes))
+                given.append(chunk.of(gradient, joint.axes))
         if outputs:
             torch.autograd.backward(outputs, given)
         for index, leaf in leaves.items():
@@ -217,7 +210,7 @@ class Call:
                 wide = value.dtype in HALF and not arguments.has_rows(index)
                 dtype = torch.float32 if wide else value.dtype
                 found[index] = torch.zeros_like(value, dtype=dtype)
-            chunk.part(found[index], arguments.axes[index]).add_(leaf.grad)
+            chunk.of(found[index], arguments.axes[index]).add_(leaf.grad)
 
     def _again(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk as in the forward pass. What backward passes draw is another draw
@@ -231,7 +224,7 @@ class Call:
                 now.put_back()
         else:
             graph = self._graph(chunk, values)
-        if self._first is None or chunk.start:
+        if self._first is None or chunk is not self.chunks[0]:
             return graph
         before, self._first = self._first, None
         for one, other in zip(before, graph[0], strict=True):
@@ -259,79 +252,68 @@ class Joined:
 
     Args:
         plan: along which dimension each one is joined.
-        arguments: of the call.
         name: of the module, for messages.
 
     Attributes:
-        plan: the same.
         values: the leaves; complete when each chunk was added.
     """
 
-    def __init__(self, plan: Plan, arguments: Arguments, name: str) -> None:
-        self.plan, self._arguments, self._name = plan, arguments, name
+    def __init__(self, plan: Plan, name: str) -> None:
+        self._plan, self._name = plan, name
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """Write a chunk's outputs to their place."""
-        if len(outputs) != len(self.plan):
-            raise TrainkitError(
-                f"{self._name}: the number of its outputs depends on the rows: "
-                f"{len(self.plan)} before, {len(outputs)} now. Name a module within "
-                f"it, or around it."
+        if len(outputs) != len(self._plan):
+            self._refuse(
+                f"the number of its outputs depends on the rows: {len(self._plan)} "
+                f"before, {len(outputs)} now"
             )
-        self.values = self.values or [None] * len(outputs)
-        for index, (joint, value) in enumerate(zip(self.plan, outputs, strict=True)):
-            if not joint.axes:
-                self._add_same(index, joint, value, is_first=chunk.start == 0)
+        befores, values = self.values or [None] * len(outputs), list[Any]()
+        for joint, before, value in zip(self._plan, befores, outputs, strict=True):
+            if joint.axes:
+                values.append(self._with_rows(joint, before, value, chunk))
                 continue
-            whole, is_tensor = self.values[index], isinstance(value, Tensor)
-            if whole is None and is_tensor and value.ndim > joint.axes[0].dim:
-                whole = self.values[index] = self._room(value, joint.axes)
-            place = None if whole is None else chunk.part(whole, joint.axes)
-            got = (value.shape, value.dtype) if is_tensor else type(value)
-            wanted = None if place is None else (place.shape, place.dtype)
-            if got != wanted or place is None:
-                raise TrainkitError(
-                    f"{self._name}: {joint.name} must have one shape and dtype beside "
-                    f"its rows, to be joined: {wanted or 'a tensor'} was expected for "
-                    f"a chunk, received {got}. Name a module within it, or around it."
+            if self.values and not _are_same(before, value):
+                self._refuse(
+                    f"{joint.name} has no rows, and must be the same for all chunks, "
+                    f"but it was {_shown(before)} for one and {_shown(value)} for "
+                    f"another"
                 )
-            place.copy_(value.detach())
+            is_tensor = isinstance(value, Tensor)
+            values.append(value.detach().clone() if is_tensor else value)
+        self.values = values
 
-    def _room(self, value: Tensor, axes: Axes) -> Tensor:
-        arguments, shape = self._arguments, list(value.shape)
-        counts = arguments.counts(range(arguments.rows))
-        for dim, unit, multiple in axes:
-            count = arguments.width if unit == COLUMNS else counts[unit]
-            shape[dim] = count * multiple
-        room = value.new_empty(shape)
-        if value.ndim == 4 and not value.is_contiguous():
-            if value.is_contiguous(memory_format=torch.channels_last):
-                room = room.to(memory_format=torch.channels_last)
-        return room.zero_() if len(axes) > 1 else room
-
-    def _add_same(
-        self, index: int, joint: Joint, value: Any, *, is_first: bool
-    ) -> None:
-        """Keep a value without rows. On a device it is compared when rows are looked
-        at, since reading it waits."""
-        before = self.values[index]
+    def _with_rows(self, joint: Joint, whole: Any, value: Any, chunk: Chunk) -> Any:
         is_tensor = isinstance(value, Tensor)
-        self.values[index] = value.detach().clone() if is_tensor else value
-        if is_first:
-            return
-        if is_tensor and isinstance(before, Tensor):
-            is_same = before.shape == value.shape and before.dtype == value.dtype
-            if is_same and value.device.type == "cpu":
-                is_same = are_close(before, value)
-        else:
-            is_same = are_equal(before, value)
-        if not is_same:
-            raise TrainkitError(
-                f"{self._name}: {joint.name} has no rows, and must be the same for all "
-                f"chunks, but it was {_shown(before)} for one and {_shown(value)} for "
-                f"another. Name a module within it, or around it."
+        if whole is None and is_tensor and value.ndim > joint.axes[0].dim:
+            whole = chunk.room(value, joint.axes)
+        place = None if whole is None else chunk.of(whole, joint.axes)
+        got = (value.shape, value.dtype) if is_tensor else type(value)
+        wanted = None if place is None else (place.shape, place.dtype)
+        if got != wanted or place is None:
+            self._refuse(
+                f"{joint.name} must have one shape and dtype beside its rows, to be "
+                f"joined: {wanted or 'a tensor'} was expected for a chunk, received "
+                f"{got}"
             )
+        place.copy_(value.detach())
+        return whole
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise TrainkitError(
+            f"{self._name}: {why}. Name a module within it, or around it."
+        )
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    """Whether two outputs without rows are one. On a device only their shapes are
+    compared until rows are looked at again, since reading them waits."""
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return are_equal(value, other)
+    if value.device.type == "cpu":
+        return are_close(value, other)
+    return (value.shape, value.dtype) == (other.shape, other.dtype)
 
 
 def _shown(value: Any) -> str:

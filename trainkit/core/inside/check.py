@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core._compat import without_hooks
-from trainkit.core.batch_norm.layers import listed, normalising_by_batch
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
 from trainkit.core.inside.call import Joined
 from trainkit.core.inside.cut import strangers_of
@@ -36,11 +36,10 @@ from trainkit.core.inside.outputs import (
     are_close,
     direction_of,
     plan_of,
-    rows_of,
     with_columns,
 )
-from trainkit.core.inside.refusals import OF_ROWS, refusal, refuse_parts
-from trainkit.core.inside.rows import COLUMNS, Arguments, Chunk
+from trainkit.core.inside.refusals import OF_CALLS, refusal, refuse_parts
+from trainkit.core.inside.rows import COLUMNS, Chunk
 from trainkit.core.inside.tokens import Sorted
 from trainkit.core.out_of_memory import in_smaller_parts, is_out_of_memory
 from trainkit.errors import TrainkitError
@@ -59,14 +58,7 @@ def look(moment: Moment) -> Plan:
         moment: the call, and what the module was like before.
     """
     cut, arguments, sizes = moment.cut, moment.arguments, moment.sizes
-    if found := normalising_by_batch(cut.module):
-        names = [each or "the module itself" for each in found]
-        raise TrainkitError(
-            f"{cut.name}: its rows must not see each other, and BatchNorm normalises "
-            f"by all rows of a batch: {listed(names)}. Freeze it, use "
-            f'BatchNormGuard("exact"), or name a module without it.'
-        )
-    refuse_parts(cut.module, cut.name, OF_ROWS)
+    refuse_parts(cut.module, cut.name, OF_CALLS)
     before, begun = moment.state(has_sums=True), States(arguments.devices)
 
     def put_all_back() -> None:
@@ -119,20 +111,6 @@ class Trial:
         self.eps = max((torch.finfo(each).eps for each in cast), default=0.0)
         self.paths: list[str] = []
 
-    def run(self, rows: Sequence[int] | Chunk) -> list[Any]:
-        """The outputs for some rows, or for a chunk, without a graph."""
-        arguments = self.arguments
-        if isinstance(rows, Chunk):
-            given = arguments.of(rows, arguments.values)
-        else:
-            given = arguments.taken(rows)
-        versions = versions_of(given)
-        with torch.no_grad(), self._again():
-            self.paths, outputs = arguments.run(self.cut, given)[:2]
-        if versions != versions_of(given):
-            raise Unfit("it changes its arguments in place")
-        return outputs
-
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
         """Random states as they were, and whether they have moved."""
@@ -140,44 +118,58 @@ class Trial:
         yield
         self.has_drawn = not self.begun.are(States(self.arguments.devices))
 
-    def _given(self, rows: Sequence[int]) -> tuple[Arguments, list[Tensor]]:
-        """The arguments with some rows, and those of their values that train."""
-        few = self.arguments.few(rows)
-        given = few.values
-        for index, value in enumerate(self.arguments.values):
+    def run(self, chunk: Chunk) -> list[Any]:
+        """The outputs for some rows, without a graph."""
+        with torch.no_grad(), self._again():
+            given = self.arguments.of(chunk, self.arguments.values)
+            versions = versions_of(given)
+            self.paths, outputs, _ = self.arguments.run(self.cut, given)
+        if versions != versions_of(given):
+            raise Unfit("it changes its arguments in place")
+        return outputs
+
+    def _leaves(self) -> tuple[list[Any], list[Tensor]]:
+        """The arguments of the call, with leaves in place of those that train; and
+        these."""
+        values, leaves = list(self.arguments.values), list[Tensor]()
+        for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
-                given[index] = given[index].detach().requires_grad_()
-        return few, [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+                values[place] = value.detach().requires_grad_()
+                leaves.append(values[place])
+        return values, leaves
+
+    def _graph(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
+        """The outputs for some rows of these arguments, with their graph."""
+        with torch.enable_grad(), self._shadows.in_place(), self._again():
+            return self.arguments.run(self.cut, self.arguments.of(chunk, values))[1]
 
     # ---- outputs ---------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
-        arguments, sizes = self.arguments, self.sizes
-        rows, width = arguments.rows, arguments.width
+        arguments, sizes, rows = self.arguments, self.sizes, self.arguments.rows
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
-        chunks, size = arguments.chunks(sizes), sizes.runs(rows)[0][1]
+        chunks, size = arguments.chunks(sizes), len(sizes.runs(rows)[0])
         if self.has_graph:
             # First, or a cache is made without a graph.
-            self.refuse_what_is_left(range(min(size, 2)))
+            self.refuse_what_is_left(arguments.chunk([0, 1][:size]))
         # The capacity of experts shows in more rows than a chunk has, if they fit.
         is_full = sizes.is_auto or size == rows
         number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
-        groups = _groups(rows, number)
-        picked, beside = groups[0], [*range(size)]
-        counts = arguments.counts(picked)
-        unit = next(iter(counts))
-        if arguments.counts(beside)[unit] == counts[unit]:
-            beside = [*picked, next(row for row in range(rows) if row not in picked)]
-        some, others = self.run(picked), self.run(beside)
-        plan = plan_of(self.paths, some, others, counts, arguments.counts(beside))
-        trimmed = [each for each in chunks if each.spans[COLUMNS] != (0, width)]
+        groups = list(map(arguments.chunk, _groups(rows, number)))
+        picked, beside = groups[0], arguments.chunk([*range(size)])
+        unit = next(iter(picked.counts))
+        if picked.counts[unit] == beside.counts[unit]:
+            other = next(row for row in range(rows) if row not in picked.rows)
+            beside = arguments.chunk([*picked.rows, other])
+        runs = [(each, self.run(each)) for each in (picked, beside)]
+        plan = plan_of(self.paths, runs)
+        trimmed = [x for x in chunks if len(x.places[COLUMNS]) < arguments.width]
         if trimmed:
-            last = trimmed[-1]
-            ends = last.start, min(last.start + 2, last.stop)
-            few = Chunk(ends, columns=last.spans[COLUMNS])
-            plan = with_columns(plan, self.run(range(*ends)), self.run(few))
+            two, (_, *others) = trimmed[-1].rows[:2], trimmed[-1].places
+            narrow = Chunk((two, *others), arguments.totals)
+            plan = with_columns(plan, *map(self.run, (arguments.chunk(two), narrow)))
         if self.has_drawn and not self._can_evaluate(picked, plan):
             if trimmed or arguments.by:
                 what = "the columns that are padding" if trimmed else "another"
@@ -198,7 +190,7 @@ class Trial:
             )
         return plan
 
-    def _can_evaluate(self, picked: Sequence[int], plan: Plan) -> bool:
+    def _can_evaluate(self, picked: Chunk, plan: Plan) -> bool:
         """Whether rows run without draws in evaluation mode, so that a row's place may
         change; in that mode it stays. Else only the rows beside it do."""
         settings = settings_of(self.cut.module)
@@ -213,33 +205,31 @@ class Trial:
                 raise
             return False  # it has no other mode
         put_back(self.cut.module, settings)
-        at = len(picked) // 2
-        found, alone = self.run(picked), self.run([picked[at]] * len(picked))
-        for joint, one, other in zip(plan, found, alone, strict=True):
-            if joint.axes:
-                pair = [rows_of(each, joint.axes[0], [at]) for each in (one, other)]
+        num = len(picked.rows)
+        same = self.arguments.chunk([picked.rows[num // 2]] * num)
+        for joint, *both in zip(plan, self.run(picked), self.run(same), strict=True):
+            for dim, _ in joint.axes[:1] if not self.arguments.by else ():
+                of_row = [each.unflatten(dim, (num, -1)) for each in both]
+                pair = [each.select(dim, num // 2) for each in of_row]
                 if not are_close(*pair, eps=self.eps):
                     raise Unfit(f"{joint.name} of a row depends on other rows")
         return False
 
     def _compare(
-        self, groups: Sequence[list[int]], plan: Plan, chunks: Sequence[Chunk]
+        self, groups: Sequence[Chunk], plan: Plan, chunks: Sequence[Chunk]
     ) -> None:
         """Refuse outputs of chunks that are not those of their rows beside others."""
-        arguments = self.arguments
-        joined = Joined(plan, arguments, self.cut.name)
+        arguments, joined = self.arguments, Joined(plan, self.cut.name)
         for chunk in chunks:
             joined.add(chunk, self.run(chunk))
-        for rows in groups:
-            found = self.run(rows)
-            for index, joint in enumerate(plan):
+        for group in groups:
+            three = zip(plan, joined.values, self.run(group), strict=True)
+            for joint, whole, value in three:
                 if not joint.axes:
                     continue
-                places = arguments.places(rows, joint.axes[0].unit)
-                own = rows_of(joined.values[index], joint.axes[0], places)
-                value = found[index]
+                own = group.of(whole, joint.axes[:1])
                 if isinstance(arguments, Sorted) and len(joint.axes) > 1:
-                    marks = arguments.marks(own, joint.axes, rows)
+                    marks = arguments.marks(own, joint.axes, group.rows)
                     own, value = own * marks, value * marks
                 if are_close(own, value, eps=self.eps):
                     continue
@@ -253,10 +243,10 @@ class Trial:
 
     # ---- what a graph leaves ---------------------------------------------------------
 
-    def refuse_what_is_left(self, rows: Sequence[int]) -> None:
+    def refuse_what_is_left(self, chunk: Chunk) -> None:
         """Refuse a graph that outlives the outputs: the loss may depend on it, or the
         next chunk, which has none."""
-        module, (few, leaves) = self.cut.module, self._given(rows)
+        module, (values, leaves) = self.cut.module, self._leaves()
         held: list[weakref.ref[Any]] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -266,13 +256,12 @@ class Trial:
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
             return found
 
-        with torch.enable_grad(), self._shadows.in_place(), self._again():
-            with saved_tensors_hooks(pack, lambda held: held.tensor):
-                outputs = few.run(self.cut, few.values)[1]
+        with saved_tensors_hooks(pack, lambda held: held.tensor):
+            outputs = self._graph(chunk, values)
         known = [*self._shadows.own, *leaves]
         strangers = strangers_of(outputs, known, self.cut.name)
         foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
-        del outputs, strangers, known, few, leaves
+        del outputs, strangers, known, values, leaves
         if _are_alive(foreign):
             raise Unfit(
                 "its output depends on a tensor that trains, and is neither a "
@@ -304,35 +293,37 @@ class Trial:
         self._shadows.clear()
         return all(found)
 
-    def _is_mixed(self, plan: Plan, rows: Sequence[int]) -> bool:
-        shadows, num = self._shadows, len(rows)
-        few, leaves = self._given(rows)
-        if num < 2 or not (shadows.own or leaves):
+    def _is_mixed(self, plan: Plan, rows: range) -> bool:
+        shadows, (values, leaves) = self._shadows, self._leaves()
+        middle, devices = len(rows) // 2, self.arguments.devices
+        if not middle or not (shadows.own or leaves):
             return False
         shadows.clear()
         ways, sizes = list[Any](), list[float]()
-        for start, stop, sign in ((0, num, 1), (0, num // 2, -1), (num // 2, num, -1)):
-            chunk = few.chunk(start, stop)
-            part = few.of(chunk, few.values)
-            with torch.enable_grad(), shadows.in_place(), self._again():
-                with without_hooks():
-                    found = few.run(self.cut, part)[1]
-                pairs = zip(found, plan, strict=True)
-                ways = ways or [direction_of(each, joint.axes) for each, joint in pairs]
-                pulled = [
-                    (each, sign * chunk.part(way, joint.axes))
-                    for each, way, joint in zip(found, ways, plan, strict=True)
-                    if isinstance(each, Tensor) and each.requires_grad
-                    # What has no rows has one gradient, of any of them.
-                    if joint.axes or not start
-                ]
-                if not pulled:
-                    return False
-                before = States(few.devices)
-                outputs, given_to = (list(each) for each in zip(*pulled, strict=True))
-                torch.autograd.backward(outputs, given_to)
-                if not before.are(States(few.devices)):
-                    return False  # what draws cannot be compared
+        for part, sign in ((rows, 1), (rows[:middle], -1), (rows[middle:], -1)):
+            with without_hooks():
+                found = self._graph(self.arguments.chunk(part), values)
+            pairs = zip(found, plan, strict=True)
+            ways = ways or [direction_of(each, joint.axes) for each, joint in pairs]
+            pulled = list[tuple[Tensor, Tensor]]()
+            for each, way, joint in zip(found, ways, plan, strict=True):
+                is_first = part[0] == rows[0]
+                for dim, _ in joint.axes[:1]:
+                    size = each.shape[dim]
+                    start = 0 if is_first else way.shape[dim] - size
+                    way = way.narrow(dim, start, size)
+                # What has no rows has one gradient, of any of them.
+                counts = joint.axes or is_first
+                if counts and isinstance(each, Tensor) and each.requires_grad:
+                    pulled.append((each, sign * way))
+            if not pulled:
+                return False
+            before = States(devices)
+            outputs, given = zip(*pulled, strict=True)
+            with shadows.in_place():  # as a cut within expects
+                torch.autograd.backward(outputs, given)
+            if not before.are(States(devices)):
+                return False  # what draws cannot be compared
             gradients = [*shadows.gradients(), *[each.grad for each in leaves]]
             norms = [float(x.double().norm()) for x in gradients if x is not None]
             sizes.append(sum(each**2 for each in norms) ** 0.5)

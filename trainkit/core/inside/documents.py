@@ -18,13 +18,12 @@ from torch import Tensor
 from trainkit.core.document_fields import MASKS, OFFSETS, are_offsets
 from trainkit.core.documents import Documents, find_flattened
 from trainkit.core.inside.rows import (
-    ROWS,
     TOKENS,
     Arguments,
     Axis,
     Chunk,
     Signature,
-    Sizes,
+    runs_of,
 )
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Field
@@ -39,22 +38,19 @@ class OfDocuments(Arguments):
     """The arguments of a call whose rows are documents.
 
     Attributes:
-        lengths: of the documents.
+        runs: the tokens of each document.
         whole: whether each argument is shared, as a user says.
-        limit: the most tokens of a chunk, and documents; None if there is none.
     """
 
-    lengths: list[int] = field(default_factory=list)
+    runs: list[range] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
-    limit: ByTokens | None = None
 
     def __post_init__(self) -> None:
-        self.rows, lengths = len(self.lengths), torch.tensor(self.lengths)
+        lengths = torch.tensor([*map(len, self.runs)])
         numbers = torch.arange(1, self.rows + 1).repeat_interleave(lengths)[None]
         found, rows = Documents(str(self.by), numbers, numbers), Rows(self.rows)
         self._layout = Flattened([], iter, (), rows, found, frozenset())
-        self._ends = [*accumulate(self.lengths, initial=0)]
-        pairs = zip(self.values, self.of_rows([0], self.values), strict=True)
+        pairs = zip(self.values, self.of(self.chunk([0]), self.values), strict=True)
         self.axes = [() if made is x else (self._axis(x),) for x, made in pairs]
 
     def _axis(self, value: Any) -> Axis:
@@ -63,38 +59,18 @@ class OfDocuments(Arguments):
         dim = self._layout.dim_of_tokens(value) if is_tensor else None
         return Axis(0) if dim is None else Axis(dim, TOKENS)
 
-    def of_rows(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        three = list(zip(self.paths, values, self.whole, strict=True))
-        fields = [Field(path, value) for path, value, whole in three if not whole]
-        made = iter(replace(self._layout, fields=fields).values(rows))
-        return [value if whole else next(made) for _, value, whole in three]
+    def chunk(self, rows: Sequence[int]) -> Chunk:
+        if isinstance(rows, range):
+            tokens = range(self.runs[rows[0]].start, self.runs[rows[-1]].stop)
+            return Chunk((rows, tokens, ()), self.totals)
+        several = [token for row in rows for token in self.runs[row]]
+        return Chunk((rows, several, ()), self.totals)
 
     def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        return self.of_rows(range(chunk.start, chunk.stop), values)
-
-    def few(self, rows: Sequence[int]) -> Arguments:
-        # What is not cut keeps its length, also where that is theirs by chance.
-        three = zip(self.values, self.axes, self.whole, strict=True)
-        whole = [w or not (axes or isinstance(v, int)) for v, axes, w in three]
-        lengths = [self.lengths[row] for row in rows]
-        return replace(self, values=self.taken(rows), lengths=lengths, whole=whole)
-
-    def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
-        if unit == ROWS:
-            return rows
-        return [n for r in rows for n in range(self._ends[r], self._ends[r + 1])]
-
-    def counts(self, rows: Sequence[int]) -> dict[int, int]:
-        return {TOKENS: sum(self.lengths[row] for row in rows), ROWS: len(rows)}
-
-    def chunk(self, start: int, stop: int) -> Chunk:
-        return Chunk((start, stop), (self._ends[start], self._ends[stop]))
-
-    def chunks(self, sizes: Sizes) -> list[Chunk]:
-        if (limit := self.limit) is None:
-            return [self.chunk(*run) for run in sizes.runs(self.rows)]
-        parts = filled_up(range(self.rows), lambda p: limit.allows(self.counts(p)))
-        return [self.chunk(part[0], part[-1] + 1) for part in parts]
+        three = list(zip(self.paths, values, self.whole, strict=True))
+        fields = [Field(path, value) for path, value, whole in three if not whole]
+        made = iter(replace(self._layout, fields=fields).values(chunk.rows))
+        return [value if whole else next(made) for _, value, whole in three]
 
 
 def by_documents(
@@ -130,9 +106,7 @@ def by_documents(
         return arguments  # such as the lengths of rows
     # What has begun may be padding: it runs as one more document.
     lengths = replace(found, numbers=found.begun).lengths
-    sizes = limit and limit.sizes(max(lengths), len(lengths))
-    own = {**vars(arguments), "by": found.by, "sizes": sizes}
-    ends = [*accumulate(lengths, initial=0)]
+    runs, ends = runs_of(lengths), [*accumulate(lengths, initial=0)]
     for path, value in zip(paths, values, strict=True):
         told = path == found.by or path.rpartition(".")[2] in OFFSETS
         if told and isinstance(value, Tensor) and are_offsets(value, ends[-1]):
@@ -143,4 +117,16 @@ def by_documents(
                     f"the number of tokens, {ends[-1]}. Name padding as a document, "
                     f"leave out empty ones, or say documents='off'."
                 )
-    return OfDocuments(**own, lengths=lengths, whole=whole, limit=limit)
+    of_documents = {
+        "totals": (len(runs), ends[-1], 0),
+        "sizes": limit and limit.sizes(max(lengths), len(runs)),
+        "by": found.by,
+    }
+    own = {**vars(arguments), **of_documents}
+    made = OfDocuments(**own, runs=runs, whole=whole)
+    if limit is not None:
+        tokens = lambda rows: ends[rows[-1] + 1] - ends[rows[0]]  # noqa: E731
+        allows = lambda rows: limit.allows(len(rows), tokens(rows))  # noqa: E731
+        groups = filled_up(range(len(runs)), allows)
+        made.parts = [made.chunk(range(each[0], each[-1] + 1)) for each in groups]
+    return made

@@ -43,34 +43,24 @@ Plan = Sequence[Joint]
 """How each output of one kind of call is joined."""
 
 
-def plan_of(
-    paths: Sequence[str],
-    some: Sequence[Any],
-    others: Sequence[Any],
-    counts: dict[int, int],
-    other_counts: dict[int, int],
-) -> Plan:
+def plan_of(paths: Sequence[str], runs: Sequence[tuple[Chunk, Sequence[Any]]]) -> Plan:
     """Find how outputs are joined, by those of two numbers of rows.
 
     Args:
         paths: of the outputs.
-        some: those for some rows.
-        others: those for other rows.
-        counts: how many these are; of documents, how many tokens they have before.
-        other_counts: how many those are; other numbers.
+        runs: rows, and the outputs for them; twice, with other numbers of rows.
     """
+    (one, some), (other, others) = runs
     if len(some) != len(others):
         raise Unfit("the number of its outputs depends on the rows")
-    both = {unit: (num, other_counts[unit]) for unit, num in counts.items()}
-    plan = [_joint(*three, both) for three in zip(paths, some, others, strict=True)]
+    counts = [each.counts for each in (one, other)]
+    plan = [_joint(*three, counts) for three in zip(paths, some, others, strict=True)]
     if not any(joint.axes for joint in plan):
         raise Unfit("it returns nothing that has rows")
     return plan
 
 
-def _joint(
-    path: str, value: Any, other: Any, both: dict[int, tuple[int, int]]
-) -> Joint:
+def _joint(path: str, value: Any, other: Any, counts: list[dict[int, int]]) -> Joint:
     name = Joint(path).name
     if not isinstance(value, Tensor):
         if not are_equal(value, other):
@@ -91,29 +81,15 @@ def _joint(
                 f"them"
             )
         return Joint(path)
-    dim = dims[0]
-    for unit, (num, num_others) in both.items():
-        multiple, rest = divmod(value.shape[dim], num)
-        if len(dims) == 1 and not rest and other.shape[dim] == multiple * num_others:
-            return Joint(path, (Axis(dim, unit, multiple),))
+    dim, (few, many) = dims[0], counts
+    for unit, num in few.items():
+        each, rest = divmod(value.shape[dim], num)
+        if len(dims) == 1 and not rest and other.shape[dim] == each * many[unit]:
+            return Joint(path, (Axis(dim, unit),))
     raise Unfit(
         f"the size of {name} does not follow the number of rows: {list(value.shape)} "
-        f"for {both[ROWS][0]} rows, {list(other.shape)} for {both[ROWS][1]}"
+        f"for {few[ROWS]} rows, {list(other.shape)} for {many[ROWS]}"
     )
-
-
-def fitted(plan: Plan, chunk: Chunk, outputs: Sequence[Any]) -> Plan:
-    """A plan for as many entries of each row as a chunk's outputs have: logits of
-    tokens that stand one behind the other have another number in each call."""
-    found = list(plan)
-    for place, (joint, value) in enumerate(zip(plan, outputs, strict=False)):
-        if len(joint.axes) == 1 and isinstance(value, Tensor):
-            dim, unit, _ = joint.axes[0]
-            start, stop = chunk.spans[unit]
-            if dim < value.ndim and value.shape[dim] % (stop - start) == 0:
-                axis = Axis(dim, unit, value.shape[dim] // (stop - start))
-                found[place] = Joint(joint.path, (axis,))
-    return found
 
 
 def differing(value: Tensor, other: Tensor) -> list[int]:
@@ -135,13 +111,6 @@ def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Pla
         columns = (Axis(dim, COLUMNS) for dim in dims)
         found.append(Joint(joint.path, (*joint.axes, *columns)))
     return found
-
-
-def rows_of(value: Tensor, axis: Axis, rows: Sequence[int]) -> Tensor:
-    """Some rows of a tensor, in this order."""
-    index = torch.as_tensor(rows, device=value.device)
-    parts = value.unflatten(axis.dim, (-1, axis.multiple))
-    return parts.index_select(axis.dim, index).flatten(axis.dim, axis.dim + 1)
 
 
 def direction_of(value: Any, axes: Axes) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parameter import is_lazy
 
-from trainkit.core.batch_norm.layers import listed
+from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_batch
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Unfit
 from trainkit.errors import TrainkitError
@@ -138,6 +138,17 @@ OF_ROWS: dict[str, Callable[[str, Any], Any]] = {
     ),
 }
 """What the inner cut refuses."""
+
+OF_CALLS: dict[str, Callable[[str, Any], Any]] = {
+    "is a BatchNorm that normalises by all rows of a batch, and rows must not see each "
+    'other. Freeze it, use BatchNormGuard("exact"), or name a module without it': (
+        lambda path, each: bool(
+            isinstance(each, BatchNorm) and normalising_by_batch(each)
+        )
+    ),
+    **OF_ROWS,
+}
+"""What it refuses once it is called."""
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import Parameter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,33 +19,26 @@ from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.nested import Build, Field, is_dense, is_list, length_of, take_apart
-from trainkit.core.split.layout import Layout
-from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 ROWS, TOKENS, COLUMNS = range(3)
-"""Of what a chunk has a span: its rows; their tokens, if they are documents; and the
-columns that are not padding in all of them."""
-
-Span = tuple[int, int]
-"""The first, and that behind the last."""
+"""Of what a chunk has some: rows; their tokens, if they are documents; and the columns
+that are not padding in all of them."""
 
 
 class Axis(NamedTuple):
-    """A dimension of a tensor, of which each chunk has its span.
+    """A dimension of a tensor, of which each chunk has its places.
 
     Attributes:
         dim: the dimension.
-        unit: of what the span is.
-        multiple: how many entries belong to one.
+        unit: of what the places are. As many entries belong to each as fit.
     """
 
     dim: int
     unit: int = ROWS
-    multiple: int = 1
 
 
 Axes = tuple[Axis, ...]
@@ -56,26 +49,50 @@ chunks share it."""
 class Chunk:
     """Some rows of a call that run together.
 
+    Args:
+        places: those of its rows, tokens and columns in the call, in its order; a range
+            where they are neighbours.
+        totals: how many of each the call has.
+
     Attributes:
-        start: the first row.
-        stop: the row behind the last.
-        spans: of its rows, tokens and columns.
+        places: the same.
+        rows: the places of its rows.
         states: the random states that it began with.
     """
 
-    def __init__(
-        self, rows: Span, tokens: Span = (0, 0), columns: Span = (0, 0)
-    ) -> None:
-        self.start, self.stop = rows
-        self.spans = rows, tokens, columns
+    def __init__(self, places: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
+        self.places, self._totals, self.rows = places, totals, places[ROWS]
         self.states: Any = None
 
-    def part(self, whole: Tensor, axes: Axes) -> Tensor:
-        """A view of what it has of a tensor of the whole call."""
-        for dim, unit, multiple in axes:
-            start, stop = self.spans[unit]
-            whole = whole.narrow(dim, start * multiple, (stop - start) * multiple)
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many it has by units, of documents how many tokens before."""
+        units = (unit for unit in (TOKENS, ROWS) if self.places[unit])
+        return {unit: len(self.places[unit]) for unit in units}
+
+    def of(self, whole: Tensor, axes: Axes) -> Tensor:
+        """What it has of a tensor of the call; a view, if these are neighbours."""
+        for dim, unit in axes:
+            places, each = self.places[unit], whole.shape[dim] // self._totals[unit]
+            if isinstance(places, range):
+                whole = whole.narrow(dim, places.start * each, len(places) * each)
+            else:
+                index = torch.as_tensor(places, device=whole.device)
+                parts = whole.unflatten(dim, (-1, each)).index_select(dim, index)
+                whole = parts.flatten(dim, dim + 1)
         return whole
+
+    def room(self, part: Tensor, axes: Axes) -> Tensor:
+        """Room for a tensor of the whole call, of which it has a part."""
+        shape = list(part.shape)
+        for dim, unit in axes:
+            each = shape[dim] // len(self.places[unit])
+            shape[dim] = each * self._totals[unit]
+        room = part.new_empty(shape)
+        if part.ndim == 4 and not part.is_contiguous():
+            if part.is_contiguous(memory_format=torch.channels_last):
+                room = room.to(memory_format=torch.channels_last)
+        return room.zero_() if len(axes) > 1 else room
 
 
 class Sizes:
@@ -93,25 +110,30 @@ class Sizes:
         self.is_auto = size is None
         self.limit = size
 
-    def runs(self, num_rows: int) -> list[Span]:
+    def runs(self, num_rows: int) -> list[range]:
         """All rows in order, in as few chunks as the limit allows: their sizes differ
         by at most one, and the first is the largest.
 
         >>> Sizes(4).runs(10)
-        [(0, 4), (4, 7), (7, 10)]
+        [range(0, 4), range(4, 7), range(7, 10)]
         """
         num_runs = -(-num_rows // (self.limit or num_rows))
         size, larger = divmod(num_rows, num_runs)
-        ends = [i * size + min(i, larger) for i in range(num_runs + 1)]
-        return list(pairwise(ends))
+        sizes = [size + (number < larger) for number in range(num_runs)]
+        return runs_of(sizes)
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""
-        most = self.runs(num_rows)[0][1]
+        most = len(self.runs(num_rows)[0])
         if not self.is_auto or most == 1:
             return False
         self.limit = most // 2
         return True
+
+
+def runs_of(sizes: Sequence[int]) -> list[range]:
+    """The places of neighbours, of which each has so many."""
+    return [range(*both) for both in pairwise(accumulate(sizes, initial=0))]
 
 
 @dataclass
@@ -124,12 +146,12 @@ class Arguments:
         names: of the arguments, those given by place first.
         num_by_place: how many are given by place.
         build: makes the named arguments of as many values; None if none is nested.
-        rows: how many rows they have.
+        totals: how many rows, tokens and columns they have; 0 where that is unknown.
         axes: of each value.
         devices: of the tensors.
+        parts: the chunks, where no number of rows alone says which.
         sizes: of chunks, if they are others than those of other calls.
         by: what tells rows apart that are documents.
-        width: how many columns there are, if chunks leave out padding.
     """
 
     values: list[Any]
@@ -137,12 +159,22 @@ class Arguments:
     names: list[str]
     num_by_place: int
     build: Build | None
-    rows: int
+    totals: tuple[int, int, int]
     axes: list[Axes]
     devices: set[torch.device]
+    parts: list[Chunk] | None = None
     sizes: Sizes | None = None
     by: str | None = None
-    width: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows they have."""
+        return self.totals[ROWS]
+
+    @property
+    def width(self) -> int:
+        """How many columns they have, if chunks leave out padding."""
+        return self.totals[COLUMNS]
 
     def has_rows(self, index: int) -> bool:
         """Whether a value has rows, or tokens of documents."""
@@ -150,19 +182,24 @@ class Arguments:
 
     def chunks(self, sizes: Sizes) -> list[Chunk]:
         """In which its rows run."""
-        return [Chunk(run) for run in sizes.runs(self.rows)]
+        return self.parts or [self.chunk(run) for run in sizes.runs(self.rows)]
 
-    def chunk(self, start: int, stop: int) -> Chunk:
+    def chunk(self, rows: Sequence[int]) -> Chunk:
         """Some of its rows, with all columns."""
-        return Chunk((start, stop), columns=(0, self.width))
+        return Chunk((rows, (), range(self.width)), self.totals)
 
-    def places(self, rows: Sequence[int], unit: int) -> Sequence[int]:
-        """Where some rows are, or their tokens."""
-        return rows
-
-    def counts(self, rows: Sequence[int]) -> dict[int, int]:
-        """How many some rows are, by unit; of documents, how many tokens before."""
-        return {ROWS: len(rows)}
+    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
+        """What a chunk has of the values of the call."""
+        found = []
+        for value, axes in zip(values, self.axes, strict=True):
+            if isinstance(value, Tensor):
+                value = chunk.of(value, axes)
+            elif axes and is_list(value):
+                value = type(value)([value[row] for row in chunk.rows])
+            elif axes:
+                value = value[list(chunk.rows)]  # an array
+            found.append(value)
+        return found
 
     def run(
         self, cut: Any, values: Sequence[Any]
@@ -175,36 +212,6 @@ class Arguments:
         kwargs = dict(zip(self.names[num:], values[num:], strict=True))
         has_cache = self.by is not None
         return cut.run(values[:num], kwargs, has_cache=has_cache)
-
-    def of_rows(self, rows: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """What some rows have of the values of the call, in this order, as a
-        micro-batch of the arguments has it."""
-        fields = [Field(*each) for each in zip(self.paths, values, strict=True)]
-        trims = [() if self.has_rows(place) else None for place in range(len(fields))]
-        return Layout(fields, iter, trims, Rows(self.rows)).values(rows)
-
-    def of(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        """The values that a chunk gets."""
-        found = []
-        for value, axes in zip(values, self.axes, strict=True):
-            if isinstance(value, Tensor):
-                value = chunk.part(value, axes)
-            elif axes:
-                value = value[chunk.start : chunk.stop]
-            found.append(value)
-        return found
-
-    def few(self, rows: Sequence[int]) -> Arguments:
-        """The arguments of a call with some rows, in this order."""
-        return replace(self, values=self.taken(rows), rows=len(rows))
-
-    def taken(self, rows: Sequence[int]) -> list[Any]:
-        """The values of some rows, in this order: copies, without their graph."""
-        with torch.no_grad():
-            return [
-                x.clone() if isinstance(x, Tensor) and self.has_rows(place) else x
-                for place, x in enumerate(self.of_rows(rows, self.values))
-            ]
 
 
 class Signature:
@@ -258,7 +265,7 @@ class Signature:
             names=list(given),
             num_by_place=len(args),
             build=None if paths == list(given) else build,
-            rows=rows,
+            totals=(rows, 0, 0),
             axes=axes,
             devices={each.device for each in values if isinstance(each, Tensor)},
         )

@@ -10,27 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.outputs import Plan, rows_of
+from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.rows import (
     COLUMNS,
-    ROWS,
-    TOKENS,
     Arguments,
     Axes,
     Axis,
     Chunk,
     Sizes,
-    Span,
+    runs_of,
 )
 from trainkit.core.plan.options import check_whole_number
-from trainkit.core.split.partition import columns_of, partition
+from trainkit.core.split.partition import Span, columns_of, partition
 from trainkit.core.split.rows import spans_of
 from trainkit.errors import TrainkitError
 
@@ -43,34 +40,28 @@ class Sorted(Arguments):
 
     Attributes:
         order: of the rows, longest first.
-        parts: the chunks, as places in that order, and their columns.
         tokens: the columns of each row that are not padding, in that order.
     """
 
     order: list[int] = field(default_factory=list)
-    parts: list[Chunk] = field(default_factory=list)
     tokens: list[Span] = field(default_factory=list)
-
-    def chunks(self, sizes: Sizes) -> list[Chunk]:
-        return self.parts
 
     def restored(self, leaves: Sequence[Any], plan: Plan) -> list[Any]:
         """The leaves of the output with their rows as they were."""
         places = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return [
-            rows_of(leaf, joint.axes[0], places) if joint.axes else leaf
-            for leaf, joint in zip(leaves, plan, strict=True)
-        ]
+        pairs, rows = zip(leaves, plan, strict=True), self.chunk(places)
+        return [rows.of(leaf, joint.axes[:1]) for leaf, joint in pairs]
 
     def marks(self, value: Tensor, axes: Axes, rows: Sequence[int]) -> Tensor:
         """1 where an output of some rows is no padding."""
         spans = torch.tensor([self.tokens[row] for row in rows], device=value.device)
         columns = torch.arange(self.width, device=value.device)
         marks = (columns >= spans[:, :1]) & (columns < spans[:, 1:])
-        (dim, _, multiple), (dim_of_columns, *_) = axes
-        marks = marks.repeat_interleave(multiple, 0)
+        dim, dim_of_columns = (axis.dim for axis in axes[:2])
         shape = [1] * value.ndim
-        shape[dim], shape[dim_of_columns] = marks.shape
+        for at, of in enumerate((dim, dim_of_columns)):
+            marks = marks.repeat_interleave(value.shape[of] // marks.shape[at], at)
+            shape[of] = marks.shape[at]
         return (marks if dim < dim_of_columns else marks.T).reshape(shape)
 
 
@@ -95,10 +86,9 @@ class ByTokens:
         most = max(1, self._tokens // max(width, 1))
         return Sizes(min(most, self._size or rows))
 
-    def allows(self, counts: dict[int, int]) -> bool:
-        """Whether a chunk may have so many tokens and rows."""
-        rows = counts[ROWS]
-        return counts[TOKENS] <= self._tokens and rows <= (self._size or rows)
+    def allows(self, rows: int, tokens: int) -> bool:
+        """Whether a chunk may have so many rows and tokens."""
+        return tokens <= self._tokens and rows <= (self._size or rows)
 
     def sort(self, arguments: Arguments, name: str) -> Sorted:
         """Read the lengths, which waits for the device once, and sort and cut the rows.
@@ -112,21 +102,21 @@ class ByTokens:
         spans, width = spans_of(mask), mask.shape[1]
         groups = partition([spans], size=self._size, tokens=self._tokens)
         order = [row for group in groups for row in group]
-        ends = accumulate(map(len, groups), initial=0)
-        columns = [columns_of([spans], group)[0] for group in groups]
-        runs = zip(pairwise(ends), columns, strict=True)
+        columns = [range(*columns_of([spans], group)[0]) for group in groups]
+        pairs = zip(runs_of([*map(len, groups)]), columns, strict=True)
+        totals = rows, 0, width
         axes = [self._axes(arguments, index, width) for index in range(len(values))]
         of_rows = {
-            "values": arguments.of_rows(order, values),
+            "values": arguments.of(arguments.chunk(order), values),
             "sizes": self.sizes(width, rows),
             # Where each chunk has all columns, none has an axis of them.
-            "axes": arguments.axes if {*columns} == {(0, width)} else axes,
-            "width": width,
+            "axes": arguments.axes if {*columns} == {range(width)} else axes,
+            "totals": totals,
+            "parts": [Chunk((run, (), of_run), totals) for run, of_run in pairs],
         }
         return Sorted(
             **{**vars(arguments), **of_rows},
             order=order,
-            parts=[Chunk(run, columns=of_run) for run, of_run in runs],
             tokens=[spans[row] for row in order],
         )
 
@@ -180,7 +170,7 @@ def refuse_padding(
             continue
         is_used = gradient != 0
         for chunk in chunks:
-            chunk.part(is_used, joint.axes).fill_(False)
+            chunk.of(is_used, joint.axes).fill_(False)
         if is_used.any():
             raise TrainkitError(
                 f"{name}: {joint.name} at padding is used by the loss, and with "

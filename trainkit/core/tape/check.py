@@ -18,8 +18,8 @@ from trainkit.core._compat import Operators, without_hooks
 from trainkit.core.generators import States, generator_keeper
 from trainkit.core.gradients import HALF
 from trainkit.core.inside.cut import renew_list
-from trainkit.core.inside.outputs import direction_of, rows_of
-from trainkit.core.inside.rows import Axis
+from trainkit.core.inside.outputs import direction_of
+from trainkit.core.inside.rows import Axis, Chunk
 from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.tape.call import Recorded
 from trainkit.core.tape.rows import chunk_sizes
@@ -113,8 +113,8 @@ def _results(
     def ordered(value: Tensor | None, dim: int = 0) -> Any:
         if value is None or not value.ndim or value.shape[dim] % rows:
             return value
-        axis = Axis(dim, multiple=value.shape[dim] // rows)
-        found = rows_of(value.detach(), axis, order)
+        chunk = Chunk(([*order],), (rows,))
+        found = chunk.of(value.detach(), (Axis(dim),))
         return found.requires_grad_(value.requires_grad)
 
     with (
