@@ -137,7 +137,6 @@ TEXTS = [
 IN_PYTHON_ONLY = [
     "trainer.accumulate_grad_batches=1 is there",
     'accumulation = {"one": PerToken(), "other": PerSample()}',
-    "BatchNormGuard('recalibrate', forward=lambda module, batch: module(batch))",
     "PerSample(",
     "self.accumulation = PerClassWeight(weight=self.loss.weight())",
 ]

@@ -29,7 +29,6 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked, TrainkitError
-from trainkit.core.inside import forward
 from trainkit.core.inside.check import Trial
 
 SEQUENCES = torch.randn(16, 7, WIDTH, dtype=torch.float64)
@@ -254,16 +253,6 @@ def test_a_flag_makes_another_kind_of_call_which_is_looked_at_at_once() -> None:
         net.mixes = True
         with pytest.raises(TrainkitError, match="depends on other rows"):
             gradient(net, step)
-
-
-def test_no_more_than_so_many_kinds_are_remembered(monkeypatch: Any) -> None:
-    monkeypatch.setattr(forward, "MOST_KINDS", 2)
-    net = twin(Net(word=""))
-    with Chunked(net, size=4):
-        for word in "abcde":
-            net.word = word
-            step(net)
-        assert len(net.forward._kinds) <= 2
 
 
 # ---- a generator of its own ----------------------------------------------------------

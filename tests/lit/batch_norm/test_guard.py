@@ -45,7 +45,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("melt", {}, r"policy: must be one of \['warn', .*received 'melt'"),
     (["warn"], {}, r"policy: must be the name of one, received \['warn'\]"),
     ("sync", {}, r"Trainer\(sync_batchnorm=True\)"),
-    ("renorm", {}, "take 'group_norm'"),
     ("warn", {"min_samples": 0}, "min_samples: .* whole number from 1 to .* 0"),
     ("warn", {"min_samples": 1.5}, "min_samples: .* from 1 to .* received 1.5"),
     ("warn", {"min_samples": "4"}, "min_samples: .* from 1 to .* received '4'"),
@@ -69,7 +68,6 @@ def test_no_other_guard_is_taken(
         ({"freeze_affine": True}, "freeze"),
         ({"num_batches": 1}, "recalibrate"),
         ({"exact": False}, "recalibrate"),
-        ({"forward": print}, "recalibrate"),
         ({"groups": 1}, "group_norm"),
     ],
 )

@@ -269,8 +269,8 @@ class Joined:
                 f"the number of its outputs depends on the rows: {len(self._plan)} "
                 f"before, {len(outputs)} now"
             )
-        befores, values = self.values or [None] * len(outputs), list[Any]()
-        for joint, before, value in zip(self._plan, befores, outputs, strict=True):
+        whole, values = self.values or [None] * len(outputs), list[Any]()
+        for joint, before, value in zip(self._plan, whole, outputs, strict=True):
             if joint.axes:
                 values.append(self._with_rows(joint, before, value, chunk))
                 continue

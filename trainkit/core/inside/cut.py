@@ -241,19 +241,6 @@ def _shadow_of(parameter: Tensor, widen: Callable[[Tensor], None]) -> nn.Paramet
     return shadow
 
 
-def nodes_of(outputs: Sequence[Any]) -> list[Any]:
-    """The nodes of the graph of some outputs."""
-    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
-    seen: dict[Any, None] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            for following, _ in node.next_functions:
-                waiting.append(following)
-    return list(seen)
-
-
 def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> Any:
     """The tensors that get a gradient from some outputs, and are not known; parameters
     among them are refused.
@@ -263,8 +250,15 @@ def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> 
         known: what may get a gradient.
         name: of the module, for messages.
     """
-    leaves = [getattr(node, "variable", None) for node in nodes_of(outputs)]
-    leaves += [x for x in outputs if isinstance(x, Tensor) and x.is_leaf]
+    tensors = [each for each in outputs if isinstance(each, Tensor)]
+    leaves: list[Any] = [each for each in tensors if each.is_leaf]
+    waiting, seen = [each.grad_fn for each in tensors], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves.append(getattr(node, "variable", None))
+            waiting += [following for following, _ in node.next_functions]
     familiar = set(map(id, known))
     found = {
         id(leaf): leaf

@@ -22,9 +22,6 @@ from trainkit.core.inside.tokens import ByTokens, Sorted
 from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
 
-MOST_KINDS = 99
-"""How many kinds of calls are remembered."""
-
 FLAGS = frozenset({bool, str})
 """What of a module's attributes makes another kind of call."""
 
@@ -126,8 +123,6 @@ class ChunkedForward(Cut):
         is_checked = not before & (before + 1)  # calls 1, 2, 4, 8, ...
         if plan is None or is_checked:
             plan = look(moment)
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.clear()
         self._kinds[key] = plan, before + 1
         return plan, is_checked
 

@@ -6,14 +6,13 @@ import warnings
 from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import (
-    BatchNorm,
     listed,
     normalising_by_batch,
     num_sharing_ranks,
 )
 from trainkit.core.plan.options import brief
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_norm.policies import Policy
+from trainkit.lit.batch_norm.policies import Policy, Window
 from trainkit.lit.batch_size import may_be_several
 from trainkit.lit.callback.base import WindowOwner, has_callback
 from trainkit.lit.callback.table import say
@@ -42,15 +41,16 @@ class Announce(Policy):
         self._how = how
         self._min_samples = min_samples
         self._outcome = ""
-        self._is_told = False  # whether warnings are for this rank
 
-    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._outcome, self._is_told = "", trainer.is_global_zero
+    def begin(self, trainer: Any, module: Any) -> None:
+        self._outcome = ""
 
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        if self._outcome or num_micro_batches <= 1:
+    def open_window(self, window: Window) -> None:
+        number = window.num_micro_batches
+        if self._outcome or number <= 1:
             return
-        seen = {n: self.samples * num_sharing_ranks(x) for n, x in layers.items()}
+        pairs = window.layers.items()
+        seen = {name: window.samples * num_sharing_ranks(x) for name, x in pairs}
         few = {name: n for name, n in seen.items() if n < self._min_samples}
         if not few:
             return
@@ -60,14 +60,14 @@ class Announce(Policy):
         text = (
             f"BatchNorm: {listed(list(few))} normalise{'s' * (len(few) == 1)} by the "
             f"statistics of {each} samples, those of one micro-batch, and a window has "
-            f"{brief(num_micro_batches)} micro-batches (min_samples="
+            f"{brief(number)} micro-batches (min_samples="
             f"{self._min_samples}). So few samples make the statistics noisy, which "
             f"accumulation cannot mend, and running statistics move "
-            f"{brief(num_micro_batches)} times a step. {REMEDIES}"
+            f"{brief(number)} times a step. {REMEDIES}"
         )
         if self._how == "error":
             raise TrainkitError(text)
-        if self._is_told:
+        if window.trainer.is_global_zero:
             warnings.warn(text, stacklevel=2)
 
     def summary(self, num_layers: int) -> str:

@@ -13,32 +13,31 @@ from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_ba
 from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
-from trainkit.lit.batch_norm.policies import Policy
+from trainkit.lit.batch_norm.policies import Policy, Window
 from trainkit.lit.batch_size import (
     micro_batch_of,
     num_replicas,
     scheduled_sizes,
 )
-from trainkit.lit.callback.base import WindowOwner, windows_of
+from trainkit.lit.callback.base import windows_of
 
 
 class ExactStatistics(Policy):
     """Normalises by the statistics of the whole window, on all ranks."""
 
-    def __init__(self) -> None:
-        self._trainer: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_trainer": None}
-
     def begin(self, trainer: Any, module: Any) -> None:
-        self._trainer = trainer
         windows = windows_of(trainer)
         if not any(isinstance(each, BatchNorm) for each in module.modules()):
             return
         if normalising_by_batch(module):
-            self._refuse_several(windows)
-            self._refuse_schedules()
+            _refuse_several(trainer, module)
+            for name, size in scheduled_sizes(trainer).items():
+                raise _refusal(
+                    module,
+                    f"{name} will make windows of {size} loader batches. Let the "
+                    f"loader yield the whole window, leave {name} out, and cut each "
+                    f"batch",
+                )
         # Layers that are frozen now may train in a later window.
         if windows is not None:
             windows.join_statistics(trainer, module)
@@ -49,44 +48,29 @@ class ExactStatistics(Policy):
                 "Trainer(sync_batchnorm=True) where a window is one batch."
             )
 
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        trainer = self._trainer
+    def open_window(self, window: Window) -> None:
         # Without backward passes, each loader batch is complete by itself.
-        if trainer is None or skips_backward(trainer):
-            return
-        if normalising_by_batch(trainer.lightning_module):
-            self._refuse_several(windows_of(trainer))
-
-    def _refuse_several(self, windows: WindowOwner | None) -> None:
-        """Refuse windows of which only a part is at hand at a time."""
-        trainer = self._trainer
-        size = trainer.accumulate_grad_batches
-        is_manual = not trainer.lightning_module.automatic_optimization
-        has_inside = windows is not None and windows.inside is not None
-        if size > 1 or is_manual and not has_inside:
-            how = "manual optimization" if is_manual else f"{size} loader batches"
-            rows = micro_batch_of(trainer.train_dataloader)
-            now = "" if rows is None else f", {rows * size} in place of {rows} rows"
-            raise _refusal(
-                trainer.lightning_module,
-                f"here it is made by {how}. Let the loader yield the whole window"
-                f"{now} (batch_size), set accumulate_grad_batches=1, and cut it",
-            )
-
-    def _refuse_schedules(self) -> None:
-        """Refuse a callback that will make such windows, before training begins."""
-        for name, size in scheduled_sizes(self._trainer).items():
-            raise _refusal(
-                self._trainer.lightning_module,
-                f"{name} will make windows of {size} loader batches. Let the loader "
-                f"yield the whole window, leave {name} out, and cut each batch",
-            )
-
-    def end(self) -> None:
-        self._trainer = None
+        if not skips_backward(window.trainer) and normalising_by_batch(window.module):
+            _refuse_several(window.trainer, window.module)
 
     def summary(self, num_layers: int) -> str:
         return "normalised by the whole window, on all ranks"
+
+
+def _refuse_several(trainer: Any, module: Any) -> None:
+    """Refuse windows of which only a part is at hand at a time."""
+    windows, size = windows_of(trainer), trainer.accumulate_grad_batches
+    is_manual = not module.automatic_optimization
+    has_inside = windows is not None and windows.inside is not None
+    if size > 1 or is_manual and not has_inside:
+        how = "manual optimization" if is_manual else f"{size} loader batches"
+        rows = micro_batch_of(trainer.train_dataloader)
+        now = "" if rows is None else f", {rows * size} in place of {rows} rows"
+        raise _refusal(
+            module,
+            f"here it is made by {how}. Let the loader yield the whole window"
+            f"{now} (batch_size), set accumulate_grad_batches=1, and cut it",
+        )
 
 
 def cut_inside(

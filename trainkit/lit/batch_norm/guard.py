@@ -20,6 +20,7 @@ from trainkit.lit.batch_norm.policies import (
     GroupNormInstead,
     Momentum,
     Policy,
+    Window,
 )
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_size import micro_batch_of
@@ -39,10 +40,8 @@ PolicyName = Literal[
 
 ELSEWHERE = {
     "sync": "Lightning does it: Trainer(sync_batchnorm=True)",
-    "renorm": "Batch Renormalization is no longer part of trainkit; take 'group_norm', "
-    "or 'exact', which needs no correction",
 }
-"""Where to go for what was a policy, or might be taken for one."""
+"""Where to go for what might be taken for a policy."""
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "warn": Announce,
@@ -118,8 +117,6 @@ class BatchNormGuard(OrderedCallback):
         exact: with `"recalibrate"`: as many passes as layers follow each other, for
             the statistics of all data as one batch. False makes one pass, which is
             exact for the first layer only.
-        forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
-            default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
         memory: has no effect any more.
     """
@@ -134,7 +131,6 @@ class BatchNormGuard(OrderedCallback):
         freeze_affine: bool = False,
         num_batches: int = 200,
         exact: bool = True,
-        forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
         memory: Any = None,
     ) -> None:
@@ -146,13 +142,12 @@ class BatchNormGuard(OrderedCallback):
             "freeze_affine": freeze_affine,
             "num_batches": num_batches,
             "exact": exact,
-            "forward": forward,
             "groups": groups,
         }
         self._policy = make_policy(policy, options)
         self._forget()
         self._num_layers = 0
-        self._window: int | None = None  # loader batches in a full window
+        self._size: int | None = None  # loader batches in a full window
         self._rows = math.nan  # of the first loader batch
         self._num_batches = 1  # loader batches in the window under way
         self._num_parts = 1  # micro-batches that a loader batch was cut into
@@ -160,6 +155,7 @@ class BatchNormGuard(OrderedCallback):
 
     def _forget(self) -> None:
         self._layers: dict[str, BatchNorm] = {}
+        self._run: tuple[Any, Any] | None = None  # the Trainer and the module
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, if the policy does that.
@@ -189,23 +185,8 @@ class BatchNormGuard(OrderedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_training, self._has_started = True, False
-        self._window, self._num_parts = None, 1
+        self._size, self._num_parts, self._run = None, 1, (trainer, pl_module)
         self._policy.begin(trainer, pl_module)
-
-    def _start(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        """Start the policy at the first batch.
-
-        By then the module's own hooks have decided which of its parts train.
-        """
-        layers = self._training_layers()
-        self._num_layers = len(layers)
-        self._rows = float(num_samples(batch))
-        if math.isnan(self._rows):  # lists of samples do not tell: the loader does
-            self._rows = micro_batch_of(trainer.train_dataloader) or math.nan
-        self._policy.start(trainer, pl_module, layers)
-
-    def _training_layers(self) -> dict[str, BatchNorm]:
-        return {name: x for name, x in self._layers.items() if is_training(x)}
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         num_layers = self._num_layers
@@ -222,18 +203,20 @@ class BatchNormGuard(OrderedCallback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         is_first, self._has_started = not self._has_started, True
-        if is_first or batch_idx == 0:
+        begins_epoch = is_first or batch_idx == 0
+        if begins_epoch:
             self._layers = every_layer(pl_module)
-            self._policy.note_modes(pl_module)
         if is_first:
-            self._start(trainer, pl_module, batch)
+            self._rows = float(num_samples(batch))
+            if math.isnan(self._rows):  # lists of samples do not tell: the loader does
+                self._rows = micro_batch_of(trainer.train_dataloader) or math.nan
         size = trainer.accumulate_grad_batches
         inside = batch_idx % size
-        if inside == 0 or size != self._window:
-            self._window = size
+        if inside == 0 or size != self._size:
+            self._size = size
             left = trainer.num_training_batches - (batch_idx - inside)
             self._num_batches = int(max(min(size, left), 1))
-            self._open_window()
+            self._open_window(is_first=is_first, begins_epoch=begins_epoch)
         if is_first:
             self.show_table(trainer, pl_module, is_late=True)
 
@@ -244,10 +227,15 @@ class BatchNormGuard(OrderedCallback):
         self._num_parts = num_micro_batches
         self._open_window()
 
-    def _open_window(self) -> None:
-        num_micro_batches = self._num_batches * self._num_parts
-        self._policy.samples = self._rows / self._num_parts
-        self._policy.open_window(num_micro_batches, self._training_layers())
+    def _open_window(
+        self, *, is_first: bool = False, begins_epoch: bool = False
+    ) -> None:
+        assert self._run is not None
+        layers = {name: x for name, x in self._layers.items() if is_training(x)}
+        self._num_layers = len(layers) if is_first else self._num_layers
+        number = self._num_batches * self._num_parts
+        of = layers, number, self._rows / self._num_parts, is_first, begins_epoch
+        self._policy.open_window(Window(*self._run, *of))
 
     # ---- where statistics are used or kept -------------------------------------------
 
@@ -273,5 +261,5 @@ class BatchNormGuard(OrderedCallback):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._is_training = False
+        self._is_training, self._run = False, None
         self._policy.end()

@@ -3,9 +3,8 @@ layers."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,29 +23,41 @@ from trainkit.lit._compat import average_of
 from trainkit.lit.callback.base import has_callback
 
 
-class Policy:
-    """Base of the policies; itself it does nothing.
+@dataclass(frozen=True)
+class Window:
+    """A window that begins.
 
     Attributes:
+        trainer: in `fit`.
+        module: what trains.
+        layers: that train in it.
+        num_micro_batches: how many it has.
         samples: of a micro-batch, on one rank, by the first loader batch; may be NaN.
+        is_first: whether it is the first of this `fit`.
+        begins_epoch: whether it is the first of an epoch.
     """
 
-    samples = math.nan
+    trainer: Any
+    module: Any
+    layers: dict[str, BatchNorm]
+    num_micro_batches: int
+    samples: float
+    is_first: bool
+    begins_epoch: bool
 
-    def begin(self, trainer: Any, module: Any) -> None:
-        """Prepare for training, before the first batch is loaded."""
+
+class Policy:
+    """Base of the policies; itself it does nothing."""
 
     def convert(self, module: Any, trainer: Any) -> None:
         """Change the module's layers, before the optimizer is made."""
 
-    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        """Prepare for the first batch, in which these layers train."""
+    def begin(self, trainer: Any, module: Any) -> None:
+        """Prepare for training, before the first batch is loaded."""
 
-    def note_modes(self, module: Any) -> None:
-        """Remember the modes (`training`) that all parts of the module have now."""
-
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        """Prepare for a window, in which these layers train."""
+    def open_window(self, window: Window) -> None:
+        """Prepare for a window. By the first one, the module's own hooks have decided
+        which of its parts train."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
         """Complete the running statistics, which are about to be used or saved."""
@@ -76,28 +87,22 @@ class Freeze(Policy):
     def convert(self, module: Any, trainer: Any) -> None:
         # DDP and the optimizer have not yet looked at what trains.
         for layer in layers_to_train(module).values() if self._affine else ():
-            for parameter in layer.parameters(recurse=False):
-                if parameter.requires_grad:
-                    parameter.requires_grad_(False)
-                    self._parameters.append(parameter)
+            for parameter in _trained(layer):
+                parameter.requires_grad_(False)
+                self._parameters.append(parameter)
 
-    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        if has_callback(trainer.callbacks, "StochasticWeightAveraging"):
+    def open_window(self, window: Window) -> None:
+        callbacks = window.trainer.callbacks
+        if window.is_first and has_callback(callbacks, "StochasticWeightAveraging"):
             raise TrainkitError(
                 "BatchNormGuard('freeze'): StochasticWeightAveraging throws the "
                 "statistics away at its end, and frozen layers make no new ones. Leave "
                 "one of the two out."
             )
-        if self._affine:
-            late = [n for n, x in layers.items() if _trains_weights(x)]
-            refuse_left_over(module, late, "freeze")
-        self._freeze(layers)
-
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        self._freeze(layers)  # finetuning may have unfrozen some
-
-    def _freeze(self, layers: dict[str, BatchNorm]) -> None:
-        for layer in layers.values():
+        if window.is_first and self._affine:
+            late = [name for name, layer in window.layers.items() if _trained(layer)]
+            refuse_left_over(window.module, late, "freeze")
+        for layer in window.layers.values():  # finetuning may have unfrozen some
             freeze(layer)
             self._layers.append(layer)
 
@@ -113,8 +118,8 @@ class Freeze(Policy):
         return f"frozen, {kept} stay as they are"
 
 
-def _trains_weights(layer: BatchNorm) -> bool:
-    return any(p.requires_grad for p in layer.parameters(recurse=False))
+def _trained(layer: BatchNorm) -> list[nn.Parameter]:
+    return [each for each in layer.parameters(recurse=False) if each.requires_grad]
 
 
 class Momentum(Policy):
@@ -130,22 +135,15 @@ class Momentum(Policy):
         """The momentum before training, in the window before, and in this one: a window
         that is run again in smaller parts starts with the one before."""
 
-    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._changed = {}
-        self._add(layers)
-
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        self._add(layers)
+    def open_window(self, window: Window) -> None:
+        for layer in window.layers.values():
+            if layer.momentum is not None:
+                self._changed.setdefault(layer, [layer.momentum] * 2)
         for layer, momentum in self._changed.items():
             if layer.momentum in momentum[1:]:
-                now = momentum_per_micro_batch(momentum[0], num_micro_batches)
+                now = momentum_per_micro_batch(momentum[0], window.num_micro_batches)
                 momentum[1:] = layer.momentum, now
                 layer.momentum = now
-
-    def _add(self, layers: dict[str, BatchNorm]) -> None:
-        for layer in layers.values():
-            if layer.momentum is not None and layer not in self._changed:
-                self._changed[layer] = [layer.momentum] * 2
 
     def end(self) -> None:
         for layer, momentum in self._changed.items():
@@ -168,11 +166,19 @@ class GroupNormInstead(Policy):
         self._made: dict[str, Any] = {}
 
     def convert(self, module: Any, trainer: Any) -> None:
-        refuse_earlier_copy(layers_to_train(module), trainer, "group_norm")
+        """Replace layers, unless `WeightAveraging` has copied the module before."""
+        callbacks = [] if trainer is None else trainer.callbacks
+        if layers_to_train(module) and any(map(average_of, callbacks)):
+            raise TrainkitError(
+                "BatchNormGuard('group_norm'): it replaces layers, but a "
+                "WeightAveraging callback that stands before it has already copied the "
+                "module. Put BatchNormGuard before it in the Trainer's callbacks."
+            )
         self._made |= to_group_norm(module, groups=self._groups)
 
-    def start(self, trainer: Any, module: Any, layers: Any) -> None:
-        refuse_left_over(module, list(layers), "group_norm")
+    def open_window(self, window: Window) -> None:
+        if window.is_first:
+            refuse_left_over(window.module, list(window.layers), "group_norm")
 
     def summary(self, num_layers: int) -> str:
         counts = Counter(layer.num_groups for layer in self._made.values())
@@ -190,15 +196,4 @@ def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
             f"{type(module).__name__} in its setup or configure_model. That is too "
             f"late, since no callback is called between these and "
             f"configure_optimizers. Call guard.convert(self) where it makes them."
-        )
-
-
-def refuse_earlier_copy(layers: Collection[Any], trainer: Any, policy: str) -> None:
-    """Refuse to replace layers of a module that `WeightAveraging` has copied."""
-    callbacks = [] if trainer is None else trainer.callbacks
-    if layers and any(average_of(each) is not None for each in callbacks):
-        raise TrainkitError(
-            f"BatchNormGuard({policy!r}): it replaces layers, but a WeightAveraging "
-            f"callback that stands before it has already copied the module. Put "
-            f"BatchNormGuard before it in the Trainer's callbacks."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,7 +22,7 @@ from trainkit.lit._compat import (
     step_arguments,
 )
 from trainkit.lit.aside import Kept, muted
-from trainkit.lit.batch_norm.policies import Policy
+from trainkit.lit.batch_norm.policies import Policy, Window
 from trainkit.lit.callback.base import has_callback, windows_of
 
 SEED = 20050709
@@ -35,33 +35,28 @@ class Recalibrate(Policy):
     `training_step` runs on the first `num_batches` micro-batches of each rank's loader,
     without gradients, in the modes of training. Its logging is muted; metrics, buffers,
     attributes and random generators are put back afterwards. What it sends to a logger
-    itself stays. To run less, give `forward`.
+    itself stays.
     """
 
-    def __init__(
-        self,
-        *,
-        num_batches: int,
-        exact: bool,
-        forward: Callable[[Any, Any], object] | None,
-    ) -> None:
-        self._num_batches = num_batches
-        self._exact = exact
-        self._forward = forward
-        self._forget()
+    def __init__(self, *, num_batches: int, exact: bool) -> None:
+        self._num_batches, self._exact = num_batches, exact
+        self.end()
 
-    def _forget(self) -> None:
-        self._layers: dict[str, BatchNorm] = {}
-        self._modes: dict[Any, bool] = {}
-        self._done_at: tuple[int, int] | None = None
-
-    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._layers = layers
-        if not layers:
+    def open_window(self, window: Window) -> None:
+        self._layers, trainer = window.layers, window.trainer
+        if window.begins_epoch:
+            self._modes = {each: each.training for each in window.module.modules()}
+        if not window.is_first or not window.layers:
             return
-        if self._forward is None:
-            _refuse_unusable_step(module)
-        refuse_unreadable(trainer)
+        if not window.module.automatic_optimization:
+            raise TrainkitError(
+                f"BatchNormGuard('recalibrate'): it runs training_step without "
+                f"training, but {type(window.module).__name__} steps its optimizers "
+                f"itself (automatic_optimization=False). Take 'momentum', or call "
+                f"torch.optim.swa_utils.update_bn before the model is used."
+            )
+        for loader in combined_loader(trainer).flattened:
+            _fresh(loader)  # refuses what can be read only once
         passed_over = [
             type(each).__name__
             for each in trainer.callbacks
@@ -77,12 +72,6 @@ class Recalibrate(Policy):
                 f"or call torch.optim.swa_utils.update_bn on the model of the file.",
                 stacklevel=2,
             )
-
-    def note_modes(self, module: Any) -> None:
-        self._modes = {m: m.training for m in module.modules()}
-
-    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        self._layers = layers
 
     def before_use(self, trainer: Any, module: Any) -> None:
         now = trainer.global_step, trainer.fit_loop.epoch_loop.total_batch_idx
@@ -128,7 +117,9 @@ class Recalibrate(Policy):
                     state[f"{name}.{key}"] = getattr(layer, key).detach().clone()
 
     def end(self) -> None:
-        self._forget()
+        self._layers: dict[str, BatchNorm] = {}
+        self._modes: dict[Any, bool] = {}
+        self._done_at: tuple[int, int] | None = None
 
     def summary(self, num_layers: int) -> str:
         over = f"over up to {self._num_batches} batches a rank, before each use"
@@ -140,8 +131,6 @@ class Recalibrate(Policy):
         return f"recalibrated in one pass {over} (exact for the first layer only)"
 
     def _run(self, module: Any, batch: Any, batch_idx: int) -> object:
-        if self._forward is not None:
-            return self._forward(module, batch)
         windows = windows_of(module.trainer)
         # It may say weights, which count nothing.
         with contextlib.nullcontext() if windows is None else windows.said.open():
@@ -167,17 +156,6 @@ class Recalibrate(Policy):
                 each.training = mode
 
 
-def _refuse_unusable_step(module: Any) -> None:
-    if not module.automatic_optimization:
-        raise TrainkitError(
-            f"BatchNormGuard('recalibrate'): it runs training_step without training, "
-            f"but {type(module).__name__} steps its optimizers itself "
-            f"(automatic_optimization=False). Give it something else to run: "
-            f"BatchNormGuard('recalibrate', forward=lambda module, batch: "
-            f"module(batch[0]))."
-        )
-
-
 # ---- the training data, read without the loader that trains --------------------------
 
 
@@ -186,12 +164,6 @@ def on_device(trainer: Any, module: Any, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = before_batch_transfer(module, batch)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def refuse_unreadable(trainer: Any) -> None:
-    """Refuse loaders that can be read only once."""
-    for loader in combined_loader(trainer).flattened:
-        _fresh(loader)
 
 
 def from_beginning(trainer: Any) -> Iterator[Any]:
