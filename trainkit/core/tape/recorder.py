@@ -370,9 +370,6 @@ class Recorder(TorchFunctionMode):
                     held = slot in values
                     each = values[slot] if held else tape.store.get(number, slot)
                     if slot not in whole:
-                        shape = list(each.shape)
-                        if layout.last:
-                            shape[dim] = shape[dim] * layout.rows // layout.sizes[0]
-                        whole[slot] = each.new_empty(shape)
+                        whole[slot] = layout.room(each, dim)
                     layout.piece(whole[slot], number, dim).copy_(each)
         return [whole[slot] for slot in tape.outputs]

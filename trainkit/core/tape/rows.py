@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from trainkit.core.inside.rows import Axis, Chunk, runs_of
 from trainkit.errors import TrainkitError
 
 
@@ -114,7 +115,7 @@ class Layout:
     Attributes:
         rows: of the batch.
         sizes: the rows of each chunk, the largest first.
-        starts: the first row of each.
+        last: the number of the last chunk.
         is_over: whether the forward has run.
     """
 
@@ -122,12 +123,8 @@ class Layout:
 
     def __init__(self, rows: int, size: int) -> None:
         self.rows, self.sizes = rows, chunk_sizes(rows, size)
-        self.starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
-
-    @property
-    def last(self) -> int:
-        """The number of the last chunk."""
-        return len(self.sizes) - 1
+        self.last = len(self.sizes) - 1
+        self._chunks = [Chunk((run,), (rows,)) for run in runs_of(self.sizes)]
 
     def is_small(self, number: int) -> bool:
         """Whether a chunk has one row less than the first."""
@@ -135,11 +132,13 @@ class Layout:
 
     def piece(self, tensor: Tensor, number: int, dim: int) -> Tensor:
         """The rows of a chunk."""
-        if not self.last:
-            return tensor
-        each = tensor.shape[dim] // self.rows
-        start, rows = self.starts[number], self.sizes[number]
-        return tensor.narrow(dim, start * each, rows * each)
+        # A single one may be all of a tensor without rows.
+        return self._chunks[number].of(tensor, (Axis(dim),)) if self.last else tensor
+
+    def room(self, piece: Tensor, dim: int) -> Tensor:
+        """Room for all rows, of which the first chunk has a piece."""
+        axes = (Axis(dim),) if self.last else ()
+        return self._chunks[0].room(piece, axes)
 
     def both(self, first: Any, last: Any) -> Any:
         """What Python gets for a number, or numbers, that two chunks have.
