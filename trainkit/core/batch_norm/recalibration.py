@@ -7,8 +7,8 @@ are used, by the mean and variance over many samples under the present weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ def recalibrate(
     in which every layer normalises each micro-batch by itself. That is exact for the
     first layer only.
 
-    Micro-batches count by their samples, however many there are on each rank.
+    Micro-batches count by their samples, however many there are on each rank. If the
+    forward pass fails, the statistics are between those before and those of the data.
 
     Args:
         layers: the layers by name, equal on all ranks.
@@ -50,9 +51,11 @@ def recalibrate(
     Returns:
         How many passes were made.
     """
-    ranks = ranks or Ranks()
+    ranks, modes = ranks or Ranks(), {each: each.training for each in layers.values()}
     num_passes, found = 0, {name: _none(layer) for name, layer in layers.items()}
-    with _aside(layers):
+    try:
+        for layer in modes:
+            layer.training = False  # it neither moves its statistics nor exchanges them
         while num_passes < (len(layers) if exact else 1):
             num_passes += 1
             before, found = found, _one_pass(layers, batches, forward, exact, ranks)
@@ -60,6 +63,9 @@ def recalibrate(
                 break
             for name, statistics in found.items():
                 _put(layers[name], statistics, unbiased=False)
+    finally:
+        for layer, was_training in modes.items():
+            layer.training = was_training
     for name, statistics in found.items():
         _put(layers[name], statistics, unbiased=True)
     return num_passes
@@ -89,28 +95,6 @@ def _one_pass(
             forward(batch)
     # Equal on each rank to the last bit.
     return {name: joined(ranks.gather_rows(x)) for name, x in found.items()}
-
-
-@contextmanager
-def _aside(layers: Layers) -> Iterator[None]:
-    """Keep layers from updating their statistics, and from exchanging them; if it
-    fails, these are as before."""
-    before = [
-        (layer, layer.training, [each.clone() for each in _buffers(layer)])
-        for layer in layers.values()
-    ]
-    try:
-        for layer, _, _ in before:
-            layer.training = False
-        yield
-    except BaseException:
-        for layer, _, copies in before:
-            for buffer, copy in zip(_buffers(layer), copies, strict=True):
-                buffer.copy_(copy)
-        raise
-    finally:
-        for layer, was_training, _ in before:
-            layer.training = was_training
 
 
 def _none(layer: BatchNorm) -> Tensor:

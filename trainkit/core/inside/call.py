@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trainkit.core.generators import States
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.cut import Node, strangers_of
+from trainkit.core.inside.cut import Cut, Node, Shadows, strangers_of
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Joint, Plan, are_close
-from trainkit.core.inside.rows import Chunk
+from trainkit.core.inside.rows import Arguments, Chunk
 from trainkit.core.inside.tokens import refuse_padding
 from trainkit.core.nested import Build, are_equal, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
@@ -28,25 +28,34 @@ class Call:
     """One call of a module, cut into chunks of rows.
 
     Args:
-        moment: the call, and what the module was like.
-        plan: how outputs are joined.
-        is_checked: whether its two passes are compared.
+        cut: the module that is called.
+        arguments: of the call.
 
     Attributes:
-        plan: how outputs are joined, of so many entries a row as this call has.
-        name: of the module, for messages.
+        cut: the module.
+        name: of it, for messages.
+        arguments: of the call.
+        sizes: of its chunks.
+        moment: what the module is like.
+        parameters: those of it that train.
+        shadows: stand for them while chunks run.
+        plan: how outputs are joined; to be found.
+        is_checked: whether its two passes are compared.
         build: makes the output of its leaves.
         chunks: in which its rows have run.
     """
 
-    def __init__(self, moment: Moment, plan: Plan, *, is_checked: bool = False) -> None:
-        self._moment, self.plan, self._is_checked = moment, plan, is_checked
-        self._arguments, self.name = moment.arguments, moment.name
-        self._values = list[Any](moment.arguments.values)
-        moment.arguments.values = []  # they are held once
-        tensors = [i for i, x in enumerate(self._values) if isinstance(x, Tensor)]
-        self._given = tensors  # their places
-        self._trained = [i for i in tensors if self._values[i].requires_grad]
+    plan: Plan
+    is_checked = False
+
+    def __init__(self, cut: Cut, arguments: Arguments) -> None:
+        self.cut, self.name, self.arguments = cut, cut.name, arguments
+        self.sizes = arguments.sizes or cut.sizes
+        self.moment = Moment(cut.module, cut.name, arguments)
+        self.parameters = [x for x in cut.module.parameters() if x.requires_grad]
+        if cut.shadows is None or not cut.shadows.fit(self.parameters):
+            cut.shadows = Shadows(cut.module, self.parameters)
+        self.shadows = cut.shadows
         self._returned: list[int] = []  # the places of the tensors of the output
         self._has_gradient: list[bool] = []  # by the leaves of the output
         self.build: Build | None = None
@@ -60,13 +69,17 @@ class Call:
     def leaves(self) -> list[Any]:
         """Run all chunks; the leaves of the output. With gradients on, the last chunk
         keeps its graph, which shows what of the output has a gradient."""
-        values, has_graph = self._values, torch.is_grad_enabled()
-        begun = States(self._arguments.devices)
+        self._values = values = self.arguments.values
+        self.arguments.values = []  # they are held once
+        tensors = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+        self._given = tensors  # their places
+        self._trained = [i for i in tensors if values[i].requires_grad]
+        has_graph, begun = torch.is_grad_enabled(), States(self.arguments.devices)
         with torch.no_grad():
             run = partial(self._run, values, begun, has_graph=has_graph)
             leaves = in_smaller_parts(run, self._halves, begun.put_back)
-        self._moment.check_state(values)
-        trained = [*self._moment.parameters, *[values[i] for i in self._trained]]
+        self.moment.check_state(values)
+        trained = [*self.parameters, *[values[i] for i in self._trained]]
         if not (has_graph and trained):
             return leaves
         self._returned = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -81,47 +94,46 @@ class Call:
         return leaves
 
     def _run(self, values: list[Any], begun: States, *, has_graph: bool) -> list[Any]:
-        arguments = self._arguments
+        arguments = self.arguments
         joined = Joined(self.plan, self.name)
-        self.chunks = arguments.chunks(self._moment.sizes)
+        self.chunks = arguments.chunks(self.sizes)
         self._kept = self._first = None
         self._has_gradient = [False] * len(self.plan)
         for number, chunk in enumerate(self.chunks):
-            chunk.states = States(self._arguments.devices) if number else begun
+            chunk.states = States(self.arguments.devices) if number else begun
             if has_graph and chunk is self.chunks[-1]:
                 outputs = self._with_graph(chunk, values)
             else:
                 outputs = self._outputs(arguments.of(chunk, values))
-                if self._is_checked and not number:
+                if self.is_checked and not number:
                     self._first = with_tensors(outputs, lambda x: x.detach().clone())
             joined.add(chunk, outputs)
-        self._draws = not begun.are(States(self._arguments.devices))
+        self._draws = not begun.are(States(self.arguments.devices))
         return joined.values
 
     def _with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
         if torch.is_autocast_cache_enabled():
             # It holds casted weights, without a graph if they were made without.
             torch.clear_autocast_cache()
-        with self._moment.shadows.in_place():
+        with self.shadows.in_place():
             self._kept = outputs, leaves = self._graph(chunk, values)
-        strangers_of(outputs, [*self._moment.shadows.own, *leaves.values()], self.name)
+        strangers_of(outputs, [*self.shadows.own, *leaves.values()], self.name)
         self._has_gradient = [
             isinstance(each, Tensor) and each.requires_grad for each in outputs
         ]
         return outputs
 
     def _halves(self) -> bool:
-        return self._moment.sizes.halve(self._arguments.rows)
+        return self.sizes.halve(self.arguments.rows)
 
     def _outputs(self, given: list[Any]) -> list[Any]:
-        cut, arguments = self._moment.cut, self._arguments
-        _, outputs, build = arguments.run(cut, given)
+        _, outputs, build = self.arguments.run(self.cut, given)
         self.build = self.build or build  # it holds outputs: the first have no graph
         return outputs
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
-        given, leaves = self._arguments.of(chunk, values), {}
+        given, leaves = self.arguments.of(chunk, values), {}
         for index in self._trained:
             leaves[index] = given[index] = given[index].detach().requires_grad_()
         with torch.enable_grad():
@@ -138,17 +150,17 @@ class Call:
             saved: the tensors among the arguments.
             given: the gradients of the tensors of the output.
         """
-        self._moment.check_weights()
-        values, shadows = list(self._values), self._moment.shadows
+        self.moment.check_weights()
+        values, shadows = list(self._values), self.shadows
         for place, tensor in zip(self._given, saved, strict=True):
             values[place] = tensor
         gradients: list[Tensor | None] = [None] * len(self.plan)
         for place, gradient in zip(self._returned, given, strict=True):
             gradients[place] = gradient
-        if self._arguments.width:
+        if self.arguments.width:
             refuse_padding(gradients, self.plan, self.chunks, self.name)
         try:
-            with self._moment.again(), shadows.in_place():
+            with self.moment.again(), shadows.in_place():
                 found = self._gradients(values, gradients)
                 return [*shadows.gradients(), *found]
         finally:
@@ -165,7 +177,7 @@ class Call:
                 self._pull(chunk, values, gradients, found)
 
         def begin_again() -> None:
-            self._moment.shadows.clear()
+            self.shadows.clear()
             found.clear()
 
         in_smaller_parts(run, self._may_begin_again, begin_again)
@@ -205,7 +217,7 @@ class Call:
         for index, leaf in leaves.items():
             if leaf.grad is None:
                 continue
-            value, arguments = values[index], self._arguments
+            value, arguments = values[index], self.arguments
             if index not in found:
                 wide = value.dtype in HALF and not arguments.has_rows(index)
                 dtype = torch.float32 if wide else value.dtype
@@ -216,7 +228,7 @@ class Call:
         """Run a chunk as in the forward pass. What backward passes draw is another draw
         for each chunk, and not that of the forward pass."""
         if self._draws:
-            now = States(self._arguments.devices)
+            now = States(self.arguments.devices)
             chunk.states.put_back()
             try:
                 graph = self._graph(chunk, values)
@@ -243,7 +255,7 @@ class Call:
         if self._draws or not self._halves():
             return False
         self._first = None
-        self.chunks = self._arguments.chunks(self._moment.sizes)
+        self.chunks = self.arguments.chunks(self.sizes)
         return True
 
 

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainkit.core._compat import without_hooks
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.call import Joined
+from trainkit.core.inside.call import Call, Joined
 from trainkit.core.inside.cut import strangers_of
 from trainkit.core.inside.moment import (
-    Moment,
     attributes_of,
     put_back,
     settings_of,
@@ -51,46 +51,40 @@ ON_DEVICE = 2**-11
 """Kernels of a device may round products to so few digits (TF32)."""
 
 
-def look(moment: Moment) -> Plan:
-    """Refuse a call whose rows do not stand alone; else, how it is joined.
-
-    Args:
-        moment: the call, and what the module was like before.
-    """
-    cut, arguments, sizes = moment.cut, moment.arguments, moment.sizes
-    refuse_parts(cut.module, cut.name, OF_CALLS)
+def look(call: Call) -> Plan:
+    """Refuse a call whose rows do not stand alone; else, how it is joined."""
+    module, arguments, moment = call.cut.module, call.arguments, call.moment
+    refuse_parts(module, call.name, OF_CALLS)
     before, begun = moment.state(has_sums=True), States(arguments.devices)
 
     def put_all_back() -> None:
         begun.put_back()
-        put_back(cut.module, moment.settings)
+        put_back(module, moment.settings)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
 
     def run() -> Plan:
         try:
-            plan = Trial(moment).plan()
+            plan = Trial(call).plan()
         except Exception as error:
             is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
             if is_own or is_out_of_memory(error):
                 raise
             # What moves is why rows seem to see each other.
             moment.check_state(arguments.values)
-            raise refusal(error, moment) from error
+            raise refusal(error, call) from error
         moment.check_state(arguments.values, before)
         return plan
 
+    halves = partial(call.sizes.halve, arguments.rows)
     try:
-        return in_smaller_parts(run, lambda: sizes.halve(arguments.rows), put_all_back)
+        return in_smaller_parts(run, halves, put_all_back)
     finally:
         put_all_back()
 
 
 class Trial:
     """Runs rows of one call, always with the same draws.
-
-    Args:
-        moment: the call, and what the module is like.
 
     Attributes:
         begun: the random states that each run begins with.
@@ -100,13 +94,11 @@ class Trial:
         eps: the coarsest rounding of autocast, and of what graphs have saved.
     """
 
-    def __init__(self, moment: Moment) -> None:
-        self.cut, self.arguments = moment.cut, moment.arguments
-        self.sizes, self.begun = moment.sizes, States(self.arguments.devices)
-        self._shadows = moment.shadows
-        self.has_graph = torch.is_grad_enabled()
-        self.has_drawn = False
-        kinds = {each.type for each in self.arguments.devices}
+    def __init__(self, call: Call) -> None:
+        self._call, self._shadows, arguments = call, call.shadows, call.arguments
+        self._arguments, self.begun = arguments, States(arguments.devices)
+        self.has_graph, self.has_drawn = torch.is_grad_enabled(), False
+        kinds = {each.type for each in arguments.devices}
         cast = map(torch.get_autocast_dtype, filter(torch.is_autocast_enabled, kinds))
         self.eps = max((torch.finfo(each).eps for each in cast), default=0.0)
         self.paths: list[str] = []
@@ -116,14 +108,14 @@ class Trial:
         """Random states as they were, and whether they have moved."""
         self.begun.put_back()
         yield
-        self.has_drawn = not self.begun.are(States(self.arguments.devices))
+        self.has_drawn = not self.begun.are(States(self._arguments.devices))
 
     def run(self, chunk: Chunk) -> list[Any]:
         """The outputs for some rows, without a graph."""
         with torch.no_grad(), self._again():
-            given = self.arguments.of(chunk, self.arguments.values)
+            given = self._arguments.of(chunk, self._arguments.values)
             versions = versions_of(given)
-            self.paths, outputs, _ = self.arguments.run(self.cut, given)
+            self.paths, outputs, _ = self._arguments.run(self._call.cut, given)
         if versions != versions_of(given):
             raise Unfit("it changes its arguments in place")
         return outputs
@@ -131,7 +123,7 @@ class Trial:
     def _leaves(self) -> tuple[list[Any], list[Tensor]]:
         """The arguments of the call, with leaves in place of those that train; and
         these."""
-        values, leaves = list(self.arguments.values), list[Tensor]()
+        values, leaves = list(self._arguments.values), list[Tensor]()
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
                 values[place] = value.detach().requires_grad_()
@@ -141,13 +133,16 @@ class Trial:
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         """The outputs for some rows of these arguments, with their graph."""
         with torch.enable_grad(), self._shadows.in_place(), self._again():
-            return self.arguments.run(self.cut, self.arguments.of(chunk, values))[1]
+            return self._arguments.run(
+                self._call.cut, self._arguments.of(chunk, values)
+            )[1]
 
     # ---- outputs ---------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """How the outputs are joined, if no row depends on another."""
-        arguments, sizes, rows = self.arguments, self.sizes, self.arguments.rows
+        arguments, sizes = self._arguments, self._call.sizes
+        rows = arguments.rows
         if rows <= 1:
             raise Unfit("none of its arguments has rows")
         chunks, size = arguments.chunks(sizes), len(sizes.runs(rows)[0])
@@ -193,8 +188,8 @@ class Trial:
     def _can_evaluate(self, picked: Chunk, plan: Plan) -> bool:
         """Whether rows run without draws in evaluation mode, so that a row's place may
         change; in that mode it stays. Else only the rows beside it do."""
-        settings = settings_of(self.cut.module)
-        for each in self.cut.module.modules():
+        settings = settings_of(self._call.cut.module)
+        for each in self._call.cut.module.modules():
             each.training = False
         try:
             found = self.run(picked)
@@ -204,11 +199,11 @@ class Trial:
             if is_out_of_memory(error):
                 raise
             return False  # it has no other mode
-        put_back(self.cut.module, settings)
+        put_back(self._call.cut.module, settings)
         num = len(picked.rows)
-        same = self.arguments.chunk([picked.rows[num // 2]] * num)
+        same = self._arguments.chunk([picked.rows[num // 2]] * num)
         for joint, *both in zip(plan, self.run(picked), self.run(same), strict=True):
-            for dim, _ in joint.axes[:1] if not self.arguments.by else ():
+            for dim, _ in joint.axes[:1] if not self._arguments.by else ():
                 of_row = [each.unflatten(dim, (num, -1)) for each in both]
                 pair = [each.select(dim, num // 2) for each in of_row]
                 if not are_close(*pair, eps=self.eps):
@@ -219,7 +214,7 @@ class Trial:
         self, groups: Sequence[Chunk], plan: Plan, chunks: Sequence[Chunk]
     ) -> None:
         """Refuse outputs of chunks that are not those of their rows beside others."""
-        arguments, joined = self.arguments, Joined(plan, self.cut.name)
+        arguments, joined = self._arguments, Joined(plan, self._call.name)
         for chunk in chunks:
             joined.add(chunk, self.run(chunk))
         for group in groups:
@@ -246,7 +241,7 @@ class Trial:
     def refuse_what_is_left(self, chunk: Chunk) -> None:
         """Refuse a graph that outlives the outputs: the loss may depend on it, or the
         next chunk, which has none."""
-        module, (values, leaves) = self.cut.module, self._leaves()
+        module, (values, leaves) = self._call.cut.module, self._leaves()
         held: list[weakref.ref[Any]] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -259,7 +254,7 @@ class Trial:
         with saved_tensors_hooks(pack, lambda held: held.tensor):
             outputs = self._graph(chunk, values)
         known = [*self._shadows.own, *leaves]
-        strangers = strangers_of(outputs, known, self.cut.name)
+        strangers = strangers_of(outputs, known, self._call.name)
         foreign = list(map(weakref.ref, strangers))  # one made anew in each run goes
         del outputs, strangers, known, values, leaves
         if _are_alive(foreign):
@@ -286,7 +281,7 @@ class Trial:
     def has_mixed_gradients(self, plan: Plan, size: int) -> bool:
         """Whether a gradient of some rows is not the sum of their halves': a hook or an
         own backward pass may mix rows that the forward pass keeps apart."""
-        rows = self.arguments.rows
+        rows = self._arguments.rows
         num = min(rows, FEW, size)
         # Once more on other rows: a kink may lie where rounding differs.
         found = [self._is_mixed(plan, range(at, at + num)) for at in (0, rows - num)]
@@ -295,14 +290,14 @@ class Trial:
 
     def _is_mixed(self, plan: Plan, rows: range) -> bool:
         shadows, (values, leaves) = self._shadows, self._leaves()
-        middle, devices = len(rows) // 2, self.arguments.devices
+        middle, devices = len(rows) // 2, self._arguments.devices
         if not middle or not (shadows.own or leaves):
             return False
         shadows.clear()
         ways, sizes = list[Any](), list[float]()
         for part, sign in ((rows, 1), (rows[:middle], -1), (rows[middle:], -1)):
             with without_hooks():
-                found = self._graph(self.arguments.chunk(part), values)
+                found = self._graph(self._arguments.chunk(part), values)
             pairs = zip(found, plan, strict=True)
             ways = ways or [direction_of(each, joint.axes) for each, joint in pairs]
             pulled = list[tuple[Tensor, Tensor]]()

@@ -14,7 +14,6 @@ from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import look
 from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
 from trainkit.core.inside.documents import by_documents
-from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.refusals import OF_ROWS, refuse_parts
 from trainkit.core.inside.rows import Arguments, Signature, Sizes
@@ -83,9 +82,8 @@ class ChunkedForward(Cut):
         self.was_cut = True
         if self.by_tokens and not arguments.by:
             arguments = self.by_tokens.sort(arguments, self.name)
-        moment = Moment(self, arguments)
-        plan, is_checked = self._find(moment)
-        call = Call(moment, plan, is_checked=is_checked)
+        call = Call(self, arguments)
+        call.plan, call.is_checked = self._find(call)
         leaves = call.leaves()
         if isinstance(arguments, Sorted):
             leaves = arguments.restored(leaves, call.plan)
@@ -94,7 +92,7 @@ class ChunkedForward(Cut):
 
     def probe(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a module that cannot run in chunks, as one call of it shows."""
-        look(Moment(self, self._read(args, kwargs)))
+        look(Call(self, self._read(args, kwargs)))
 
     def _read(self, args: Any, kwargs: Any) -> Arguments:
         arguments, how = self._signature.read(args, kwargs), self._documents
@@ -104,25 +102,25 @@ class ChunkedForward(Cut):
         of = self._signature, how, self.by_tokens, self.name
         return by_documents(arguments, *of)
 
-    def _find(self, moment: Moment) -> tuple[Plan, bool]:
+    def _find(self, call: Call) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.
 
         Calls of one kind have modes and flags in common, what trains, and which
         arguments have rows.
         """
-        arguments = moment.arguments
+        arguments = call.arguments
         values = zip(arguments.paths, arguments.values, arguments.axes, strict=True)
         key = (
             torch.is_grad_enabled(),
-            *[x for x in moment.settings.values() if type(x) in FLAGS],
-            *map(id, moment.parameters),
+            *[x for x in call.moment.settings.values() if type(x) in FLAGS],
+            *map(id, call.parameters),
             *[(path, axes, _kind(value)) for path, value, axes in values],
             arguments.by,
         )
         plan, before = self._kinds.get(key, (None, 0))
         is_checked = not before & (before + 1)  # calls 1, 2, 4, 8, ...
         if plan is None or is_checked:
-            plan = look(moment)
+            plan = look(call)
         self._kinds[key] = plan, before + 1
         return plan, is_checked
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import Cut, Shadows
 from trainkit.core.inside.rows import Arguments
 from trainkit.core.nested import is_dense
 from trainkit.errors import TrainkitError
@@ -130,34 +129,23 @@ class Surroundings:
 
 
 class Moment:
-    """A call of a module, and what the module is like at its moment.
+    """What a module that is called, and what surrounds it, is like at one moment.
 
     In the second pass the modes of its layers, the numbers in its attributes, and
     autocast are as they were. Weights must not have changed, nor which of them train:
     that is refused, as torch refuses it.
 
     Args:
-        cut: the module that is called.
+        module: that is called.
+        name: of it, for messages.
         arguments: of the call.
 
     Attributes:
-        cut: the module.
-        arguments: of the call.
-        name: of the module, for messages.
-        sizes: of its chunks.
-        parameters: the parameters that train.
-        shadows: stand for them while chunks run.
         settings: the numbers and words in attributes.
     """
 
-    def __init__(self, cut: Cut, arguments: Arguments) -> None:
-        self.cut, self.arguments, self.name = cut, arguments, cut.name
-        self.sizes = arguments.sizes or cut.sizes
-        self.settings = settings_of(cut.module)
-        self.parameters = [x for x in cut.module.parameters() if x.requires_grad]
-        if cut.shadows is None or not cut.shadows.fit(self.parameters):
-            cut.shadows = Shadows(cut.module, self.parameters)
-        self.shadows = cut.shadows
+    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
+        self._module, self._name, self.settings = module, name, settings_of(module)
         self._state, self._values = self.state(), versions_of(arguments.values)
         self._surroundings = Surroundings(arguments.devices)
         self._modes = self._surroundings.now()
@@ -171,7 +159,7 @@ class Moment:
         """
         named = {
             (each, name): held
-            for each in modules_of(self.cut.module)
+            for each in modules_of(self._module)
             for name, held in (*each._parameters.items(), *each._buffers.items())
             if held is not None
         }
@@ -189,7 +177,7 @@ class Moment:
         """Refuse weights and buffers that were changed since the forward pass."""
         if moved := self._moved(self._state, self.state()):
             raise TrainkitError(
-                f"{self.name}: its weights and buffers must stay as they are, and "
+                f"{self._name}: its weights and buffers must stay as they are, and "
                 f"frozen or not, between the forward and the backward pass, and "
                 f"{listed(moved)} changed. Call backward before the optimizer steps, "
                 f"and within functional_call."
@@ -206,7 +194,7 @@ class Moment:
         now = self.state(has_sums=before is not None)
         if moved := self._moved(before or self._state, now):
             raise TrainkitError(
-                f"{self.name}: its forward pass must not move buffers or weights, "
+                f"{self._name}: its forward pass must not move buffers or weights, "
                 f"which each part of a batch would do once more, and it moved "
                 f"{listed(moved)}. Name a module within it, or "
                 f"put the layer into evaluation mode. If that is a cache, fill it "
@@ -214,7 +202,7 @@ class Moment:
             )
         if versions_of(values) != self._values:
             raise TrainkitError(
-                f"{self.name}: its forward pass must not change its arguments in "
+                f"{self._name}: its forward pass must not change its arguments in "
                 f"place, since it runs once more in the backward pass. Give it a "
                 f"clone(), or name a module within it."
             )
@@ -223,16 +211,16 @@ class Moment:
         """The names of the weights and buffers that differ."""
         if before == now:
             return []
-        paths = {each: path for path, each in self.cut.module.named_modules()}
+        paths = {each: path for path, each in self._module.named_modules()}
         moved = [x for x in {**before, **now} if before.get(x) != now.get(x)]
         return [f"{paths.get(each, '')}.{name}".lstrip(".") for each, name in moved]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
-        now = put_back(self.cut.module, self.settings)
+        now = put_back(self._module, self.settings)
         try:
             with self._surroundings.kept(self._modes):
                 yield
         finally:
-            put_back(self.cut.module, now)
+            put_back(self._module, now)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parameter import is_lazy
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_batch
-from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.call import Call
 from trainkit.core.inside.outputs import Unfit
 from trainkit.errors import TrainkitError
 
@@ -45,14 +45,14 @@ SHARE = 0.1
 """A submodule that holds less of the parameters is not worth a name."""
 
 
-def refusal(error: Exception, moment: Moment) -> TrainkitError:
+def refusal(error: Exception, call: Call) -> TrainkitError:
     """The error for a call whose rows do not stand alone.
 
     Args:
         error: that shows it.
-        moment: the call, and what the module was like before.
+        call: of which some rows have run.
     """
-    reason, of, arguments = str(error), moment.cut, moment.arguments
+    reason, of, arguments = str(error), call.cut, call.arguments
     if not isinstance(error, Unfit):
         reason = f"it does not run on fewer rows: {type(error).__name__}: {error}"
     cut, whole = [], []
