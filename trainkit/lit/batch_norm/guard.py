@@ -147,15 +147,14 @@ class BatchNormGuard(OrderedCallback):
         self._policy = make_policy(policy, options)
         self._forget()
         self._num_layers = 0
-        self._size: int | None = None  # loader batches in a full window
         self._rows = math.nan  # of the first loader batch
         self._num_batches = 1  # loader batches in the window under way
         self._num_parts = 1  # micro-batches that a loader batch was cut into
-        self._is_training = self._has_started = False
 
     def _forget(self) -> None:
         self._layers: dict[str, BatchNorm] = {}
-        self._run: tuple[Any, Any] | None = None  # the Trainer and the module
+        self._run: tuple[Any, Any] | None = None  # in training: Trainer and module
+        self._size: int | None = None  # loader batches in a full window; none came yet
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, if the policy does that.
@@ -184,13 +183,12 @@ class BatchNormGuard(OrderedCallback):
             self.move_to_front(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._is_training, self._has_started = True, False
         self._size, self._num_parts, self._run = None, 1, (trainer, pl_module)
         self._policy.begin(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         num_layers = self._num_layers
-        text = self._policy.summary(num_layers) if self._has_started else ""
+        text = "" if self._size is None else self._policy.summary(num_layers)
         if not text or not (num_layers or self.policy == "group_norm"):
             return []
         if num_layers:
@@ -202,7 +200,7 @@ class BatchNormGuard(OrderedCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_first, self._has_started = not self._has_started, True
+        is_first = self._size is None
         begins_epoch = is_first or batch_idx == 0
         if begins_epoch:
             self._layers = every_layer(pl_module)
@@ -240,20 +238,20 @@ class BatchNormGuard(OrderedCallback):
     # ---- where statistics are used or kept -------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._is_training:
+        if self._run is not None:
             self._policy.before_use(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        if self._is_training and not trainer.interrupted:
+        if self._run is not None and not trainer.interrupted:
             self._policy.save(trainer, pl_module, checkpoint)
 
     # ---- afterwards ------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._policy.before_use(trainer, pl_module)
-        self._is_training = False
+        self._run = None
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
@@ -261,5 +259,5 @@ class BatchNormGuard(OrderedCallback):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._is_training, self._run = False, None
+        self._run = None
         self._policy.end()
