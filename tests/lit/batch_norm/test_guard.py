@@ -65,7 +65,6 @@ def test_no_other_guard_is_taken(
 @pytest.mark.parametrize(
     ("option", "owner"),
     [
-        ({"freeze_affine": True}, "freeze"),
         ({"num_batches": 1}, "recalibrate"),
         ({"exact": False}, "recalibrate"),
         ({"groups": 1}, "group_norm"),

@@ -36,7 +36,6 @@ from trainkit import (
     [
         BatchNormGuard("group_norm"),
         BatchNormGuard("freeze"),
-        BatchNormGuard("freeze", freeze_affine=True),
         BatchNormGuard("ignore"),
     ],
 )

@@ -103,7 +103,8 @@ class BatchNormGuard(OrderedCallback):
       callback is called where weights alone are written (`save_weights_only=True`,
       `trainer.save_checkpoint(weights_only=True)`): such a file has the statistics of
       the last use.
-    - `"freeze"`: keeps the statistics, for fine-tuning.
+    - `"freeze"`: keeps the statistics, for fine-tuning. The layers' weights train,
+      unless you take their gradients off: `layer.requires_grad_(False)`.
     - `"group_norm"`: replaces the layers by GroupNorm, with their weights.
 
     The last one changes the module before its optimizer is made. It does so in every
@@ -112,7 +113,6 @@ class BatchNormGuard(OrderedCallback):
     Args:
         policy: one of these.
         min_samples: there is no warning about statistics from so many samples or more.
-        freeze_affine: with `"freeze"`: keep weights and biases too.
         num_batches: with `"recalibrate"`: the number of micro-batches on each rank.
         exact: with `"recalibrate"`: as many passes as layers follow each other, for
             the statistics of all data as one batch. False makes one pass, which is
@@ -128,7 +128,6 @@ class BatchNormGuard(OrderedCallback):
         policy: PolicyName = "warn",
         *,
         min_samples: int = 16,
-        freeze_affine: bool = False,
         num_batches: int = 200,
         exact: bool = True,
         groups: int = 32,
@@ -139,7 +138,6 @@ class BatchNormGuard(OrderedCallback):
         self.policy = policy
         options = {
             "min_samples": min_samples,
-            "freeze_affine": freeze_affine,
             "num_batches": num_batches,
             "exact": exact,
             "groups": groups,

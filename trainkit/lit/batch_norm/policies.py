@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from trainkit.core.batch_norm.layers import (
     BatchNorm,
     freeze,
@@ -79,29 +77,16 @@ class Freeze(Policy):
     A `train()` by Lightning or by the user does not change that.
     """
 
-    def __init__(self, *, freeze_affine: bool) -> None:
-        self._affine = freeze_affine
-        self._parameters: list[nn.Parameter] = []
+    def __init__(self) -> None:
         self._layers: list[BatchNorm] = []
 
-    def convert(self, module: Any, trainer: Any) -> None:
-        # DDP and the optimizer have not yet looked at what trains.
-        for layer in layers_to_train(module).values() if self._affine else ():
-            for parameter in _trained(layer):
-                parameter.requires_grad_(False)
-                self._parameters.append(parameter)
-
     def open_window(self, window: Window) -> None:
-        callbacks = window.trainer.callbacks
-        if window.is_first and has_callback(callbacks, "StochasticWeightAveraging"):
+        if has_callback(window.trainer.callbacks, "StochasticWeightAveraging"):
             raise TrainkitError(
                 "BatchNormGuard('freeze'): StochasticWeightAveraging throws the "
                 "statistics away at its end, and frozen layers make no new ones. Leave "
                 "one of the two out."
             )
-        if window.is_first and self._affine:
-            late = [name for name, layer in window.layers.items() if _trained(layer)]
-            refuse_left_over(window.module, late, "freeze")
         for layer in window.layers.values():  # finetuning may have unfrozen some
             freeze(layer)
             self._layers.append(layer)
@@ -109,17 +94,10 @@ class Freeze(Policy):
     def end(self) -> None:
         for layer in self._layers:
             thaw(layer)
-        for parameter in self._parameters:
-            parameter.requires_grad_(True)
-        self._layers, self._parameters = [], []
+        self._layers = []
 
     def summary(self, num_layers: int) -> str:
-        kept = "weights and statistics" if self._affine else "statistics"
-        return f"frozen, {kept} stay as they are"
-
-
-def _trained(layer: BatchNorm) -> list[nn.Parameter]:
-    return [each for each in layer.parameters(recurse=False) if each.requires_grad]
+        return "frozen, statistics stay as they are"
 
 
 class Momentum(Policy):
@@ -177,8 +155,13 @@ class GroupNormInstead(Policy):
         self._made |= to_group_norm(module, groups=self._groups)
 
     def open_window(self, window: Window) -> None:
-        if window.is_first:
-            refuse_left_over(window.module, list(window.layers), "group_norm")
+        if window.is_first and window.layers:
+            raise TrainkitError(
+                f"BatchNormGuard('group_norm'): {listed(list(window.layers))} came "
+                f"into {type(window.module).__name__} in its setup or configure_model. "
+                f"That is too late, since no callback is called between these and "
+                f"configure_optimizers. Call guard.convert(self) where it makes them."
+            )
 
     def summary(self, num_layers: int) -> str:
         counts = Counter(layer.num_groups for layer in self._made.values())
@@ -186,14 +169,3 @@ class GroupNormInstead(Policy):
             f"{n} with {g} group{'s' * (g != 1)}" for g, n in sorted(counts.items())
         )
         return f"replaced by GroupNorm ({groups or 'none was there'})"
-
-
-def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
-    """Refuse layers that were made after the guard's `setup`."""
-    if names:
-        raise TrainkitError(
-            f"BatchNormGuard({policy!r}): {listed(names)} came into "
-            f"{type(module).__name__} in its setup or configure_model. That is too "
-            f"late, since no callback is called between these and "
-            f"configure_optimizers. Call guard.convert(self) where it makes them."
-        )
