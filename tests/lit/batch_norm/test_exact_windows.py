@@ -38,7 +38,6 @@ from trainkit import (
     PerSample,
 )
 from trainkit.core.tape.forward import TapedForward
-from trainkit.errors import TrainkitError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
@@ -215,6 +214,11 @@ REFUSED: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "without the callback": (TWO, Images, [BatchNormGuard("exact")], {"window": 2}),
     "late": (TWO, evaluating, [Thawed(), *exact(SPLIT)], {"window": 2}),
     "grows": (ONE_BATCH, Images, [*exact(SPLIT), LARGER], {}),
+    "schedule": (TWO, Images, [*exact(SPLIT), AccumulationSchedule({0: 1, 1: 2})], {}),
+    "Lightning's": (
+        TWO,
+        *(Images, [*exact(None), GradientAccumulationScheduler({0: 1, 1: 2})], {}),
+    ),
     "by hand": (
         "by manual optimization",
         by_hand(MixedImages),
@@ -269,19 +273,6 @@ def test_on_one_rank_whole_batches_run_the_layers_as_they_are() -> None:
 
 def test_two_values_of_a_channel_are_enough() -> None:
     fit(one_value(), *exact(MicroBatching(size=1)), batches=loader(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("kind", "cut"),
-    [(AccumulationSchedule, SPLIT), (GradientAccumulationScheduler, None)],
-)
-def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -> None:
-    begun, said = [], f"before the first .*{kind.__name__} will make windows of 2"
-    notes = LambdaCallback(on_train_batch_start=lambda *of: begun.append(of))
-    with pytest.raises(TrainkitError, match=said) as caught:
-        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), notes)
-    assert begun == []
-    assert "accumulate_grad_batches" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cut", [None, SPLIT])

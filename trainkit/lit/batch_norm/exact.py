@@ -14,11 +14,7 @@ from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
 from trainkit.lit.batch_norm.policies import Policy, Window
-from trainkit.lit.batch_size import (
-    micro_batch_of,
-    num_replicas,
-    scheduled_sizes,
-)
+from trainkit.lit.batch_size import micro_batch_of, num_replicas
 from trainkit.lit.callback.base import windows_of
 
 
@@ -29,15 +25,6 @@ class ExactStatistics(Policy):
         windows = windows_of(trainer)
         if not any(isinstance(each, BatchNorm) for each in module.modules()):
             return
-        if normalising_by_batch(module):
-            _refuse_several(trainer, module)
-            for name, size in scheduled_sizes(trainer).items():
-                raise _refusal(
-                    module,
-                    f"{name} will make windows of {size} loader batches. Let the "
-                    f"loader yield the whole window, leave {name} out, and cut each "
-                    f"batch",
-                )
         # Layers that are frozen now may train in a later window.
         if windows is not None:
             windows.join_statistics(trainer, module)
