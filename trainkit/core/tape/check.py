@@ -7,7 +7,7 @@ pass of its own, does with other rows, with their places or with values shows it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainkit.core.inside.cut import renew_list
 from trainkit.core.inside.outputs import direction_of
 from trainkit.core.inside.rows import Axis, Chunk
 from trainkit.core.nested import tensors, with_tensors
-from trainkit.core.tape.call import Recorded
+from trainkit.core.ranks import Ranks
 from trainkit.core.tape.rows import chunk_sizes
 from trainkit.errors import TrainkitError
 
@@ -42,17 +42,13 @@ def few_rows(rows: int, size: int) -> int:
     return min(max((size - 1) | 1, 5 if size >= 3 else 3), (rows - 1) | 1)
 
 
-def check(
-    module: nn.Module, name: str, record: Callable[..., Recorded], given: Any, size: int
-) -> None:
+def check(cut: Any, given: Any, size: int) -> None:
     """Refuse a module of which rows give other results in other chunks.
 
     Rows of both ends are tried: at a kink, rounding makes a large difference.
 
     Args:
-        module: which is called.
-        name: of it.
-        record: runs its forward for arguments, a number of rows, and a size of chunks.
+        cut: its `TapedForward`.
         given: the arguments of a call.
         size: of its chunks.
     """
@@ -63,18 +59,18 @@ def check(
         ends = slice(start, start + few)
         part = with_tensors(given, partial(_part, rows=rows, places=ends))
         try:
-            found = [_results(module, record, part, *way) for way in ways]
+            found = [_results(cut, part, *way) for way in ways]
         except TrainkitError:
             raise
         except Exception:  # it mixes float64 with a type of its own, or asks for one
-            found = [_results(module, record, part, *w, is_wide=False) for w in ways]
+            found = [_results(cut, part, *way, is_wide=False) for way in ways]
         pairs = zip(found[1][0], found[0][0], strict=True)
         off, eps = max(apart(*each) for each in pairs), found[0][1]
         if off <= ROUNDING * eps**0.5:
             return
     first, other = (chunk_sizes(few, most)[0] for _, most in ways)
     raise TrainkitError(
-        f"exact BatchNorm: the rows of {name} see each other outside of BatchNorm "
+        f"exact BatchNorm: the rows of {cut.name} see each other outside of BatchNorm "
         f"layers, their places count, or Python reads values: {few} rows in chunks of "
         f"{first} give other outputs, gradients or statistics than turned round in "
         f"chunks of {other} (off by {off:.1e}). Do that outside of the module, or give "
@@ -87,8 +83,7 @@ def _part(whole: Tensor, *, rows: int, places: slice) -> Tensor:
 
 
 def _results(
-    module: nn.Module,
-    record: Callable[..., Recorded],
+    cut: Any,
     given: Any,
     order: Sequence[int],
     size: int,
@@ -101,8 +96,7 @@ def _results(
     those of a deep net differ by a hundredth where a rounding moves a kink.
 
     Args:
-        module: which is called.
-        record: runs its forward.
+        cut: runs the forward.
         given: the arguments.
         order: of the rows; it is its own inverse.
         size: of chunks.
@@ -118,7 +112,7 @@ def _results(
         return found.requires_grad_(value.requires_grad)
 
     with (
-        _aside(module, device, is_wide=is_wide),
+        _aside(cut.module, device, is_wide=is_wide),
         torch.autocast(device.type, enabled=False)
         if is_wide
         else contextlib.nullcontext(),
@@ -126,7 +120,7 @@ def _results(
         without_hooks(),
     ):
         given = with_tensors(given, partial(_copied, is_wide=is_wide))
-        found = record(with_tensors(given, ordered), rows, size)
+        found = cut.record(with_tensors(given, ordered), rows, size, Ranks())
         tape, gradients = found.tape, list[Tensor | None]()
         dims, trains = tape.outputs.values(), tape.differentiable
         outputs = list(map(ordered, found.outputs, dims))
@@ -140,7 +134,7 @@ def _results(
                 gradients = tape.backward((), ways)
         of_arguments = map(ordered, gradients[: tape.num_arguments])
         gradients = [*of_arguments, *gradients[tape.num_arguments :]]
-        buffers: list[Tensor | None] = [each.clone() for each in module.buffers()]
+        buffers: list[Tensor | None] = [each.clone() for each in cut.module.buffers()]
         rounding = [torch.finfo(x.dtype).eps for x in outputs if x.is_floating_point()]
         return [outputs, gradients, buffers], max([tape.eps(), *rounding])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,11 +77,10 @@ class TapedForward(Cut):
         if rows > size and few_rows(rows, size) > 1:
             self._num_calls += 1
             if not self._num_calls & (self._num_calls - 1):
-                alone = partial(self._record, ranks=Ranks())  # on this rank
-                check(self.module, self.name, alone, given, size)
-        return self._record(given, rows, size, self.ranks).result()
+                check(self, given, size)
+        return self.record(given, rows, size, self.ranks).result()
 
-    def _record(self, given: Any, rows: int, size: int, ranks: Ranks) -> Recorded:
+    def record(self, given: Any, rows: int, size: int, ranks: Ranks) -> Recorded:
         """Run the forward for all rows, in chunks of at most so many."""
         layout = Layout(rows, size)
         device = next(x for x in tensors(given) if x.ndim).device
