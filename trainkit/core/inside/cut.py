@@ -258,7 +258,8 @@ def strangers_of(outputs: Sequence[Any], known: Sequence[Tensor], name: str) -> 
         if node is not None and node not in seen:
             seen.add(node)
             leaves.append(getattr(node, "variable", None))
-            waiting += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                waiting.append(following)
     familiar = set(map(id, known))
     found = {
         id(leaf): leaf

@@ -22,7 +22,6 @@ from trainkit.core.inside.rows import (
     Arguments,
     Axis,
     Chunk,
-    Signature,
     runs_of,
 )
 from trainkit.core.inside.tokens import ByTokens
@@ -39,11 +38,9 @@ class OfDocuments(Arguments):
 
     Attributes:
         runs: the tokens of each document.
-        whole: whether each argument is shared, as a user says.
     """
 
     runs: list[range] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = torch.tensor([*map(len, self.runs)])
@@ -75,7 +72,6 @@ class OfDocuments(Arguments):
 
 def by_documents(
     arguments: Arguments,
-    signature: Signature,
     how: str,
     limit: ByTokens | None,
     name: str,
@@ -85,18 +81,17 @@ def by_documents(
 
     Args:
         arguments: of the call.
-        signature: says which of them are shared.
         how: what tells documents apart, as in `find_documents`; the path in a loader
             batch, of which the last part may be the name of an argument.
         limit: the most tokens and documents of a chunk; None if there is none.
         name: of the module, for messages.
     """
     paths, values = arguments.paths, arguments.values
-    whole = [signature.is_shared(path) for path in paths]
     if how not in ("auto", "off"):
         names = how, how.rpartition(".")[2]
         how = next((path for path in names if path in paths), "off")
-    given = [None if w else v for v, w in zip(values, whole, strict=True)]
+    pairs = zip(values, arguments.whole, strict=True)
+    given = [None if is_whole else value for value, is_whole in pairs]
     build = arguments.build or (lambda given: dict(zip(paths, given, strict=True)))
     found = find_flattened(build(iter(given)), how)
     if found is None or len(found.begun) > 1:
@@ -123,7 +118,7 @@ def by_documents(
         "by": found.by,
     }
     own = {**vars(arguments), **of_documents}
-    made = OfDocuments(**own, runs=runs, whole=whole)
+    made = OfDocuments(**own, runs=runs)
     if limit is not None:
         tokens = lambda rows: ends[rows[-1] + 1] - ends[rows[0]]  # noqa: E731
         allows = lambda rows: limit.allows(len(rows), tokens(rows))  # noqa: E731

@@ -99,8 +99,7 @@ class ChunkedForward(Cut):
         is_plain = arguments.build is None and KNOWN.isdisjoint(arguments.paths)
         if how == "off" or is_plain and how == "auto":
             return arguments  # no name tells documents apart
-        of = self._signature, how, self.by_tokens, self.name
-        return by_documents(arguments, *of)
+        return by_documents(arguments, how, self.by_tokens, self.name)
 
     def _find(self, call: Call) -> tuple[Plan, bool]:
         """How a call is joined, and whether it was looked at now.

@@ -133,7 +133,7 @@ OF_ROWS: dict[str, Callable[[str, Any], Any]] = {
     "pass, so that chunks get no gradient. Shard by torch.distributed.fsdp.fully_shard "
     "(FSDP2; ModelParallelStrategy in Lightning), or use DDP": (
         lambda path, each: any(
-            isinstance(x, FLAT) for x in [each, *own_parameters(each)]
+            isinstance(x, FLAT) for x in [each, *each._parameters.values()]
         )
     ),
 }
@@ -149,7 +149,3 @@ OF_CALLS: dict[str, Callable[[str, Any], Any]] = {
     **OF_ROWS,
 }
 """What it refuses once it is called."""
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [each for each in module._parameters.values() if each is not None]

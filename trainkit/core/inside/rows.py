@@ -119,8 +119,7 @@ class Sizes:
         """
         num_runs = -(-num_rows // (self.limit or num_rows))
         size, larger = divmod(num_rows, num_runs)
-        sizes = [size + (number < larger) for number in range(num_runs)]
-        return runs_of(sizes)
+        return runs_of([size + 1] * larger + [size] * (num_runs - larger))
 
     def halve(self, num_rows: int) -> bool:
         """Memory ran out for so many rows. Returns whether chunks can be smaller."""
@@ -147,6 +146,7 @@ class Arguments:
         num_by_place: how many are given by place.
         build: makes the named arguments of as many values; None if none is nested.
         totals: how many rows, tokens and columns they have; 0 where that is unknown.
+        whole: whether each value is shared, as a user says.
         axes: of each value.
         devices: of the tensors.
         parts: the chunks, where no number of rows alone says which.
@@ -160,6 +160,7 @@ class Arguments:
     num_by_place: int
     build: Build | None
     totals: tuple[int, int, int]
+    whole: list[bool]
     axes: list[Axes]
     devices: set[torch.device]
     parts: list[Chunk] | None = None
@@ -249,15 +250,14 @@ class Signature:
             names = [str(place) for place in range(len(args))]  # Python will say it
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         fields, build = take_apart(given, _is_column)
-        shared = set[str]()
-        if self._shared:
-            shared.update(each.path for each in fields if self.is_shared(each.path))
-        rows = self._num_rows([each for each in fields if each.path not in shared])
+        whole = [bool(self._shared) and self._is_shared(x.path) for x in fields]
+        pairs = list(zip(fields, whole, strict=True))
+        rows = self._num_rows([field for field, is_whole in pairs if not is_whole])
         paths, values, axes = list[str](), list[Any](), list[Axes]()
-        for path, value in fields:
+        for (path, value), is_whole in pairs:
             paths.append(path)
             values.append(value)
-            has_rows = path not in shared and length_of(value) == rows
+            has_rows = not is_whole and length_of(value) == rows
             axes.append((Axis(0),) if has_rows else ())
         return Arguments(
             values,
@@ -266,6 +266,7 @@ class Signature:
             num_by_place=len(args),
             build=None if paths == list(given) else build,
             totals=(rows, 0, 0),
+            whole=whole,
             axes=axes,
             devices={each.device for each in values if isinstance(each, Tensor)},
         )
@@ -284,7 +285,7 @@ class Signature:
             return value.shape[0]
         return 1
 
-    def is_shared(self, path: str) -> bool:
+    def _is_shared(self, path: str) -> bool:
         """Whether every chunk gets all of the argument at a path."""
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))

@@ -81,7 +81,10 @@ class Recalibrate(Policy):
 
         def batches() -> Iterator[Any]:
             seed_all(SEED)
-            for index, batch in enumerate(from_beginning(trainer)):
+            # From the beginning of all loaders, combined as in training.
+            combined = copy.copy(combined_loader(trainer))
+            combined.flattened = list(map(_fresh, combined.flattened))
+            for index, (batch, _, _) in enumerate(combined):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return
@@ -164,13 +167,6 @@ def on_device(trainer: Any, module: Any, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = before_batch_transfer(module, batch)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def from_beginning(trainer: Any) -> Iterator[Any]:
-    """The batches of all loaders from the beginning, combined as in training."""
-    combined = copy.copy(combined_loader(trainer))
-    combined.flattened = [_fresh(loader) for loader in combined.flattened]
-    return (batch for batch, _, _ in combined)
 
 
 def _fresh(loader: Any) -> Any:
