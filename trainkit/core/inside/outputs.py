@@ -107,9 +107,10 @@ def with_columns(plan: Plan, whole: Sequence[Any], narrow: Sequence[Any]) -> Pla
     """
     found = []
     for joint, one, other in zip(plan, whole, narrow, strict=True):
-        dims = differing(one, other)[:1] if joint.axes else []
-        columns = (Axis(dim, COLUMNS) for dim in dims)
-        found.append(Joint(joint.path, (*joint.axes, *columns)))
+        dims = differing(one, other) if joint.axes else []
+        # Rows and columns in one dimension do not fit, where they are joined.
+        columns = [Axis(dim, COLUMNS) for dim in dims if dim != joint.axes[0].dim]
+        found.append(Joint(joint.path, (*joint.axes, *columns[:1])))
     return found
 
 
