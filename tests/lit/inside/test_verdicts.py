@@ -229,7 +229,7 @@ TWO_NAMES = within("net", tokens=9, lengths=("a", "b"))
 TWO, PAIRS = {"loader": two_loaders()}, {"loader": lists()}
 SEVERAL, REQUIRED = {"accumulate": 2}, {"proof": "require"}
 FEW, NAME = '^MicroBatching inside="auto": .*few rows of', "Name .*: inside='net'.$"
-ROWS_MUST = 'inside="auto": no submodule of Foreign can run .* net: its rows must'
+ROWS_MUST = 'inside="auto": no submodule of Foreign can run .* net: it is a BatchNorm'
 REFUSED: list[Any] = [  # the module, its cut, how it is trained, and why not
     (step(of_all_rows), AUTO, {}, f"{FEW} .*that failed: Runtime.*2, 11.*{NAME}"),
     (step(of_two_loaders), AUTO, TWO, rf"{FEW} dict\(a: .*failed: .*{NAME}"),
