@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core._compat import keeps_graph
 from trainkit.core.batch_norm.statistics import Meeting
-from trainkit.core.inside.cut import Node
 from trainkit.core.inside.moment import Surroundings
-from trainkit.core.nested import Build
 from trainkit.core.tape.operations import (
     Chunk,
     Operation,
     Segment,
     Store,
 )
-from trainkit.core.tape.rows import Layout, NumberOfRows
+from trainkit.core.tape.rows import Layout
 
 
 @dataclass(eq=False)
@@ -175,40 +172,3 @@ class Tape:
             if gradients.has(number, meeting.x):
                 lacking += gradients.pop(number, meeting.x)
             gradients.put(number, meeting.x, lacking)
-
-
-@dataclass
-class Recorded:
-    """A forward that has run for all rows.
-
-    Attributes:
-        tape: on which it was written.
-        inputs: the arguments that were cut.
-        outputs: the tensors that it has made of them, whole.
-        leaves: of what it returns, in the first chunk.
-        slots: of these; None for what does not depend on the batch.
-        build: makes what it returns of its leaves.
-    """
-
-    tape: Tape
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    leaves: list[Any]
-    slots: list[int | None]
-    build: Build
-
-    def result(self) -> Any:
-        """What the call returns, as autograd sees it."""
-        tape, outputs = self.tape, self.outputs
-        if any(tape.differentiable):
-            # torch refuses what was changed since.
-            saved = [*self.inputs, *tape.fixed]
-            given = outputs, tape.differentiable, saved, *self.inputs, *tape.shared
-            with torch.enable_grad():  # the forward may have set it
-                found: Any = Node.apply(tape, *given)
-                outputs = list(found)
-        whole = dict(enumerate(self.inputs))
-        whole |= dict(zip(tape.outputs, outputs, strict=True))
-        pairs = zip(self.slots, self.leaves, strict=True)
-        leaves = [each if slot is None else whole[slot] for slot, each in pairs]
-        return self.build(x.whole if type(x) is NumberOfRows else x for x in leaves)

@@ -120,10 +120,11 @@ def _results(
         without_hooks(),
     ):
         given = with_tensors(given, partial(_copied, is_wide=is_wide))
-        found = cut.record(with_tensors(given, ordered), rows, size, Ranks())
-        tape, gradients = found.tape, list[Tensor | None]()
+        given = with_tensors(given, ordered)
+        tape, made, _ = cut.record(given, rows, size, Ranks())
+        gradients = list[Tensor | None]()
         dims, trains = tape.outputs.values(), tape.differentiable
-        outputs = list(map(ordered, found.outputs, dims))
+        outputs = list(map(ordered, made, dims))
         if is_wide and any(trains):
             pairs = zip(outputs, dims, trains, strict=True)
             ways = [

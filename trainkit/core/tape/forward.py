@@ -8,25 +8,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.core._compat import transform, uncompiled
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import States
-from trainkit.core.inside.cut import Cut, InPlaceOf, check_cut
+from trainkit.core.inside.cut import Cut, InPlaceOf, Node, check_cut
 from trainkit.core.inside.moment import Surroundings, attributes_of
 from trainkit.core.inside.refusals import LAZY, refuse_parts
 from trainkit.core.inside.rows import Sizes
 from trainkit.core.nested import tensors, with_tensors
 from trainkit.core.out_of_memory import in_smaller_parts
 from trainkit.core.ranks import Ranks, find_ranks
-from trainkit.core.tape.call import Recorded, Tape
+from trainkit.core.tape.call import Tape
 from trainkit.core.tape.check import check, few_rows
 from trainkit.core.tape.functions import is_recording, recording
 from trainkit.core.tape.operations import Store
 from trainkit.core.tape.recorder import Recorder
-from trainkit.core.tape.rows import Layout
+from trainkit.core.tape.rows import Layout, NumberOfRows
 from trainkit.errors import TrainkitError
 
 
@@ -78,10 +78,14 @@ class TapedForward(Cut):
             self._num_calls += 1
             if not self._num_calls & (self._num_calls - 1):
                 check(self, given, size)
-        return self.record(given, rows, size, self.ranks).result()
+        _, _, result = self.record(given, rows, size, self.ranks)
+        return result()
 
-    def record(self, given: Any, rows: int, size: int, ranks: Ranks) -> Recorded:
-        """Run the forward for all rows, in chunks of at most so many."""
+    def record(
+        self, given: Any, rows: int, size: int, ranks: Ranks
+    ) -> tuple[Tape, list[Tensor], Callable[[], Any]]:
+        """Run the forward for all rows, in chunks of at most so many: its tape, the
+        tensors that it has made, and what gives what the call returns."""
         layout = Layout(rows, size)
         device = next(x for x in tensors(given) if x.ndim).device
         store = Store(len(layout.sizes), device)
@@ -101,7 +105,23 @@ class TapedForward(Cut):
         }
         outputs = recorder.outputs()
         tape.tidy()
-        return Recorded(tape, recorder.cut, outputs, leaves, slots, build)
+        inputs = recorder.cut
+
+        def result() -> Any:
+            found = outputs
+            if any(tape.differentiable):
+                # torch refuses what was changed since.
+                saved = [*inputs, *tape.fixed]
+                of = outputs, tape.differentiable, saved, *inputs, *tape.shared
+                with torch.enable_grad():  # the forward may have set it
+                    found = Node.apply(tape, *of)
+            made = zip(tape.outputs, found, strict=True)
+            whole = {**dict(enumerate(inputs)), **dict(made)}
+            pairs = zip(slots, leaves, strict=True)
+            parts = [each if slot is None else whole[slot] for slot, each in pairs]
+            return build(x.whole if type(x) is NumberOfRows else x for x in parts)
+
+        return tape, outputs, result
 
     def _row_dim(self, recorder: Recorder, slot: int) -> int:
         dim = recorder.values.dims[slot]
