@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from tests.helpers import trainer as made
 from tests.lit.probe.finding import Data, Net, quick, rows
 from trainkit.lit._compat import (
+    copied_trainer,
     leaves_fit,
-    parts_of,
     quiet_trainer,
     stand_where,
     starts_processes_for_fit,
@@ -49,23 +49,28 @@ def test_leaving_a_fit_tears_down_and_is_no_error() -> None:
     assert fit.state.finished
 
 
-def test_parts_are_all_that_counts_in_a_trainer() -> None:
-    fit = quick()
-    parts = parts_of(fit)
-    for part in (
-        fit,
-        fit.state,
-        fit.fit_loop,
-        fit.fit_loop.epoch_progress.total,
-        fit.fit_loop.epoch_loop,
-        fit.fit_loop.epoch_loop.batch_progress.current,
-        fit.fit_loop.epoch_loop.val_loop,
-        fit.fit_loop.epoch_loop.automatic_optimization.optim_progress,
-    ):
-        assert any(each is part for each in parts), type(part)
-    assert not any(each is fit.strategy for each in parts)
-    assert all(hasattr(each, "__dict__") for each in parts)
-    assert not any(each is fit.state.status for each in parts), "an enum is shared"
+def test_a_copied_trainer_shares_what_is_not_lightnings() -> None:
+    fit = quick(max_epochs=1, callbacks=[Callback()])
+    fit.fit(Net(), Data())
+    other = copied_trainer(fit)
+
+    def parts(trainer: Any) -> list[Any]:
+        loop, strategy = trainer.fit_loop, trainer.strategy
+        return [
+            trainer, trainer.state, loop, loop.epoch_progress.total, loop.epoch_loop,
+            loop.epoch_loop.batch_progress.current, loop.epoch_loop.val_loop,
+            loop.epoch_loop.automatic_optimization.optim_progress, strategy,
+            trainer._signal_connector, trainer._data_connector,
+            strategy.precision_plugin,
+        ]  # fmt: skip
+
+    pairs = list(zip(parts(fit), parts(other), strict=True))
+    assert all(type(one) is type(two) for one, two in pairs)
+    assert [type(one) for one, two in pairs if one is two] == []
+    assert other.fit_loop.trainer is other.fit_loop.epoch_loop.trainer is other
+    assert other.global_step == fit.global_step == 24
+    for shared in ("callbacks", "profiler", "lightning_module", "train_dataloader"):
+        assert getattr(other, shared) is getattr(fit, shared)
 
 
 @pytest.mark.parametrize(

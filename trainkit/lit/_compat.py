@@ -7,10 +7,10 @@ that changes one of these things fails there.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+_OF_TRAINER = tuple(p + part for p in _LIGHTNING for part in ("loops.", "trainer."))
 
 
 def scaler_of(trainer: Any) -> Any:
@@ -216,20 +217,23 @@ def stand_where(trainer: Any, live: Any) -> None:
     loops.manual_optimization.optim_step_progress.total.completed = step
 
 
-def parts_of(trainer: Any) -> list[Any]:
-    """The Trainer with its loops, their progress, the logged results and states."""
-    names = (".loops.", ".logger_connector.", ".trainer.states")
-    found, waiting = [trainer], [trainer]
+def copied_trainer(live: Any) -> Any:
+    """A Trainer like another, which stays as it is: Lightning's own parts are copied,
+    and the precision plugin; what else they hold is shared, and so are the processes
+    of other ranks."""
+    strategy = copy.copy(live.strategy)
+    strategy.precision_plugin = copy.deepcopy(live.precision_plugin)
+    memo: dict[int, Any] = {id(live.strategy): strategy}
+    seen, waiting = {id(live)}, [live]
     while waiting:
-        for value in list(vars(waiting.pop()).values()):
-            is_part = any(name in type(value).__module__ for name in names)
-            is_known = any(value is each for each in found)
-            if not is_part or is_known or isinstance(value, Enum):
-                continue
-            if hasattr(value, "__dict__"):
-                found.append(value)
-                waiting.append(value)
-    return found
+        for value in vars(waiting.pop()).values():
+            kinds = [each.__module__ for each in type(value).__mro__]
+            if any(kind.startswith(_OF_TRAINER) for kind in kinds):
+                waiting += [] if id(value) in seen else [value]
+                seen.add(id(value))
+            else:
+                memo.setdefault(id(value), value)
+    return copy.deepcopy(live, memo)
 
 
 def starts_processes_for_fit(strategy: Any) -> bool:

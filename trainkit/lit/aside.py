@@ -1,14 +1,13 @@
 """Steps that will not count: what they change is put back, and nobody hears them.
 
 The live module is put back for three: a loader batch that runs again after memory ran
-out, the finder of sizes, and micro-batches that only fill places. Whatever can run on a
-copy does so.
+out, sizes that are timed, and statistics of BatchNorm that are computed anew. Whatever
+can run on a copy does so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import warnings
 from collections import deque
@@ -21,10 +20,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.generators import generator_keeper, read_states, write_states
-from trainkit.core.nested import tensors
+from trainkit.lit._compat import replaced
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module."""
@@ -45,8 +43,8 @@ class Kept:
 
     Args:
         module: whose state.
-        steps: whether optimizers may step: parameters and gradients are kept too, on
-            the host, because a device's memory is what is measured meanwhile.
+        tensors: whether their values are kept. In a copy that is thrown away they need
+            not be, and would take memory.
         device: keep the global random generators as well, this device's among them.
         generators: whether to keep the random generators that the module holds.
     """
@@ -55,17 +53,16 @@ class Kept:
         self,
         module: nn.Module,
         *,
-        steps: bool = False,
+        tensors: bool = True,
         device: torch.device | None = None,
         generators: bool = True,
     ) -> None:
-        self._steps, self._generators, self._device = steps, generators, device
+        self._tensors, self._generators, self._device = tensors, generators, device
         self._put_back: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
         for each in module.modules():
-            for held in (each._buffers, each._parameters)[: 1 + steps]:
-                self._keep(held, DEPTH)
-            self._keep_named(vars(each), () if steps else FRAMEWORK, DEPTH)
+            self._keep(each._buffers, DEPTH)
+            self._keep_named(vars(each), FRAMEWORK, DEPTH)
         self._random = None if device is None else read_states(device)
 
     def __enter__(self) -> Kept:
@@ -89,7 +86,7 @@ class Kept:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             # A list of outputs grows with each batch; its tensors do not change.
-            if depth == DEPTH - 1 or self._steps:
+            if depth == DEPTH - 1 and self._tensors:
                 self._keep_tensor(value)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes < MOST_BYTES:
@@ -129,59 +126,26 @@ class Kept:
             self._keep(each, depth - 1)
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if self._steps and tensor.is_leaf:
-            gradient = tensor.grad
-            self._put_back.append(lambda: setattr(tensor, "grad", gradient))
-            if gradient is not None:
-                self._keep(gradient, 0)
         if is_lazy(tensor) or tensor.is_meta:
             return
-        device = tensor.device
-        kept = tensor.detach().to("cpu" if self._steps else device, copy=True)
+        kept = tensor.detach().clone()
 
         def put_back() -> None:
             is_like = tensor.is_nested or tensor.shape == kept.shape
             if tensor.dtype == kept.dtype and is_like:
                 tensor.detach().copy_(kept)  # in place: others may be views of it
-            else:  # cast by a precision plugin, or resized
-                tensor.data = kept.to(device, copy=True)
+            else:  # cast, or resized
+                tensor.data = kept.clone()
 
         self._put_back.append(put_back)
 
 
 @contextlib.contextmanager
 def muted(module: Any) -> Iterator[None]:
-    """Nothing is logged, and metrics count nothing."""
+    """Nothing is logged."""
     names = [n for n in ("log", "log_dict", "log_exact") if hasattr(module, n)]
-    overridden = {n: vars(module)[n] for n in names if n in vars(module)}
-    metrics = _outermost_metrics(module)
-    vars(module).update(dict.fromkeys(names, _log_nothing))
-    for path, metric in metrics.items():
-        module.set_submodule(path, copy.deepcopy(metric, _detached(metric)))
-    try:
+    with replaced(module, **dict.fromkeys(names, _log_nothing)):
         yield
-    finally:
-        for path, metric in metrics.items():
-            module.set_submodule(path, metric)
-        for name in names:
-            delattr(module, name)
-        vars(module).update(overridden)
-
-
-def _detached(metric: Any) -> dict[int, Tensor]:
-    """What `deepcopy` is to take for values that hang on a graph, which it refuses: a
-    metric keeps the loss that it was given."""
-    held = (value for each in metric.modules() for value in tensors(vars(each)))
-    return {id(v): v.detach().clone() for v in held if not v.is_leaf}
-
-
-def _outermost_metrics(module: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        inside = any(path.startswith(f"{other}.") for other in found)
-        if path and not inside and isinstance(each, Metric | MetricCollection):
-            found[path] = each
-    return found
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

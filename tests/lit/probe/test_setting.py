@@ -3,6 +3,7 @@ keeps it."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -184,6 +185,23 @@ class Lazy(Net):
         self.head = torch.nn.LazyLinear(1)
 
 
+class Locked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Looped(Net):
+    """The default of a function is no part of a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = lambda batch, own=self: own.net(batch[0]).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch)
+
+
 class Terms(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -199,7 +217,9 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
         *(Splitting, {}, {}),
         "Splitting.micro_batching cuts loader batches by itself",
     ),
-    "lazy": (Lazy, {}, {}, "head.weight gets its shape in the first forward pass"),
+    "lazy": (Lazy, {}, {}, "on a copy .*, and head.weight gets its shape in the first"),
+    "no copy": (Locked, {}, {}, r"Locked.lock \(lock\) cannot be copied: .* by hand"),
+    "half a copy": (Looped, {}, {}, "something in the copy refers to the module"),
     "terms": (Terms, {}, {}, r"returned the terms \['ce', 'kl'\]"),
     "a callback that cuts": (
         *(Net, {"callbacks": [CUTTING]}, {}),

@@ -225,6 +225,17 @@ def test_a_data_set_is_read_apart_down_to_four_objects() -> None:
     assert is_shared == 4 * [False] + 2 * [True]
 
 
+def test_an_open_file_is_shared_and_a_loaders_workers_are_not() -> None:
+    loader: Any = DataLoader([1, 2])  # type: ignore[arg-type]
+    with open(__file__) as file:
+        loader._iterator, loader.source = iter(loader), SimpleNamespace(file=file)
+        again = read_apart(loader)
+    assert again.source is not loader.source
+    assert again.source.file is file
+    assert again._iterator is None
+    assert loader._iterator is not None
+
+
 # ---- half precision: the verdict is on exact arithmetic, what is lost is shown -------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,14 @@ from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import leaves_fit, replaced
+from trainkit.lit._compat import leaves_fit
 from trainkit.lit.aside import logged_from, without_advice
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.front.callbacks import AccumulationCallback, MixinCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.inside.choose import choose
-from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
-from trainkit.lit.proof.copying import Copies
+from trainkit.lit.probe.fit_aside import Aside, refuse_other_kinds
 from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
     measured,
@@ -86,15 +85,10 @@ def check(
         strategy = _option(strategy, "accumulation", "strategy", *of)
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)
         measure = _Check(trainer, strategy, options, rows)
-        with measure.after_fit:
-            fit_aside(
-                trainer,
-                _copied(module, trainer),
-                _as_loader(data),
-                measure,
-                # A module that optimizes by itself is refused otherwise.
-                prepare=lambda: setattr(trainer, "accumulate_grad_batches", 1),
-            )
+        try:
+            Aside(trainer, module, _as_loader(data)).fit(measure)
+        except NotMeasured as error:
+            raise TrainkitError(f"check: not measured: {error}.") from error
     if measure.report is None:
         raise TrainkitError(
             "check: the Trainer ran no batch. Look for limit_train_batches=0 or an "
@@ -115,14 +109,6 @@ def _trainer_for(module: Any) -> Any:
         enable_model_summary=False,
         max_epochs=1,
     )
-
-
-def _copied(module: Any, trainer: Any) -> Any:
-    """A copy that `fit` may set up: the module itself never runs."""
-    try:
-        return Copies(trainer, module, shares=False).module
-    except NotMeasured as error:
-        raise TrainkitError(f"check: not measured: {error}.") from error
 
 
 def _option(
@@ -175,7 +161,6 @@ class _Check(Callback):
         self._strategies = {} if strategy is None else dict(named_strategies(strategy))
         refuse_said_terms(self._strategies)
         self._options, self._most = options, most
-        self.after_fit = ExitStack()
         self._notes: tuple[str, ...] = ()
         self.report: Report | None = None
 
@@ -190,8 +175,7 @@ class _Check(Callback):
             self.report = report
             raise leaves_fit(trainer)
 
-        own = replaced(trainer.precision_plugin, convert_input=first)
-        self.after_fit.enter_context(own)
+        vars(trainer.precision_plugin)["convert_input"] = first
 
     # ---- what is measured ------------------------------------------------------------
 

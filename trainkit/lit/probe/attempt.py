@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.data.rows import Rows
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import scaler_of, step_arguments
+from trainkit.lit._compat import leaves_fit, step_arguments
 from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.recalibrate import on_device
-from trainkit.lit.probe.rows import Rows
-from trainkit.lit.probe.setting import BY_HAND
+from trainkit.lit.batch_size import num_replicas
+from trainkit.lit.probe.setting import BY_HAND, Setting, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,6 @@ class Trial:
         if self.peak_bytes is None:
             return "fits"
         return f"fits, {self.peak_bytes / 2**30:,.1f} GiB at most"
-
-
-class DoesNotFit(Exception):
-    """Raised if not even the smallest size fits."""
 
 
 def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
@@ -82,19 +80,14 @@ def search(
         attempt: tries one size.
 
     Returns:
-        The sizes that were tried, smallest first.
-
-    Raises:
-        DoesNotFit: the smallest size does not fit.
+        The sizes that were tried, smallest first; that alone if none fits.
     """
     low, high = _at_most(sizes, start), len(sizes)
     known = [attempt(sizes[low])]
-    while not known[-1].fits:
-        if low == 0:
-            raise DoesNotFit
+    while low and not known[-1].fits:
         high, low = low, _at_most(sizes, sizes[low] // 2)
         known.append(attempt(sizes[low]))
-    while low + 1 < high:
+    while low + 1 < high and any(trial.fits for trial in known):
         twice = max(_at_most(sizes, 2 * sizes[low]), low + 1)
         middle = (low + high) // 2 if high < len(sizes) else twice
         known.append(attempt(sizes[middle]))
@@ -114,75 +107,87 @@ FITS, OUT_OF_MEMORY, FAILED = range(3)
 """The outcomes of an attempt; the worst one of all ranks counts."""
 
 
-@dataclass
-class Attempts:
-    """Tries sizes in a Trainer that is about to run its first batch.
+@dataclass(eq=False)
+class Finder(Callback):
+    """Tries sizes before the first batch of a Trainer aside, whose `fit` it ends.
 
-    The longest rows, and some more of them (the margin), must fit twice: before the
-    first optimizer step, and after it, beside the optimizer's state and gradients, as
-    inside a window. One rank alone may fail, so ranks communicate only after each half,
-    to agree on the outcome.
+    The longest rows, and some more of them (the margin), must fit twice: before an
+    optimizer step, and after it, beside the optimizer's state and gradients, as inside
+    a window. One rank alone may fail, so ranks communicate only after each half, to
+    agree on the outcome. Weights stay: the step makes the state of the optimizer alone.
 
-    Args:
-        trainer: in `fit`, on every rank.
-        rows: the rows of this rank's loader.
+    Attributes:
+        setting: where the batch size of the loader is kept.
+        target: the samples of one optimizer step, over all ranks.
+        start: the size with which the search begins.
+        most: the largest size to try, or None.
         margin: how many more rows must fit, as a share of the size.
+        trials: the sizes that were tried, smallest first.
+        plan: the micro-batch that was chosen, once it is.
     """
 
-    trainer: Any
-    rows: Rows
+    setting: Setting
+    target: int
+    start: int
+    most: int | None
     margin: float
+    trials: Sequence[Trial] = ()
+    plan: BatchPlan | None = None
 
-    def __post_init__(self) -> None:
-        self._module = self.trainer.lightning_module
-        self._snapshot = Kept(self._module, steps=True)
-        self._last_batch: str = "none was made"
-        self._failure: BaseException | None = None
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        refuse(trainer, pl_module)
+        self.setting.refuse_unread(trainer.train_dataloader)
+        self._trainer, self._module = trainer, pl_module
+        self._rows = Rows(trainer.train_dataloader)
+        # What a size has left in the module takes no room from the next.
+        self._kept = Kept(pl_module, tensors=False)
+        self._last_batch, self._failure = "none was made", ""
+        ranks: Any = {"target": self.target, "world_size": num_replicas(trainer)}
+        rows = -self._most(-len(self._rows))
+        sizes = sizes_for(**ranks, largest=min(self.most or rows, rows))
+        with muted(pl_module):
+            self.trials = search(sizes, self.start, self._try)
+        fitting = [trial.size for trial in self.trials if trial.fits]
+        if not fitting:
+            raise TrainkitError(
+                f"find_micro_batch: a micro-batch of one row does not fit: "
+                f"{self._last_batch}. Shorten or crop the longest rows, checkpoint "
+                f"activations, lower the precision, or take a smaller model."
+                f"{self._failure}"
+            )
+        self.plan = BatchPlan.make(**ranks, max_micro_batch=max(fitting))
+        raise leaves_fit(trainer)
 
-    def try_size(self, size: int) -> Trial:
+    def _try(self, size: int) -> Trial:
         """Find out whether a size fits on every rank."""
-        device = self.trainer.strategy.root_device
-        is_gpu, peak = device.type == "cuda", None
-        if is_gpu:
+        device, peak = self._trainer.strategy.root_device, None
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with self._snapshot, muted(self._module):
-            fits = self._on_every_rank(self._pass, size)
-            fits = fits and self._on_every_rank(self._step_and_pass, size)
-            if fits and is_gpu:
+        with self._kept:
+            fits = self._on_every_rank(lambda: self._pass(size))
+            fits = fits and self._on_every_rank(lambda: self._step_and_pass(size))
+            if fits and device.type == "cuda":
                 peak = self._most(torch.cuda.max_memory_allocated(device))
+        self._module.zero_grad(set_to_none=True)
         return Trial(size=size, fits=fits, peak_bytes=peak)
 
-    def does_not_fit(self) -> TrainkitError:
-        """The error for a single row that did not fit."""
-        said = "" if self._failure is None else f" {self._failure}"
-        return TrainkitError(
-            f"find_micro_batch: a micro-batch of one row does not fit: "
-            f"{self._last_batch}. Shorten or crop the longest rows, checkpoint "
-            f"activations, lower the precision, or take a smaller model.{said}"
-        )
-
-    # ---- the two halves of an attempt ------------------------------------------------
+    def _step_and_pass(self, size: int) -> None:
+        strategy = self._trainer.strategy
+        # A scaler would skip a step with infinite gradients, which makes no state.
+        self._module.zero_grad(set_to_none=False)
+        for optimizer in self._trainer.optimizers:
+            strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
+        self._pass(size)
 
     def _pass(self, size: int) -> None:
         extra = math.ceil(size * self.margin) if size > 1 else 0
-        self._forward_backward(self.rows.longest(size + extra))
-
-    def _step_and_pass(self, size: int) -> None:
-        if scaler_of(self.trainer) is not None:
-            # It would skip a step with infinite gradients, and so make no state.
-            self._module.zero_grad(set_to_none=False)
-        for optimizer in self.trainer.optimizers:
-            self.trainer.strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
-        self._pass(size)
-
-    # ---- the work of the training loop -----------------------------------------------
-
-    def _forward_backward(self, batch: Any) -> None:
-        strategy = self.trainer.strategy
+        batch = self._rows.longest(size + extra)
         self._last_batch = describe(batch)
-        batch = on_device(self.trainer, self._module, batch)
-        without_sync = getattr(strategy, "block_backward_sync", nullcontext)
-        with without_sync():
+        batch = on_device(self._trainer, self._module, batch)
+        strategy = self._trainer.strategy
+        with getattr(strategy, "block_backward_sync", nullcontext)():
             output = strategy.training_step(*step_arguments(self._module, batch, 0))
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Mapping):
@@ -192,25 +197,20 @@ class Attempts:
                     f"MicroBatching('auto') finds their size. {BY_HAND}"
                 )
             if isinstance(loss, Tensor):
-                optimizers = self.trainer.optimizers
-                strategy.backward(loss, optimizers[0] if optimizers else None)
+                strategy.backward(loss, next(iter(self._trainer.optimizers), None))
 
-    # ---- agreement -------------------------------------------------------------------
-
-    def _on_every_rank(self, half: Callable[[int], None], size: int) -> bool:
-        """Whether a half fits on all ranks."""
-        outcome, failure = FITS, None
+    def _on_every_rank(self, half: Callable[[], None]) -> bool:
+        """Whether a half of an attempt fits on all ranks."""
+        outcome = FITS
         try:
-            half(size)
+            half()
         except Exception as error:
             if not is_out_of_memory(error):
                 self._most(FAILED)  # the others wait for it
                 raise
-            outcome, failure = OUT_OF_MEMORY, error
-        if failure is not None:
-            self._failure = failure
+            outcome, self._failure = OUT_OF_MEMORY, f" {error}"
             self._module.zero_grad(set_to_none=True)
-            release(failure)
+            release(error)
         worst = self._most(outcome)
         if worst == FAILED:
             raise TrainkitError(
@@ -221,6 +221,6 @@ class Attempts:
 
     def _most(self, number: int) -> int:
         """The highest of a number over all ranks."""
-        strategy = self.trainer.strategy
+        strategy = self._trainer.strategy
         given = torch.tensor(number, device=strategy.root_device)
         return int(strategy.reduce(given, reduce_op="max"))

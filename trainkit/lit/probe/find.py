@@ -5,24 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback
-
 from trainkit.core.plan.effective_batch import BatchPlan
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import leaves_fit
-from trainkit.lit.batch_size import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
-from trainkit.lit.probe.attempt import Attempts, DoesNotFit, Trial, search, sizes_for
-from trainkit.lit.probe.fit_aside import fit_aside, refuse_other_kinds
-from trainkit.lit.probe.rows import Rows
-from trainkit.lit.probe.setting import (
-    Setting,
-    find_setting,
-    refuse,
-    refuse_own_batches,
-)
+from trainkit.lit.probe.attempt import Finder, Trial
+from trainkit.lit.probe.fit_aside import Aside, refuse_other_kinds
+from trainkit.lit.probe.setting import BY_HAND, find_setting, refuse
+from trainkit.lit.proof.report import NotMeasured
 
 
 @dataclass(frozen=True)
@@ -84,13 +74,13 @@ def find_micro_batch(
     padding.) The search begins at the present size. No size is timed: on most devices a
     larger one is faster until memory ends; `max_micro_batch` ends the search earlier.
 
-    Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
-    else is put back: weights, buffers, the module's attributes, metrics, random states,
-    progress. `fit` then trains as if you had written these two by hand. Loggers and
-    callbacks see nothing. The hooks of the module and the data module up to the first
-    batch do run, and so does `configure_optimizers`. Options of the Trainer that count
-    loader batches are not changed, and what a callback holds on the device, such as an
-    average of the weights, is not there: a greater `margin` leaves room for it.
+    Then the loader's batch size and `trainer.accumulate_grad_batches` are set; `fit`
+    trains as if you had written these two by hand. All else runs on copies of Trainer,
+    module and data module: their hooks up to the first batch, `configure_optimizers`,
+    and the attempts. Loggers and callbacks see nothing. Options of the Trainer that
+    count loader batches are not changed, and what a callback holds on the device, such
+    as an average of the weights, is not there: a greater `margin` leaves room for it.
+    A module that is compiled as a whole is tried as it was written.
 
     Args:
         trainer: as it will train.
@@ -106,8 +96,8 @@ def find_micro_batch(
 
     Raises:
         TrainkitError: one row alone does not fit, or no size can be found: the batch
-            size has no setting, the loader is not a plain DataLoader, or a forward or
-            backward pass communicates.
+            size has no setting, the loader is not a plain DataLoader, a forward or
+            backward pass communicates, or the module cannot be copied.
     """
     check_whole_number("find_micro_batch target", target)
     if max_micro_batch is not None:
@@ -121,67 +111,28 @@ def find_micro_batch(
     refuse(trainer, module)
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()
-    probe = _Probe(setting, start, target, max_micro_batch, margin)
+    module.cpu()  # where fit leaves it: its copy alone is on the device
     try:
-        setting.write(probe.test_size)
-        fit_aside(trainer, module, datamodule, probe)
-    finally:
-        setting.write(start)
-    found = probe.found
-    if found is None:
+        aside = Aside(trainer, module, datamodule)
+        written = find_setting(aside.module, aside.data, attribute)
+        # Another size, to see whether the loader uses it; and small: one batch is read.
+        written.write(2 if start == 1 else 1)
+        finder = Finder(written, target, start, max_micro_batch, margin)
+        aside.fit(finder)
+    except NotMeasured as error:
+        raise TrainkitError(
+            f"find_micro_batch: sizes are tried on a copy of the module, and {error}. "
+            f"{BY_HAND}"
+        ) from error
+    if finder.plan is None:
         raise TrainkitError(
             "find_micro_batch: the Trainer ran no batch, so no size could be tried. "
             "Look for limit_train_batches=0, an empty loader, or max_epochs and "
             "max_steps that are reached already."
         )
-    setting.write(found.plan.micro_batch)
-    trainer.accumulate_grad_batches = found.plan.accumulate
+    found = FoundMicroBatch(finder.plan, tuple(finder.trials))
+    setting.write(found.micro_batch)
+    trainer.accumulate_grad_batches = found.accumulate
     if verbose and trainer.is_global_zero:
         show(found.rows())
     return found
-
-
-@dataclass(eq=False)
-class _Probe(Callback):
-    """Tries sizes as the Trainer's only callback, and ends `fit` before training."""
-
-    setting: Setting
-    start: int
-    target: int
-    max_micro_batch: int | None
-    margin: float
-    found: FoundMicroBatch | None = None
-
-    @property
-    def test_size(self) -> int:
-        """A size other than the user's, to see whether the loader uses the attribute.
-        It is small, since Lightning loads one batch."""
-        return 2 if self.start == 1 else 1
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        refuse(trainer, pl_module)
-        loader = trainer.train_dataloader
-        refuse_own_batches(loader)
-        used, text = loader_batch_size(loader), self.setting.text
-        if used != self.test_size:
-            raise TrainkitError(
-                f"find_micro_batch: {text} was set to {self.test_size}, but the "
-                f"training loader's batch size is {used}. Let train_dataloader() use "
-                f"it: DataLoader(..., batch_size=self.{self.setting.name})."
-            )
-        rows, ranks = Rows(loader), {"world_size": num_replicas(trainer)}
-        number = torch.tensor(len(rows), device=trainer.strategy.root_device)
-        most = int(trainer.strategy.reduce(number, reduce_op="min"))
-        largest = min(self.max_micro_batch or most, most)
-        attempts = Attempts(trainer, rows, self.margin)
-        sizes = sizes_for(target=self.target, largest=largest, **ranks)
-        try:
-            trials = search(sizes, self.start, attempts.try_size)
-        except DoesNotFit:
-            raise attempts.does_not_fit() from None
-        chosen = max(trial.size for trial in trials if trial.fits)
-        plan = BatchPlan.make(target=self.target, max_micro_batch=chosen, **ranks)
-        self.found = FoundMicroBatch(plan, tuple(trials))
-        raise leaves_fit(trainer)

@@ -1,25 +1,20 @@
-"""A `fit` that nobody sees: one callback runs in it, then everything is put back."""
+"""A `fit` that nobody sees: a copy of a Trainer, on copies of what it would train."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils._pytree import tree_map
 
-from trainkit.core.generators import generator_keeper
+from trainkit.core.generators import random_kept
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import parts_of
-from trainkit.lit.aside import Kept
+from trainkit.lit._compat import copied_trainer
 from trainkit.lit.callback.base import no_callbacks
-
-ITERATOR = "_iterator"
+from trainkit.lit.proof.copying import Copies, read_apart, refuse_gradients
 
 
 def refuse_other_kinds(door: str, trainer: Any, module: Any) -> None:
@@ -37,73 +32,40 @@ def refuse_other_kinds(door: str, trainer: Any, module: Any) -> None:
             )
 
 
-def fit_aside(
-    trainer: Any,
-    module: Any,
-    data: Any,
-    callback: Callback,
-    *,
-    prepare: Callable[[], None] = lambda: None,
-) -> None:
-    """Run `trainer.fit` with one callback, no loggers and no validation.
+class Aside:
+    """Copies of a Trainer, of a module and of its data, which can be fitted once.
 
-    Weights, buffers, attributes, metrics, random states and progress are as before
-    afterwards, also after an error.
+    The Trainer, its callbacks and loggers, the module, the data module, loaders, their
+    samplers and random states are as before afterwards, also after an error. Rows and
+    large tensors of the data are shared.
 
     Args:
         trainer: as it will train.
         module: the module that it will train.
         data: a LightningDataModule, the training loader, several of them, or None.
-        callback: ends `fit` itself, with `leaves_fit`.
-        prepare: called once Trainer and module are prepared.
+
+    Raises:
+        NotMeasured: the module cannot be copied.
     """
-    is_module = hasattr(data, "train_dataloader")
-    given = {"datamodule" if is_module else "train_dataloaders": data}
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    kept = Kept(module, steps=True, device=strategy.root_device)
-    things = [*parts_of(trainer), *tree_leaves(data), *trainer.callbacks]
-    attributes = _attributes_of([each for each in things if hasattr(each, "__dict__")])
-    optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
-    scaling = copy.deepcopy(plugin.state_dict())
-    try:
-        trainer.callbacks = [callback]
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        trainer.profiler = PassThroughProfiler()
-        trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-        vars(module)["configure_callbacks"] = no_callbacks
-        prepare()
-        trainer.fit(module, **given)
-    finally:
-        kept.restore()
-        for put_back in attributes:
-            put_back()
-        strategy.optimizers, strategy.lr_scheduler_configs = optimizers
-        if scaling:
-            plugin.load_state_dict(scaling)
 
+    def __init__(self, trainer: Any, module: Any, data: Any) -> None:
+        self._live, self._device = module, trainer.strategy.root_device
+        self.module = Copies(trainer, module, shares=False).module
+        vars(self.module)["configure_callbacks"] = no_callbacks
+        self._takes = "train_dataloaders"
+        if hasattr(data, "train_dataloader"):
+            self._takes, data = "datamodule", copy.copy(data)
+            data.trainer = None
+        self.data = tree_map(read_apart, data)
+        self.trainer = copied_trainer(trainer)
+        self.trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        self.trainer.profiler = PassThroughProfiler()
+        self.trainer.limit_val_batches = self.trainer.num_sanity_val_steps = 0
+        # Lightning refuses more with a module that optimizes by itself.
+        self.trainer.accumulate_grad_batches = 1
 
-def _attributes_of(things: list[Any]) -> list[Callable[[], None]]:
-    """What puts the attributes of a Trainer's parts, callbacks and loaders back, and
-    the generators of loaders, of their samplers and of their data sets."""
-    found: dict[int, Any] = {}
-    put_back: list[Callable[[], None]] = []
-    while things:
-        thing = things.pop()
-        if id(thing) in found:
-            continue
-        found[id(thing)] = thing
-        # A loader's persistent iterator may have been shut down meanwhile.
-        kept = {name: value for name, value in vars(thing).items() if name != ITERATOR}
-        put_back.append(partial(_put_attributes, thing, kept))
-        for value in kept.values():
-            if isinstance(value, DataLoader | Sampler | Dataset):
-                things.append(value)
-            elif generator := generator_keeper(value):
-                put_back.append(generator)
-    return put_back
-
-
-def _put_attributes(thing: Any, kept: dict[str, Any]) -> None:
-    for name in vars(thing).keys() - kept.keys() - {ITERATOR}:
-        delattr(thing, name)
-    vars(thing).update(kept)
+    def fit(self, callback: Callback) -> None:
+        """Train with one callback, which ends it with `leaves_fit`."""
+        self.trainer.callbacks = [callback]
+        with random_kept(self._device), refuse_gradients(self._live):
+            self.trainer.fit(self.module, **{self._takes: self.data})

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from trainkit.core.plan.options import check_whole_number
@@ -65,6 +64,17 @@ class Setting:
                 f"find_micro_batch: {self.text} cannot be set: {error}. Make it a "
                 f"plain attribute that train_dataloader() reads."
             ) from error
+
+    def refuse_unread(self, loader: Any) -> None:
+        """Refuse a training loader that does not use this size."""
+        refuse_own_batches(loader)
+        written, used = self.read(), loader_batch_size(loader)
+        if used != written:
+            raise TrainkitError(
+                f"find_micro_batch: {self.text} was set to {written}, but the "
+                f"training loader's batch size is {used}. Let train_dataloader() use "
+                f"it: DataLoader(..., batch_size=self.{self.name})."
+            )
 
 
 def find_setting(module: Any, data: Any, name: str) -> Setting:
@@ -133,9 +143,6 @@ def _why_not(trainer: Any, module: Any) -> Iterator[str]:
             )
     if not module.automatic_optimization:
         yield f"{name} optimizes manually, and decides itself how long its windows are"
-    for path, parameter in module.named_parameters():
-        if trainer.training and is_lazy(parameter):
-            yield f"{path} gets its shape in the first forward pass, which stays"
     if starts_processes_for_fit(strategy):
         yield (
             f"{type(strategy).__name__} trains in processes that end with fit, and "

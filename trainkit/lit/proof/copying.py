@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from trainkit.core.generators import is_generator, random_kept
 from trainkit.core.nested import take_apart
-from trainkit.lit.probe.rows import rows_at
+from trainkit.data.rows import rows_at
 from trainkit.lit.proof.report import NotMeasured, in_one_line
 
 LARGE = 2**18
@@ -190,10 +190,14 @@ def read_apart(dataset: Any, depth: int = 4) -> Any:
     shares = isinstance(dataset, type | nn.Module | Tensor | types.FunctionType)
     if shares or not hasattr(dataset, "__dict__"):
         return dataset
-    again = copy.copy(dataset)
+    try:
+        again = copy.copy(dataset)
+    except Exception:  # such as an open file
+        return dataset
     if again is not dataset:
         for name, value in vars(again).items():
-            vars(again)[name] = read_apart(value, depth - 1)
+            is_loaders = isinstance(dataset, DataLoader) and name == "_iterator"
+            vars(again)[name] = None if is_loaders else read_apart(value, depth - 1)
     return again
 
 

@@ -18,7 +18,7 @@ from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Marks, Rows, marks_of
 from trainkit.core.strategies import AccumulationStrategy, PerSample
-from trainkit.lit.probe.rows import num_elements
+from trainkit.data.rows import num_elements
 from trainkit.lit.proof.copying import collates_by_itself, read_apart, samples_across
 from trainkit.lit.proof.report import NotMeasured, in_one_line
 
