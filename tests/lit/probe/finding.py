@@ -41,7 +41,7 @@ class Net(pl.LightningModule):
         self.sizes.append(len(x))
         loss = (self.net(x).squeeze(1) - y).square().mean()
         self.mean.update(loss)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -62,10 +62,11 @@ class Limited(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         type(self).seen.append(len(batch[0]))
+        is_too_large = len(batch[0]) > self.limit
+        if is_too_large and self.where == "forward":
+            run_out()  # before it logs what ranks would add up
         loss = super().training_step(batch, batch_idx)
-        if len(batch[0]) > self.limit:
-            if self.where == "forward":
-                run_out()
+        if is_too_large:
             loss.register_hook(lambda gradient: run_out())
         return loss
 

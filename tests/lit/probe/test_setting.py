@@ -139,8 +139,12 @@ class Several(Data):
         (Data(0), {}, "must be a whole number from 1 to .*, received 0"),
         (Data(True), {}, "must be a whole number from 1 to .*, received True"),
         (Fixed(), {"attribute": "rows_each"}, "Fixed.rows_each cannot be set"),
-        (Several(), {}, "needs a LightningDataModule or one DataLoader, received list"),
-        ([1, 2], {}, "a LightningDataModule or one DataLoader, received list"),
+        (
+            Several(),
+            {},
+            "a LightningDataModule or one DataLoader with batch_size=, received list",
+        ),
+        ([1, 2], {}, "one DataLoader with batch_size=, received list"),
         (cut_by_buckets(), {}, "cut by Buckets"),
         (DataLoader(rows(), batch_size=None), {}, "cut by batch_size=None"),  # type: ignore[arg-type]
     ],

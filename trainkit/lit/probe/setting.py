@@ -104,18 +104,17 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
 
 def refuse_own_batches(loader: Any) -> None:
     """Refuse a loader that has no batch size."""
-    if not isinstance(loader, DataLoader):
-        raise TrainkitError(
-            f"find_micro_batch: needs a LightningDataModule or one DataLoader, "
-            f"received {type(loader).__name__}. {BY_HAND}"
-        )
-    if loader_batch_size(loader) is None:
+    received = type(loader).__name__
+    if isinstance(loader, DataLoader):
+        if loader_batch_size(loader) is not None:
+            return
         cut_by = type(loader.batch_sampler).__name__
         how = "batch_size=None" if loader.batch_sampler is None else cut_by
-        raise TrainkitError(
-            f"find_micro_batch: the batches of {type(loader).__name__} are cut by "
-            f"{how}, so it has no batch size to find. Give it batch_size=. {BY_HAND}"
-        )
+        received += f", whose batches are cut by {how}"
+    raise TrainkitError(
+        f"find_micro_batch: needs a LightningDataModule or one DataLoader with "
+        f"batch_size=, received {received}. {BY_HAND}"
+    )
 
 
 def refuse(trainer: Any, module: Any) -> None:

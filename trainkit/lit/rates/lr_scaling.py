@@ -112,7 +112,6 @@ class LRScaling(OrderedCallback):
     def _forget(self) -> None:
         self.effective_batch: EffectiveBatch | None = None
         self.scaled: list[ScaledOptimizer] = []
-        self._restored: dict[str, Any] | None = None
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
         self._logged_k: float | None = None
 
@@ -129,13 +128,14 @@ class LRScaling(OrderedCallback):
     # ---- before training -------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if sum(isinstance(c, LRScaling) for c in trainer.callbacks) > 1:
+            raise TrainkitError("LRScaling: there are two of them. Keep one.")
         if stage == "fit":
             self._forget()
             self.move_to_front(trainer)
             release_left()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        saved, self._restored = self._restored or {}, None
         self.scaled = [
             ScaledOptimizer(
                 optimizer,
@@ -146,14 +146,8 @@ class LRScaling(OrderedCallback):
             )
             for optimizer in trainer.optimizers
         ]
-        self._adopt(trainer)
         self._follow(trainer)
-        self._log(trainer, saved_k=saved.get("k"))
         self.show_table(trainer, pl_module)
-
-    def _adopt(self, trainer: Any) -> None:
-        for scaled in self.scaled:
-            scaled.adopt(trainer.lr_scheduler_configs)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -181,27 +175,24 @@ class LRScaling(OrderedCallback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._followed = None  # the epoch may have another loader
-        self._follow_and_log(trainer)  # before others read the rates of the epoch
+        self._follow(trainer)  # before others read the rates of the epoch
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._adopt(trainer)
-            self._follow_and_log(trainer)
-
-    def _follow_and_log(self, trainer: Any) -> None:
-        self._follow(trainer)
-        if self._logged_k != self.k:
-            self._log(trainer)
+            self._follow(trainer)
 
     def _follow(self, trainer: Any) -> None:
-        """Scale to the window under way."""
+        """Scale what is there by now to the window under way."""
+        for scaled in self.scaled:
+            scaled.adopt(trainer.lr_scheduler_configs)
         step = steps_taken(trainer)
         now = longest_window(trainer), min(step, self.warmup_steps)
         if now == self._followed or skips_backward(trainer):
             return
-        batch = self._find(trainer)
+        how: Any = {"unit": self.unit, "micro_batch": self.micro_batch}
+        batch = find_effective_batch(trainer, **how)
         if batch is None:
             why = "the training loader has no batch size"
             if self.unit != "samples":
@@ -214,21 +205,17 @@ class LRScaling(OrderedCallback):
         self._followed, self.effective_batch = now, batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
+        if self._logged_k != self.k:
+            self._log(trainer)
 
-    def _find(self, trainer: Any) -> EffectiveBatch | None:
-        how: Any = {"unit": self.unit, "micro_batch": self.micro_batch}
-        return find_effective_batch(trainer, **how)
-
-    def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
+    def _log(self, trainer: Any) -> None:
         """Log the effective batch, k, and each value before and after scaling.
 
         They are logged as hyperparameters once, since some loggers refuse a second
         value. A later k is logged as a metric.
         """
-        if self.effective_batch is None:
-            return
-        is_first = self._logged_k is None and saved_k in (None, self.k)
-        self._logged_k = self.k
+        assert self.effective_batch is not None
+        is_first, self._logged_k = self._logged_k is None, self.k
         known = {"k": self.k, "effective_batch": self.effective_batch.size}
         if not is_first:
             changed = {f"lr_scaling/{name}": value for name, value in known.items()}
@@ -262,14 +249,6 @@ class LRScaling(OrderedCallback):
         states = checkpoint.get("optimizer_states", [])
         for scaled, state in zip(self.scaled, states, strict=False):
             scaled.unscale(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._restored is not None:
-            return self._restored  # lr_find saves and loads it before training
-        return {} if self.effective_batch is None else {"k": self.k}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict or None
 
 
 def _checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,9 +88,6 @@ class ScaledOptimizer:
     @contextmanager
     def unscaled(self) -> Iterator[None]:
         """Within, the groups hold the numbers for the reference batch."""
-        num_new = len(self.optimizer.param_groups) - len(self._written)
-        if num_new and self.factor != 1:
-            self._announce_new(num_new)
         self._own = self._written = self._own_now()
         self._write(self._own)
         try:
@@ -110,15 +106,6 @@ class ScaledOptimizer:
         groups = state.get("param_groups", [])
         for group, own in zip(groups, self._own_now(), strict=False):
             _write(group, own, in_place=False)
-
-    def _announce_new(self, number: int) -> None:
-        warnings.warn(
-            f"{type(self.optimizer).__name__}: {number} group(s) of parameters were "
-            f"added during training. LRScaling leaves their rates unchanged, because "
-            f"they may come from rates that are scaled already. If you gave a rate for "
-            f"the reference batch, multiply it by {self.factor:g}.",
-            stacklevel=2,
-        )
 
     def _numbers(self) -> list[Numbers]:
         return [_numbers(group) for group in self.optimizer.param_groups]
