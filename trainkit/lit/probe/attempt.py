@@ -147,8 +147,7 @@ class Finder(Callback):
         ranks: Any = {"target": self.target, "world_size": num_replicas(trainer)}
         rows = -self._most(-len(self._rows))
         sizes = sizes_for(**ranks, largest=min(self.most or rows, rows))
-        with muted(pl_module):
-            self.trials = search(sizes, self.start, self._try)
+        self.trials = search(sizes, self.start, self._try)
         fitting = [trial.size for trial in self.trials if trial.fits]
         if not fitting:
             raise TrainkitError(
@@ -165,7 +164,7 @@ class Finder(Callback):
         device, peak = self._trainer.strategy.root_device, None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with self._kept:
+        with self._kept, muted(self._module):
             fits = self._on_every_rank(lambda: self._pass(size))
             fits = fits and self._on_every_rank(lambda: self._step_and_pass(size))
             if fits and device.type == "cuda":
