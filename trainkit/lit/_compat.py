@@ -220,7 +220,7 @@ def stand_where(trainer: Any, live: Any) -> None:
 def copied_trainer(live: Any) -> Any:
     """A Trainer like another, which stays as it is: Lightning's own parts are copied,
     and the precision plugin; what else they hold is shared, and so are the processes
-    of other ranks."""
+    of other ranks. What was logged, which may hold the user's metrics, is not there."""
     strategy = copy.copy(live.strategy)
     strategy.precision_plugin = copy.deepcopy(live.precision_plugin)
     memo: dict[int, Any] = {id(live.strategy): strategy}
@@ -228,7 +228,9 @@ def copied_trainer(live: Any) -> Any:
     while waiting:
         for value in vars(waiting.pop()).values():
             kinds = [each.__module__ for each in type(value).__mro__]
-            if any(kind.startswith(_OF_TRAINER) for kind in kinds):
+            if type(value).__name__ == "_ResultCollection":
+                memo[id(value)] = type(value)(training=value.training)
+            elif any(kind.startswith(_OF_TRAINER) for kind in kinds):
                 waiting += [] if id(value) in seen else [value]
                 seen.add(id(value))
             else:
