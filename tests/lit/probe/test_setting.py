@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.lit.probe.finding import MAKERS, Data, HparamsData, Net, found, quick, rows
+from tests.zoo.modules import hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -22,6 +23,15 @@ from trainkit import (
 )
 from trainkit.errors import TrainkitError
 from trainkit.lit.probe.setting import find_setting
+
+
+def of(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(rows(), batch_size)  # type: ignore[arg-type]
+
+
+def cut_by(kind: Any) -> DataLoader[Any]:
+    sampler = kind(SequentialSampler(rows()), 4, drop_last=False)
+    return DataLoader(rows(), batch_sampler=sampler)  # type: ignore[arg-type]
 
 
 class PrivateLoader(Net):
@@ -36,7 +46,7 @@ class PrivateLoader(Net):
         return self.hparams["batch_size"]
 
     def train_dataloader(self) -> Any:
-        return DataLoader(rows(), self.batch_size)  # type: ignore[arg-type]
+        return of(self.batch_size)
 
 
 class Both(pl.LightningDataModule):
@@ -46,7 +56,7 @@ class Both(pl.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> Any:
-        return DataLoader(rows(), self.batch_size)  # type: ignore[arg-type]
+        return of(self.batch_size)
 
 
 def test_an_attribute_and_its_hyperparameter_stay_the_same() -> None:
@@ -66,15 +76,8 @@ def test_a_module_with_its_own_loader() -> None:
 
 
 def test_under_another_name() -> None:
-    class Named(Data):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.train_size = 4
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(rows(), self.train_size)  # type: ignore[arg-type]
-
-    data = Named()
+    data: Any = hooked(Data, train_dataloader=lambda self: of(self.train_size))()
+    data.train_size = 4
     plan = found(Net(), data, attribute="train_size", max_micro_batch=8).plan
     assert (data.train_size, data.batch_size) == (plan.micro_batch, 4)
 
@@ -91,174 +94,113 @@ def test_a_loader_cuts_by_the_size_that_was_written(kind: str) -> None:
 
 
 def test_a_plain_batch_sampler_is_a_size() -> None:
-    sampler = BatchSampler(SequentialSampler(rows()), 4, drop_last=False)
-    loader = DataLoader(rows(), batch_sampler=sampler)  # type: ignore[arg-type]
+    loader = cut_by(BatchSampler)
     plan = found(Net(), loader, max_micro_batch=8).plan
     module = Net()
     quick(max_epochs=1).fit(module, loader)
     assert set(module.sizes) == {plan.micro_batch}
 
 
-class Buckets(BatchSampler):
-    pass
-
-
-def cut_by_buckets() -> Any:
-    sampler = Buckets(SequentialSampler(rows()), 4, drop_last=False)
-    return DataLoader(rows(), batch_sampler=sampler)  # type: ignore[arg-type]
-
-
-class Deaf(Data):
-    def train_dataloader(self) -> Any:
-        return DataLoader(rows(), 4)  # type: ignore[arg-type]
-
-
-class Silent(pl.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return DataLoader(rows(), 4)  # type: ignore[arg-type]
-
-
-class Fixed(Data):
-    @property
-    def rows_each(self) -> int:
-        return 4
-
-
-class Several(Data):
-    def train_dataloader(self) -> Any:
-        return [super().train_dataloader(), super().train_dataloader()]
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
-        (Deaf(), {}, r"Deaf.batch_size was set to 1, but .* is 4. Let"),
-        (Deaf(1), {}, r"Deaf.batch_size was set to 2, but .* is 4. Let"),
-        (Silent(), {}, r"Silent has neither batch_size nor hparams.batch_size"),
-        (None, {}, r"Net has neither batch_size"),
-        (Data(0), {}, "must be a whole number from 1 to .*, received 0"),
-        (Data(True), {}, "must be a whole number from 1 to .*, received True"),
-        (Fixed(), {"attribute": "rows_each"}, "Fixed.rows_each cannot be set"),
-        (
-            Several(),
-            {},
-            "a LightningDataModule or one DataLoader with batch_size=, received list",
-        ),
-        ([1, 2], {}, "one DataLoader with batch_size=, received list"),
-        (cut_by_buckets(), {}, "cut by Buckets"),
-        (DataLoader(rows(), batch_size=None), {}, "cut by batch_size=None"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_has_no_place_is_refused_by_name(
-    data: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(TrainkitError, match=message):
-        found(Net(), data, **options)
+def mistaken(self: Any, batch: Any, batch_idx: int) -> Any:
+    raise KeyError("labels")
 
 
 @pytest.mark.parametrize("make", [Data, HparamsData, Both])
 def test_a_search_that_fails_leaves_the_size(make: Any) -> None:
-    class Mistaken(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise KeyError("labels")
-
     data = make(4)
     with pytest.raises(KeyError, match="labels"):
-        found(Mistaken(), data)
+        found(hooked(Net, training_step=mistaken)(), data)
     assert find_setting(Net(), data, "batch_size").read() == 4
-    loader = data.train_dataloader()
-    assert loader.batch_size == 4
+    assert data.train_dataloader().batch_size == 4
 
 
-# ---- refused before anything has begun ----------------------------------------------
+# ---- what is refused by name ---------------------------------------------------------
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Buckets(BatchSampler):
+    pass
 
 
-class Splitting(Net):
-    micro_batching = "auto"
+def terms(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = Net.training_step(self, batch, batch_idx)
+    return {"loss": {"ce": loss, "kl": loss}}
 
 
-class Lazy(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.LazyLinear(1)
+def holding(**held: Any) -> Net:
+    module = Net()
+    for name, value in held.items():
+        setattr(module, name, value)
+    return module
 
 
-class Locked(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-class Looped(Net):
+def looped() -> Net:
     """The default of a function is no part of a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = lambda batch, own=self: own.net(batch[0]).mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.step(batch)
+    module = hooked(Net, training_step=lambda self, batch: self.step(batch))()
+    module.step = lambda batch, own=module: own.net(batch[0]).mean()  # type: ignore[attr-defined]
+    return module
 
 
-class Terms(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": {"ce": loss, "kl": loss}}
-
-
+DEAF = hooked(Data, train_dataloader=lambda self: of(4))
+SILENT = hooked(pl.LightningDataModule, train_dataloader=lambda self: of(4))
+SEVERAL = hooked(Data, train_dataloader=lambda self: [of(4), of(4)])
+FIXED = hooked(Data, rows_each=property(lambda self: 4))
 CUTTING = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
-NO_BATCH = "the Trainer ran no batch"
-# The module, options of its Trainer and of the search, and what is said.
-REFUSED: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], str]] = {
-    "manual": (Manual, {}, {}, "Manual optimizes manually"),
-    "splits": (
-        *(Splitting, {}, {}),
-        "Splitting.micro_batching cuts loader batches by itself",
-    ),
-    "lazy": (Lazy, {}, {}, "on a copy .*, and head.weight gets its shape in the first"),
-    "no copy": (Locked, {}, {}, r"Locked.lock \(lock\) cannot be copied: .* by hand"),
-    "half a copy": (Looped, {}, {}, "something in the copy refers to the module"),
-    "terms": (Terms, {}, {}, r"returned the terms \['ce', 'kl'\]"),
-    "a callback that cuts": (
-        *(Net, {"callbacks": [CUTTING]}, {}),
-        "AccumulationCallback.micro_batching cuts loader batches by itself",
-    ),
-    "Lightning's schedule": (
-        *(Net, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}),
-        "GradientAccumulationScheduler changes accumulate_grad_batches",
-    ),
-    "a schedule": (
-        *(Net, {"callbacks": [AccumulationSchedule({0: 2})]}, {}),
-        "AccumulationSchedule changes accumulate_grad_batches",
-    ),
-    "processes that end with fit": (
-        *(Net, {"strategy": DDPStrategy(start_method="fork"), "devices": 2}, {}),
-        "DDPStrategy trains in processes that end",
-    ),
-    "target": (Net, {}, {"target": 0}, "target: must be a whole number"),
-    "max_micro_batch": (
-        *(Net, {}, {"max_micro_batch": 1.5}),
-        "max_micro_batch: must be a whole number",
-    ),
-    "margin": (
-        *(Net, {}, {"margin": 1.0}),
-        r"margin: must be a share from 0 to below 1, received 1\.0",
-    ),
-    "no batches": (Net, {"limit_train_batches": 0}, {}, NO_BATCH),
-    "no steps": (Net, {"max_steps": 0}, {}, NO_BATCH),
+ON_A_COPY = "find_micro_batch: sizes are tried on a copy of the module, and"
+# By what is said: the data, the module, options of its Trainer, and of the search.
+REFUSED: dict[str, dict[str, Any]] = {
+    r"Data.batch_size was set to 1, but .* is 4. Let": {"data": DEAF()},
+    r"Data.batch_size was set to 2, but .* is 4. Let": {"data": DEAF(1)},
+    "LightningDataModule has neither batch_size nor hparams.ba": {"data": SILENT()},
+    "Net has neither batch_size": {"data": None},
+    "must be a whole number from 1 to .*, received 0": {"data": Data(0)},
+    "must be a whole number from 1 to .*, received True": {"data": Data(True)},
+    "Data.rows_each cannot be set": {"data": FIXED(), "attribute": "rows_each"},
+    "or one DataLoader with batch_size=, received list": {"data": SEVERAL()},
+    "a LightningDataModule or one DataLoader .* received list": {"data": [1, 2]},
+    "whose batches are cut by Buckets": {"data": cut_by(Buckets)},
+    "whose batches are cut by batch_size=None": {
+        "data": DataLoader(rows(), batch_size=None)  # type: ignore[arg-type]
+    },
+    "Net optimizes manually": {"module": hooked(Net, automatic_optimization=False)()},
+    "Net.micro_batching cuts loader batches by itself": {
+        "module": hooked(Net, micro_batching="auto")()
+    },
+    "AccumulationCallback.micro_batching cuts loader": {"callbacks": [CUTTING]},
+    r"returned the terms \['ce', 'kl'\]": {
+        "module": hooked(Net, training_step=terms)()
+    },
+    f"{ON_A_COPY} head.weight gets its shape": {
+        "module": holding(head=torch.nn.LazyLinear(1))
+    },
+    rf"{ON_A_COPY} Net.lock \(lock\) cannot be copied: .* by hand": {
+        "module": holding(lock=threading.Lock())
+    },
+    f"{ON_A_COPY} something in the copy refers to the module": {"module": looped()},
+    "GradientAccumulationScheduler changes accumulate_grad_batches": {
+        "callbacks": [GradientAccumulationScheduler({1: 2})]
+    },
+    "AccumulationSchedule changes accumulate_grad_batches": {
+        "callbacks": [AccumulationSchedule({0: 2})]
+    },
+    "DDPStrategy trains in processes that end": {
+        "strategy": DDPStrategy(start_method="fork"),
+        "devices": 2,
+    },
+    "target: must be a whole number": {"target": 0},
+    "max_micro_batch: must be a whole number": {"max_micro_batch": 1.5},
+    r"margin: must be a share from 0 to below 1, received 1\.0": {"margin": 1.0},
+    "the Trainer ran no batch, so": {"limit_train_batches": 0},
+    "the Trainer ran no batch": {"max_steps": 0},
 }
+OF_THE_SEARCH = ("target", "max_micro_batch", "margin", "attribute")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("said", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
 @pytest.mark.filterwarnings("ignore:.*`max_steps=0`.*", "ignore:.*max_epochs=0.*")
-def test_where_no_size_can_be_found_it_is_refused_by_name(name: str) -> None:
-    kind, of_trainer, options, message = REFUSED[name]
-    with pytest.raises(TrainkitError, match=message):
-        found(kind(), Data(), quick(**of_trainer), **options)
+def test_where_no_size_can_be_found_it_is_refused_by_name(said: str) -> None:
+    how = {"data": Data(), "module": Net(), **REFUSED[said]}
+    data, module = how.pop("data"), how.pop("module")
+    options = {name: how.pop(name) for name in OF_THE_SEARCH if name in how}
+    with pytest.raises(TrainkitError, match=said):
+        found(module, data, quick(**how), **options)
