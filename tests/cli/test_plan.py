@@ -77,9 +77,8 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     for name in (*names, "effective", "exact"):
         assert found[name] == getattr(plan, name)
     assert found["epoch"] == plan.epoch(50_001)._asdict()
-    assert found["rates"] == {
-        rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
-    }
+    rates = {"linear": 0.2, "sqrt": 0.1 * 2**0.5, "none": 0.1, "half-life": 0.1}
+    assert found["rates"] == {**rates, "adam-sde": 0.1 * 2**0.5}
     more = "data.batch_size=16 trainer.accumulate_grad_batches=8"
     rate = "optimizer.lr=0.1 lr_scaling=auto lr_scaling.reference_batch=256"
     train = f"trainer=ddp trainer.devices=4 {more} {rate}".split()

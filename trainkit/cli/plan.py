@@ -114,11 +114,11 @@ def _rates(plan: BatchPlan, args: argparse.Namespace) -> Rates:
         return {}
     check_size("trainkit plan --reference", args.reference)
     found: Rates = {}
+    k = plan.effective / args.reference
     for name, rule in RULES.items():
-        own = {"reference_batch": args.reference, "rule": name}
-        found[name] = plan.scaled_rate(args.lr, **own)
+        found[name] = args.lr * rule.lr(k)
         try:
-            rule.check_reach(*BETAS, plan.effective / args.reference)
+            rule.check_reach(*BETAS, k)
         except TrainkitError:
             found[name] = None
     if args.noise_scale is not None:

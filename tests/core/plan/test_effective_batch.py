@@ -29,9 +29,6 @@ def plan(target: int = 512, world_size: int = 4, largest: int = 24) -> BatchPlan
     return BatchPlan.make(**sizes)
 
 
-rate = partial(plan().scaled_rate, 0.1, reference_batch=256)
-
-
 def ranked(one: BatchPlan) -> tuple[int, int, int]:
     return abs(one.effective - one.target), one.accumulate, one.micro_batch
 
@@ -54,24 +51,6 @@ def test_plan_equals_the_best_of_all(target: int, ranks: int, largest: int) -> N
 @pytest.mark.parametrize("target", [10**12, 999_999_999_989])
 def test_a_trillion_and_the_largest_prime_below_it_take_no_time(target: int) -> None:
     assert plan(target, 1, 10**11).effective == target
-
-
-@pytest.mark.parametrize(
-    ("rule", "factor"),
-    [
-        ("linear", 2),
-        ("sqrt", 2**0.5),
-        ("adam-sde", 2**0.5),
-        ("half-life", 1),
-        ("none", 1),
-        (lambda k: k**3, 8),
-    ],
-)
-def test_rate_is_the_rules_for_the_batch_that_is_made(rule: Any, factor: float) -> None:
-    rounded = plan(10, largest=8)  # 8 samples, where 10 cannot be made
-    for made, reference in ((plan(), 256), (rounded, 4)):
-        scaled = made.scaled_rate(0.1, reference_batch=reference, rule=rule)
-        assert scaled == pytest.approx(0.1 * factor, rel=1e-15)
 
 
 def test_a_batch_says_what_it_is_made_of() -> None:
@@ -142,7 +121,7 @@ def test_what_is_no_size_is_refused(value: Any) -> None:
     with pytest.raises(TrainkitError, match="micro_batch: must be a positive number"):
         EffectiveBatch(micro_batch=value)
     with pytest.raises(TrainkitError, match="reference_batch: must be a positive"):
-        plan().scaled_rate(0.1, reference_batch=value, rule="linear")
+        EffectiveBatch(micro_batch=8).over(value)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +129,6 @@ def test_what_is_no_size_is_refused(value: Any) -> None:
     [
         (partial(replace, plan()), {"micro_batch": 32}, "at most max_micro.* 24, rec"),
         (EffectiveBatch, {"micro_batch": 8, "unit": "pixels"}, "unit: must be one of"),
-        (rate, {"rule": "auto"}, "'auto' asks the optimizer, and a plan does not"),
-        (rate, {"rule": "gain"}, "'gain' asks the optimizer, and a plan does not"),
-        (rate, {"rule": "cubic"}, "rule: must be one of .* received 'cubic'"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make: Any, options: Any, text: str) -> None:

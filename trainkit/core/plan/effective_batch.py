@@ -13,7 +13,6 @@ from trainkit.core.plan.options import (
     check_whole_number,
     check_whole_numbers,
 )
-from trainkit.core.plan.scaling import Factor, checked_factor, make_rule
 from trainkit.errors import TrainkitError
 
 Unit = Literal["samples", "tokens"]
@@ -177,23 +176,6 @@ class BatchPlan:
         before = (num_steps - 1) * self.accumulate * self.micro_batch
         last = (per_rank - before) * self.world_size
         return Epoch(num_steps, num_micro_batches, last, last < self.effective)
-
-    def scaled_rate(
-        self, lr: float, *, reference_batch: float, rule: str | Factor
-    ) -> float:
-        """A learning rate that was found for another batch, scaled to this batch.
-
-        The rule is a name or a callable, as for `LRScaling`; not `"auto"` or `"gain"`,
-        which need the optimizer.
-
-        >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
-        >>> plan.scaled_rate(0.1, reference_batch=256, rule="linear")
-        0.2
-        """
-        found = make_rule(rule)
-        check_size("reference_batch", reference_batch)
-        k = self.effective / reference_batch
-        return lr * checked_factor(found.name, found.lr, k)
 
 
 def _divisors(number: int) -> list[int]:

@@ -97,7 +97,7 @@ def check_rules(rule: object, weight_decay: object = "none") -> None:
 
 def make_rule(
     rule: str | Factor,
-    optimizer_class: type | None = None,
+    optimizer_class: type = object,
     *,
     noise_scale: float | None = None,
     reference_batch: float = 1.0,
@@ -129,18 +129,12 @@ def make_rule(
     return ScalingRule(f"gain: {kind.name}", factor)
 
 
-def _kind_of(optimizer_class: type | None, rule: str) -> ScalingRule:
+def _kind_of(optimizer_class: type, rule: str) -> ScalingRule:
     """Linear for SGD, sqrt for the Adam family.
 
     The names of the class and its bases decide, so that another library's `FusedAdam`
     or `SGD8bit` is recognised too.
     """
-    if optimizer_class is None:
-        raise TrainkitError(
-            f"LRScaling rule: {rule!r} asks the optimizer, and a plan does not have "
-            f"one. Name the rule: 'linear' for SGD, 'sqrt' for the Adam family; or "
-            f"give a callable of k."
-        )
     for cls in optimizer_class.__mro__:
         if "SGD" in cls.__name__:
             return RULES["linear"]

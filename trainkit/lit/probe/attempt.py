@@ -114,7 +114,7 @@ class Finder(Callback):
     The longest rows, and some more of them (the margin), must fit twice: before an
     optimizer step, and after it, beside the optimizer's state and gradients, as inside
     a window. One rank alone may fail, so ranks communicate only after each half, to
-    agree on the outcome. Weights stay: the step makes the state of the optimizer alone.
+    agree on the outcome. The step goes by gradients of zero: it only makes the state.
 
     Attributes:
         setting: where the batch size of the loader is kept.
@@ -165,8 +165,8 @@ class Finder(Callback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with self._kept, muted(self._module):
-            fits = self._on_every_rank(lambda: self._pass(size))
-            fits = fits and self._on_every_rank(lambda: self._step_and_pass(size))
+            halves = self._pass, self._step_and_pass
+            fits = all(self._on_every_rank(half, size) for half in halves)
             if fits and device.type == "cuda":
                 peak = self._most(torch.cuda.max_memory_allocated(device))
         self._module.zero_grad(set_to_none=True)
@@ -198,11 +198,11 @@ class Finder(Callback):
             if isinstance(loss, Tensor):
                 strategy.backward(loss, next(iter(self._trainer.optimizers), None))
 
-    def _on_every_rank(self, half: Callable[[], None]) -> bool:
+    def _on_every_rank(self, half: Callable[[int], None], size: int) -> bool:
         """Whether a half of an attempt fits on all ranks."""
         outcome = FITS
         try:
-            half()
+            half(size)
         except Exception as error:
             if not is_out_of_memory(error):
                 self._most(FAILED)  # the others wait for it
