@@ -78,9 +78,8 @@ class AccumulationSchedule(OrderedCallback):
         self._restored: dict[str, Any] | None = None
         self._was_asked = False
         self._num_windows = 0
-        self._tokens_at_start = 0.0
-        # All that was weighed up to the last window, and up to the one before it.
-        self._tokens: deque[LateReading] = deque(maxlen=2)
+        # All that was weighed up to the window before the last, and up to the last.
+        self._tokens: deque[LateReading | float] = deque([0.0, 0.0], maxlen=2)
 
     def total_steps(
         self, trainer: Any, *, tokens_per_micro_batch: float | None = None
@@ -163,7 +162,10 @@ class AccumulationSchedule(OrderedCallback):
             )
         self._announce_estimate(trainer)
         saved, self._restored = self._restored or {}, None
-        self._continue_tokens(windows.ledger.of(), saved.get("tokens_before"))
+        account, before = windows.ledger.of(), saved.get("tokens_before")
+        if account is not None:  # resumed, perhaps with another plan
+            self._tokens.append(account.weight.item() if before is None else before)
+            self._count_tokens(account)
         if saved:
             self._set(trainer, saved["size"], first_batch=saved["first_batch"])
         else:  # perhaps resumed in mid-epoch, without a schedule's state
@@ -254,21 +256,14 @@ class AccumulationSchedule(OrderedCallback):
     def _tokens_before(self) -> float:
         """All that was weighed up to the window before the one that closed last: it
         has long arrived, and all ranks have one value."""
-        is_known = len(self._tokens) == 2
-        return self._tokens[0].values() if is_known else self._tokens_at_start
+        before = self._tokens[0]
+        return before.values() if isinstance(before, LateReading) else before
 
     def _count_tokens(self, account: Any) -> None:
         """Begin to read the count, if another window has closed."""
         if account is not None and account.num_windows != self._num_windows:
             self._num_windows = account.num_windows
             self._tokens.append(LateReading(account.weight))
-
-    def _continue_tokens(self, account: Any, saved: float | None) -> None:
-        """Continue the count of a run that is resumed, perhaps with another plan."""
-        self._count_tokens(account)
-        if saved is None and account is not None:
-            saved = account.weight.item()
-        self._tokens_at_start = saved or 0.0
 
     # ---- afterwards ------------------------------------------------------------------
 
