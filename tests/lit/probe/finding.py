@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanMetric
 
 from tests.helpers import trainer as quick
@@ -92,12 +92,18 @@ class Data(pl.LightningDataModule):
     def __init__(self, batch_size: int = 4, *, number: int = ROWS) -> None:
         super().__init__()
         self.batch_size, self.number, self.num_setups = batch_size, number, 0
+        self.collate = self.put_together
 
     def setup(self, stage: str) -> None:
         self.num_setups += 1
 
+    def put_together(self, rows: Any) -> Any:
+        assert self.num_setups, "it is another's method"
+        return default_collate(rows)
+
     def train_dataloader(self) -> Any:
-        return DataLoader(rows(self.number), self.batch_size, shuffle=True)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"shuffle": True, "collate_fn": self.collate}
+        return DataLoader(rows(self.number), self.batch_size, **how)  # type: ignore[arg-type]
 
 
 class HparamsData(pl.LightningDataModule):

@@ -225,6 +225,25 @@ def test_a_data_set_is_read_apart_down_to_four_objects() -> None:
     assert is_shared == 4 * [False] + 2 * [True]
 
 
+def test_what_stands_in_two_places_of_a_data_set_does_so_in_its_copy() -> None:
+    """A method knows the copy."""
+
+    class Data:
+        def __init__(self) -> None:
+            self.words: Any = SimpleNamespace(known=0)
+            self.same, self.rows = self.words, SimpleNamespace(words=self.words)
+            self.collate = self.count
+
+        def count(self) -> int:
+            return self.words.known
+
+    own = Data()
+    copy = read_apart(own)
+    copy.words.known = 5
+    assert copy.words is copy.same is copy.rows.words
+    assert (copy.collate(), own.collate()) == (5, 0)
+
+
 def test_an_open_file_is_shared_and_a_loaders_workers_are_not() -> None:
     loader: Any = DataLoader([1, 2])  # type: ignore[arg-type]
     with open(__file__) as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -52,11 +51,10 @@ class Aside:
         self._live, self._device = module, trainer.strategy.root_device
         self.module = Copies(trainer, module, shares=False).module
         vars(self.module)["configure_callbacks"] = no_callbacks
-        self._takes = "train_dataloaders"
-        if hasattr(data, "train_dataloader"):
-            self._takes, data = "datamodule", copy.copy(data)
-            data.trainer = None
-        self.data = tree_map(read_apart, data)
+        is_module = hasattr(data, "train_dataloader")
+        self._takes = "datamodule" if is_module else "train_dataloaders"
+        seen: dict[int, Any] = {id(getattr(data, "trainer", None)): None}
+        self.data = tree_map(lambda each: read_apart(each, seen=seen), data)
         self.trainer = copied_trainer(trainer)
         self.trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         self.trainer.profiler = PassThroughProfiler()

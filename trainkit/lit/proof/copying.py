@@ -176,29 +176,35 @@ class Copies:
                         register(copies[name], self.of(hook, f"a hook of {name}"))
 
 
-def read_apart(dataset: Any, depth: int = 4) -> Any:
-    """A copy of a data set or of a collate function, to read rows with: the original
-    would count, and draw random numbers, once more than in training. It shares tensors,
-    long lists, and what lies deeper than four objects."""
+def read_apart(dataset: Any, depth: int = 4, seen: dict[int, Any] | None = None) -> Any:
+    """A copy of a data set, a loader or a collate function, to read rows with: the
+    original would count, and draw random numbers, once more than in training. It shares
+    tensors, long lists, what cannot be copied, and what lies deeper than four
+    objects."""
+    seen = {} if seen is None else seen
+    if id(dataset) in seen:
+        return seen[id(dataset)]
     if is_generator(dataset):
-        return copy.deepcopy(dataset)
+        return seen.setdefault(id(dataset), copy.deepcopy(dataset))
     if not depth:
         return dataset
     if type(dataset) in (list, tuple) and len(dataset) <= MOST_PARTS:
         # Such as transforms.
-        return type(dataset)(read_apart(each, depth - 1) for each in dataset)
+        return type(dataset)(read_apart(each, depth - 1, seen) for each in dataset)
+    if isinstance(dataset, types.MethodType):
+        owner = read_apart(dataset.__self__, depth, seen)
+        return types.MethodType(dataset.__func__, owner)
     shares = isinstance(dataset, type | nn.Module | Tensor | types.FunctionType)
     if shares or not hasattr(dataset, "__dict__"):
         return dataset
-    try:
-        again = copy.copy(dataset)
-    except Exception:  # such as an open file
-        return dataset
-    if again is not dataset:
-        for name, value in vars(again).items():
+    with contextlib.suppress(Exception):  # as of an open file
+        seen[id(dataset)] = again = copy.copy(dataset)
+        for name, held in vars(again).items() if again is not dataset else ():
             is_loaders = isinstance(dataset, DataLoader) and name == "_iterator"
-            vars(again)[name] = None if is_loaders else read_apart(value, depth - 1)
-    return again
+            # It has the workers of the original.
+            apart = None if is_loaders else read_apart(held, depth - 1, seen)
+            vars(again)[name] = apart
+    return seen.get(id(dataset), dataset)
 
 
 def move_weights(module: nn.Module, shared: dict[int, str]) -> None:
