@@ -254,6 +254,26 @@ def test_a_scaler_is_put_back_and_its_optimizer_has_stepped() -> None:
     assert plugin.scaler.state_dict() == before
 
 
+def test_only_a_copy_runs_and_the_module_is_on_the_host_meanwhile() -> None:
+    """So that a size fits or not as if there were one of them."""
+    ran: list[int] = []
+
+    class Moved(Net):
+        def cpu(self) -> Any:
+            ran.append(id(self))
+            return super().cpu()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            ran.append(id(self))
+            return super().training_step(batch, batch_idx)
+
+    module = Moved()
+    found(module, Data())
+    assert ran[0] == id(module)
+    assert len(set(ran[1:])) == 1
+    assert id(module) not in ran[1:]
+
+
 def test_no_worker_is_left() -> None:
     before = set(multiprocessing.active_children())
     found(Net(), MAKERS["workers"](4))
