@@ -37,7 +37,6 @@ from tests.lit.probe.finding import (
 from tests.startup import forked
 from tests.zoo.modules import hooked, scaled
 from trainkit.lit.batch_size import micro_batch_of
-from trainkit.lit.probe.find import find_micro_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*IterableDataset.*")
 
@@ -278,17 +277,6 @@ def test_no_worker_is_left() -> None:
     before = set(multiprocessing.active_children())
     found(Net(), MAKERS["workers"](4))
     assert set(multiprocessing.active_children()) == before
-
-
-def test_what_it_says(capsys: Any) -> None:
-    data, fit = Data(), quick()
-    result = find_micro_batch(fit, limited(rows=9), data, target=32)
-    sizes = data.batch_size, fit.accumulate_grad_batches
-    assert (result.micro_batch, result.accumulate) == sizes
-    out = capsys.readouterr().out
-    assert "trainkit | micro-batch 16: does not fit" in out
-    assert "trainkit | micro-batch 8: fits" in out
-    assert "= 32 (exactly the target)" in out
 
 
 # ---- ranks try each size together, agree on it, and are left alike -------------------

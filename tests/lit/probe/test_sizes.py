@@ -31,6 +31,7 @@ from trainkit import BatchPlan
 from trainkit.data.rows import LEAST, Rows, num_elements
 from trainkit.errors import TrainkitError
 from trainkit.lit.probe.attempt import Trial, search, sizes_for
+from trainkit.lit.probe.find import find_micro_batch
 
 # ---- which sizes are tried -----------------------------------------------------------
 
@@ -319,3 +320,14 @@ def test_a_list_of_samples_is_collated_by_the_users_own_function() -> None:
 
     loader = DataLoader(ragged_sequences(40), 4, collate_fn=list)  # type: ignore[arg-type]
     assert found(Listed(), loader, target=16).plan.effective == 16
+
+
+def test_what_it_says(capsys: Any) -> None:
+    data, fit = Data(), quick()
+    result = find_micro_batch(fit, limited(rows=9), data, target=32)
+    sizes = data.batch_size, fit.accumulate_grad_batches
+    assert (result.micro_batch, result.accumulate) == sizes
+    out = capsys.readouterr().out
+    assert "trainkit | micro-batch 16: does not fit" in out
+    assert "trainkit | micro-batch 8: fits" in out
+    assert "= 32 (exactly the target)" in out
