@@ -13,13 +13,15 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from tests.helpers import loader, ragged_sequences
 from tests.lit.probe.finding import MAKERS, Data, HparamsData, Net, found, quick, rows
-from tests.zoo.modules import hooked
+from tests.zoo.modules import Manual, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
     MicroBatching,
     PerSample,
+    check,
 )
 from trainkit.errors import TrainkitError
 from trainkit.lit.probe.setting import find_setting
@@ -112,6 +114,13 @@ def test_a_search_that_fails_leaves_the_size(make: Any) -> None:
         found(hooked(Net, training_step=mistaken)(), data)
     assert find_setting(Net(), data, "batch_size").read() == 4
     assert data.train_dataloader().batch_size == 4
+
+
+def test_a_fit_aside_takes_a_trainers_number_beside_manual_optimization() -> None:
+    """Which Lightning refuses, but while the callback of windows holds it."""
+    data, live = loader(ragged_sequences(8), 2), quick(4)
+    check(Manual(), data, trainer=live).assert_exact()
+    assert live.accumulate_grad_batches == 4
 
 
 # ---- what is refused by name ---------------------------------------------------------
