@@ -210,7 +210,7 @@ def test_a_leak_whose_place_cannot_be_found_is_still_a_leak(monkeypatch: Any) ->
     def fails(self: Any) -> Any:
         raise RuntimeError("no hooks here")
 
-    monkeypatch.setattr(documents._Look, "cause", fails)
+    monkeypatch.setattr(documents._Row, "_content", fails)
     report = trainkit.check(AttendingToAll(), loader(), strategy=PerToken(shift=True))
     assert not report.exact
     (cause,) = report.causes

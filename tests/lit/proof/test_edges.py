@@ -15,10 +15,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-import trainkit
 from tests.helpers import quiet_lightning, trainer
 from tests.lit.proof.starting import fit, plain_trainer, said, tokens
-from tests.lit.proof.test_check import SPLIT, check
+from tests.lit.proof.test_check import check
 from tests.zoo import causes
 from tests.zoo.causes import (
     Noisy,
@@ -89,22 +88,6 @@ def test_a_mean_of_which_one_part_has_all_is_no_sum() -> None:
     (found,) = check(Tokens(only_one), batch, strategy=PerSample()).causes
     assert found.kind == "denominator"
     assert "sum" not in found.text
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_few_rows_are_cut_too(number: int) -> None:
-    batch = causes.padded(causes.sequences(8)[:number])
-    assert check(Tokens(), batch, strategy=PerToken()).exact
-    assert not check(Tokens(), batch, strategy=PerSample()).exact
-    assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
-
-
-def test_a_row_that_counts_nothing_has_no_mean_and_is_left_out() -> None:
-    batch = causes.padded(causes.sequences(12))
-    batch["labels"][3] = -100
-    report = check(Tokens(), batch, strategy=PerToken())
-    assert report.exact
-    assert not check(Tokens(), batch, strategy=PerSample()).exact
 
 
 # ---- what is left behind -------------------------------------------------------------
@@ -201,17 +184,6 @@ def test_hooks_read_what_a_copy_logs(power: int) -> None:
 # ---- what it is given ----------------------------------------------------------------
 
 
-def test_the_strategy_is_that_of_module_or_trainer() -> None:
-    class Mixed(trainkit.AccumulationMixin, Tokens):
-        accumulation = PerToken()
-
-    assert check(Mixed(), token_loader()).exact
-    own = plain_trainer([AccumulationCallback(PerToken(), micro_batching=SPLIT)])
-    report = check(Tokens(), token_loader(), trainer=own)
-    assert report.exact
-    assert report.notes[-1].startswith("plain accumulation: off by ")
-
-
 class OfTwo(Tokens):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = batch["tokens"] if isinstance(batch, dict) else batch[0]
@@ -233,11 +205,16 @@ def test_several_loaders_are_no_batch(combined: Any, labels: str) -> None:
     assert not check(OfTwo(), loaders, strategy=PerSample()).exact
 
 
-def test_one_batch_is_enough() -> None:
-    batch = causes.padded(causes.sequences(20))
-    assert check(Tokens(), batch, strategy=PerToken()).num_rows == 20
+@pytest.mark.parametrize(("number", "empty"), [(2, []), (3, []), (12, [3]), (20, [])])
+def test_one_batch_is_enough(number: int, empty: list[int]) -> None:
+    """Also of few rows; one that counts nothing has no mean, and is left out."""
+    batch = causes.padded(causes.sequences(number))
+    batch["labels"][empty] = -100
+    report = check(Tokens(), batch, strategy=PerToken())
+    assert (report.exact, report.num_rows) == (True, number)
     assert check(Tokens(), batch, strategy=PerToken(), rows=8).exact
     assert not check(Tokens(), batch, strategy=PerSample()).exact
+    assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
 
 
 def test_the_report_reads_and_is_plain_data() -> None:
@@ -312,8 +289,8 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
 def test_a_part_that_weighs_nothing_is_said_to_weigh_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(proof_weights, "_of_classes", lambda *_: None)
     subject: Any = SimpleNamespace(module=SimpleNamespace(accumulate=None))
-    alone: Any = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
-    assert "they are as 2, 1, 0" in unknown(subject, alone).text
+    subject.alone = SimpleNamespace(best=lambda: torch.tensor([0.5, 0.25, 1e-17]))
+    assert "they are as 2, 1, 0" in unknown(subject).text
 
 
 def test_what_the_run_will_refuse_to_cut_is_not_called_exact(capsys: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +26,18 @@ from trainkit.lit.front.callbacks import AccumulationCallback, MixinCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.inside.choose import choose
 from trainkit.lit.probe.fit_aside import Aside, refuse_other_kinds
+from trainkit.lit.proof.ending import may_trim
 from trainkit.lit.proof.measure import (
     FULL_PRECISIONS,
     measured,
     of_all_ranks,
-    refuse_backend,
 )
-from trainkit.lit.proof.parts import subject_of
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import NotMeasured, Report, in_one_line
-from trainkit.lit.proof.subject import Subject, as_given, off_without_padding
+from trainkit.lit.proof.subject import Subject, as_given, subject_of
 from trainkit.lit.proof.words import cause
 
 PRECISIONS = torch.float64, torch.float32
-WIDE = "the model sees its padding, so micro-batches keep the loader batch's width"
 
 
 def check(
@@ -81,10 +78,9 @@ def check(
     with without_advice():
         trainer = trainer or _trainer_for(module)
         refuse_other_kinds("check", trainer, module)
-        of = module, trainer
-        strategy = _option(strategy, "accumulation", "strategy", *of)
-        options = _option(micro_batches, "micro_batching", "micro_batching", *of)
-        measure = _Check(trainer, strategy, options, rows)
+        own, cut = _options_of(module, trainer)
+        strategy = own if strategy is None else strategy
+        measure = _Check(trainer, strategy, micro_batches or cut, rows)
         try:
             Aside(trainer, module, _as_loader(data)).fit(measure)
         except NotMeasured as error:
@@ -111,23 +107,16 @@ def _trainer_for(module: Any) -> Any:
     )
 
 
-def _option(
-    given: Any, of_module: str, of_callback: str, module: Any, trainer: Any
-) -> Any:
-    """An option as it is given, or as the module or the Trainer's callback has it."""
-    if given is not None:
-        return given
-    # In a module without the mixin, nothing reads such an attribute.
-    has_mixin = isinstance(module, AccumulationMixin)
-    found = getattr(module, of_module, None) if has_mixin else None
-    if found is not None:
-        return found
+def _options_of(module: Any, trainer: Any) -> tuple[Any, MicroBatching | None]:
+    """The strategy and the cut of a module or of the Trainer's callback."""
+    # In a module without the mixin, nothing reads such attributes.
+    if isinstance(module, AccumulationMixin):
+        return module.accumulation, module.micro_batching
     for callback in trainer.callbacks:
         if isinstance(callback, AccumulationCallback):
-            if of_callback == "strategy":
-                return as_given(callback.strategies) if callback.has_strategy else None
-            return callback.micro_batching
-    return None
+            given = as_given(callback.strategies) if callback.has_strategy else None
+            return given, callback.micro_batching
+    return None, None
 
 
 def _as_loader(data: Any) -> Any:
@@ -181,21 +170,16 @@ class _Check(Callback):
 
     @logged_from(logging.CRITICAL)  # once for all rehearsals
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
+        subject = self._subject(trainer, module, batch)
         try:
-            refuse_backend(trainer)
-            subject = self._subject(trainer, module, batch)
-            try:
-                report = measured(subject, PRECISIONS)
-                report = replace(report, notes=(*self._notes, *report.notes))
-                return _beside_plain(report, subject)
-            except (NotMeasured, TrainkitError):
+            report = measured(subject, PRECISIONS)
+            report = replace(report, notes=(*self._notes, *report.notes))
+            return _beside_plain(report, subject)
+        except Exception as error:
+            is_known = isinstance(error, NotMeasured | TrainkitError)
+            if is_known or str(trainer.precision) in FULL_PRECISIONS:
                 raise
-            except Exception as error:
-                if str(trainer.precision) in FULL_PRECISIONS:
-                    raise
-                return _undecided(subject, error)
-        except NotMeasured as error:
-            raise TrainkitError(f"check: not measured: {error}.") from error
+            return _undecided(subject, error)
 
     def _subject(self, trainer: Any, module: Any, batch: Any) -> Subject:
         options = cut_inside(trainer, module, self._callbacks, self._options)
@@ -209,12 +193,9 @@ class _Check(Callback):
             options = replace(options, inside=tuple(paths))
             self._notes = (f'found by inside="auto": {listed(paths)}',)
         elif options is not None and not is_inside(options):
-            trims = bool(options.shapes or options.collate)
-            if options.trim and not trims:
-                off, of = None, (rehearsal, self._strategies, options, batch)
-                with suppress(Exception):  # then the run trims nothing
-                    off, *_ = off_without_padding(*of)
-                trims, self._notes = off == 0, (WIDE,) if off else ()
+            of = rehearsal, self._strategies, options, batch
+            trims, why, _ = may_trim(*of) if self._strategies else (False, "", False)
+            self._notes = (why,) if why else ()
         return subject_of(
             rehearsal,
             self._strategies,

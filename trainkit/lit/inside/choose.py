@@ -53,7 +53,7 @@ def choose(
     search = _Search()
     of = trainer, pl_module, windows
     try:
-        rows = FewRows(batch, None, None)
+        rows = FewRows.cut_from(batch, None, None)
         few = list(range(min(ROWS, rows.num_rows)))
         rehearsal = Rehearsal(*of, callbacks=guards, changes=(search.begin,))
         own = rows.make(few)

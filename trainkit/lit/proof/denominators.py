@@ -24,6 +24,9 @@ from trainkit.errors import TrainkitError
 IGNORED = (-100, 0, -1, 255, 1)
 """Labels that often do not count: cross_entropy's own, and paddings."""
 
+MEANT = 2
+"""How far from simple the denominators are that must be told apart before others."""
+
 OFTEN_MEANT = 4
 """What a loss divides by as a rule is at most so far from simple."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from trainkit.core.document_fields import MASKS
 from trainkit.core.documents import Documents, documents_option, find_documents
-from trainkit.core.nested import take_apart, with_tensors
+from trainkit.core.nested import take_apart
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
-from trainkit.core.terms import leading
-from trainkit.lit.proof.places import Event, first_unlike, record_events
 from trainkit.lit.proof.report import ALARM, SURELY_ROUNDING, Cause, Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.subject import Subject, in_first
-from trainkit.lit.proof.weights import Alone
+from trainkit.lit.proof.taken import Event, first_unlike
 from trainkit.lit.proof.words import cause
 
 FEW = 3
@@ -42,7 +40,7 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         subject: rows of the run.
         precisions: of the arithmetic, that first which is tried first.
     """
-    batch = subject.batch(subject.all_rows)
+    batch = subject.rows.make(subject.all_rows)
     how = documents_option(subject.options, *subject.strategies.values())
     documents = find_documents(batch, how)
     if documents is None or len(documents.spans) == len(documents.numbers):
@@ -54,30 +52,27 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
     chosen = _neighbours(documents)
     if not chosen:
         return None
-    own = leading(subject.strategies) if subject.strategies else None
-    one = OneRow.of(batch, MicroBatching(size=1, documents=documents.by), own, chosen)
+    options = MicroBatching(size=1, documents=documents.by)
+    rows = FewRows.cut_from(batch, options, subject.strategy, trims=True)
     # Documents have other numbers than rows, and so other draws.
     packed = replace(
-        subject.varied(noted={}), rows=one.rows, options=None, has_batches=True,
-        parts=[[place] for place in range(len(chosen))], are_alike=False,
+        subject.varied(noted={}), rows=rows.again(rows.make(chosen)), options=None,
+        has_batches=True, parts=[[place] for place in range(len(chosen))],
     )  # fmt: skip
 
-    def apart(dtype: torch.dtype) -> tuple[tuple[Subject, float], bool]:
+    def apart(dtype: torch.dtype) -> tuple[Subject, bool]:
         used = packed.varied(dtype=dtype)
-        off = Alone.of(used).least_off()
-        return (used, off), off <= SURELY_ROUNDING
+        return used, used.alone.least_off() <= SURELY_ROUNDING
 
-    packed, off = in_first(precisions, apart)
-    dtype, found = packed.rehearsal.dtype, None
-    if off <= ALARM[dtype]:
-        clean = _without_labels_across(one)
-        off = 0.0 if clean is None else _off_from(packed, clean)
-        if off <= ALARM[dtype]:
-            return None
-        found = cause("last label")
-    found = found or _cause_of(packed, one)
-    if is_inside(subject.options) and found.text == cause("loss over documents").text:
-        return None  # which a cut of the module leaves as it is
+    packed = in_first(precisions, apart)
+    row, off, dtype = _Row(packed), packed.alone.least_off(), packed.rehearsal.dtype
+    if off > ALARM[dtype]:
+        found = row.cause()
+    else:
+        off, found = row.off_without_labels_across(), cause("label", end="end")
+    of_loss = found.text == cause("loss over documents").text
+    if off <= ALARM[dtype] or of_loss and is_inside(subject.options):
+        return None  # a cut of the module leaves the loss as it is
     return Report(
         exact=False,
         deviation=off,
@@ -87,14 +82,6 @@ def of_documents(subject: Subject, precisions: Sequence[torch.dtype]) -> Report 
         parts=(1,) * len(chosen),
         causes=(found,),
     )
-
-
-def _cause_of(subject: Subject, row: OneRow) -> Cause:
-    """Why documents are not what they are alone; that they are not is certain."""
-    try:
-        return _Look(subject, row).cause()
-    except Exception:  # such as a forward that no hooks can watch
-        return cause("content")
 
 
 def _neighbours(documents: Documents) -> list[int]:
@@ -107,64 +94,6 @@ def _neighbours(documents: Documents) -> list[int]:
             tokens = sum(lengths[place] for place in places)
             best.append((-number, tokens, places))
     return min(best)[2] if best else []
-
-
-@dataclass(frozen=True)
-class OneRow:
-    """A few documents in a row of their own.
-
-    Attributes:
-        batch: which has this row.
-        rows: the documents, each a row.
-        documents: where they lie.
-        again: makes the rows of another batch, in which documents lie alike.
-    """
-
-    batch: Any
-    rows: FewRows
-    documents: Documents
-    again: Callable[[Any], FewRows]
-
-    @classmethod
-    def of(
-        cls, batch: Any, options: MicroBatching, strategy: Any, chosen: Sequence[int]
-    ) -> OneRow:
-        """Some documents of a batch, one behind the other."""
-        again = partial(FewRows, options=options, strategy=strategy)
-        row = again(batch).make(chosen)
-        documents = find_documents(row, options.documents)
-        assert documents is not None
-        return cls(row, again(row), documents, again)
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> OneRow:
-        """Documents that lie alike in another batch."""
-        batch = with_tensors(self.batch, change)
-        return replace(self, batch=batch, rows=self.again(batch))
-
-
-def _without_labels_across(row: OneRow) -> OneRow | None:
-    """The documents without labels that are the first token of the next one; None if
-    labels are not those of next tokens, or none of them is across a bound."""
-    ends = [span.stop - 1 for span in row.documents.spans][:-1]
-    fields = [pair for pair in take_apart(row.batch)[0] if isinstance(pair[1], Tensor)]
-    for path, labels in fields:
-        counts = labels[..., :-1] >= 0 if "label" in path.lower() else labels[:0]
-        if not counts.numel() or not bool(counts[..., ends].any()):
-            continue
-        nexts = [ids[..., 1:] for _, ids in fields if ids.shape == labels.shape]
-        if any(not bool((counts & (labels[..., :-1] != ids)).any()) for ids in nexts):
-            clean = labels.clone()
-            clean[..., ends] = row.rows.ignored
-            return row.changed(lambda each: clean if each is labels else each)  # noqa: B023
-    return None
-
-
-def _off_from(subject: Subject, row: OneRow) -> float:
-    """How far a batch of documents is from another one of them."""
-    try:
-        return subject.whole().off_from(replace(subject, rows=row.rows).whole())
-    except Exception:  # the step refuses what was changed
-        return 0.0
 
 
 def _ends_within(ends: set[int], batch: Any) -> int:
@@ -191,37 +120,76 @@ def _end_of(module: Any) -> Iterator[int]:
             yield each
 
 
-class _Look:
-    """Looks for where documents of one row see each other.
+class _Row:
+    """A few documents, which stand in one row.
 
     Args:
-        subject: the documents, each a part.
-        row: where they lie.
+        subject: has no other rows; each document is a part.
     """
 
-    def __init__(self, subject: Subject, row: OneRow) -> None:
-        self._subject, self._row, self._documents = subject, row, row.documents
-        self._width = self._documents.numbers.shape[1]
+    def __init__(self, subject: Subject) -> None:
+        self._subject, batch = subject, subject.rows.batch
+        documents = find_documents(batch, documents_option(subject.rows.options))
+        assert documents is not None
+        self._by, self._spans = documents.by, documents.spans
+        self._width = documents.numbers.shape[1]
+        fields = take_apart(batch)[0]
+        self._fields = {p: each for p, each in fields if isinstance(each, Tensor)}
 
     def cause(self) -> Cause:
-        """The first cause that is found: content, then places, then a label."""
-        for name, look in (("content", self._content), ("place", self._place)):
-            if (place := look()) is not None:
-                cached = name == "content" and self._is_exact_without_cache()
-                return cause("a cache" if cached else name, place)
-        if self._counts_first_labels():
-            return cause("first label")
+        """Why documents are not what they are alone: content, then places, then a
+        label. That they are not is certain."""
+        try:
+            if (place := self._content()) is not None:
+                cached = self._is_exact_without_cache()
+                return cause("a cache" if cached else "content", place)
+            if (place := self._place()) is not None:
+                return cause("place", place)
+        except Exception:  # such as a forward that no hooks can watch
+            return cause("content")
+        starts = [span.start for span in self._spans[1:]]
+        for path, value in self._fields.items():
+            if "label" in path.lower() and value.shape[-1:] == (self._width,):
+                counts = bool((value[..., starts] != -100).any())
+                if counts:
+                    return cause("label", end="start")
         return cause("loss over documents")
+
+    def off_without_labels_across(self) -> float:
+        """How far the row is from one without labels that are the first token of the
+        next document; 0 if labels are not those of next tokens, or none is across."""
+        ends = [span.stop - 1 for span in self._spans[:-1]]
+        for path, labels in self._fields.items():
+            if "label" not in path.lower() or not labels.ndim:
+                continue
+            counts = labels[..., :-1] >= 0
+            if not counts.numel() or not bool(counts[..., ends].any()):
+                continue
+            alike = [e for e in self._fields.values() if e.shape == labels.shape]
+            nexts = [counts & (labels[..., :-1] != ids[..., 1:]) for ids in alike]
+            if not all(map(torch.any, nexts)):
+                clean = labels.clone()
+                clean[..., ends] = self._subject.rows.ignored
+                with contextlib.suppress(Exception):  # the step refuses the change
+                    whole = self._changed({path: clean}).as_one
+                    return self._subject.as_one.off_from(whole)
+        return 0.0
+
+    def _changed(self, values: Mapping[str, Tensor]) -> Subject:
+        """A row like this one, with other fields."""
+        rows = self._subject.rows
+        fields, build = take_apart(rows.batch)
+        batch = build(iter([values.get(path, value) for path, value in fields]))
+        return replace(self._subject, rows=rows.again(batch))
 
     def _content(self) -> str | None:
         """Where outputs of a document change with the ids of another."""
-        events, spans = self._events(self._subject), self._documents.spans
-        whole = [_narrowed(each, self._width) for each in events]
-        for changed in range(len(spans)):
-            rows = self._exchanged(changed).rows
-            others = [self._columns(n) for n in range(len(spans)) if n != changed]
-            columns = [column for each in others for column in each]
-            events = self._events(replace(self._subject, rows=rows))
+        whole = [_narrowed(each, self._width) for each in self._subject.events()]
+        for changed in range(len(self._spans)):
+            others = [*range(len(self._spans))]
+            others.remove(changed)
+            columns = [column for n in others for column in self._columns(n)]
+            events = self._changed(self._exchanged(changed)).events()
             events = [_narrowed(each, self._width, columns) for each in events]
             event = first_unlike(whole, events, columns, self._width)
             if event is not None:
@@ -230,36 +198,29 @@ class _Look:
 
     def _place(self) -> str | None:
         """Where outputs of a document are not what they are alone."""
-        whole = self._events(self._subject)
-        for place in reversed(range(len(self._documents.spans))):
-            alone = self._events(replace(self._subject, parts=[[place]]))
+        whole = self._subject.events()
+        for place in reversed(range(len(self._spans))):
+            alone = self._subject.events([place])
             event = first_unlike(whole, alone, self._columns(place), self._width)
             if event is not None:
                 return event.path
         return None
 
-    def _events(self, subject: Subject) -> list[Event]:
-        return subject.changed(record_events).whole().result
-
     def _columns(self, place: int) -> list[int]:
-        span = self._documents.spans[place]
-        return [*range(span.start, span.stop)]
+        return [*range(self._spans[place].start, self._spans[place].stop)]
 
-    def _exchanged(self, place: int) -> OneRow:
-        """The batch in which one document has what stands elsewhere in the row."""
-        fields = {id(value): path for path, value in take_apart(self._row.batch)[0]}
-        width, columns = self._width, torch.tensor(self._columns(place))
-        kept = (self._documents.by, "label", "mask", "position", "seq_idx", "cu_")
-
-        def exchanged(value: Tensor) -> Tensor:
-            path = fields[id(value)].lower()
-            dim = next((d for d, n in enumerate(value.shape) if n == width), None)
-            if dim is None or any(each.lower() in path for each in kept):
-                return value
-            turned = value.flip(dim).index_select(dim, columns)
-            return value.index_copy(dim, columns, turned)
-
-        return self._row.changed(exchanged)
+    def _exchanged(self, place: int) -> dict[str, Tensor]:
+        """The fields in which a document has what stands elsewhere in the row."""
+        columns, found = torch.tensor(self._columns(place)), {}
+        kept = (self._by.lower(), "label", "mask", "position", "seq_idx", "cu_")
+        for path, value in self._fields.items():
+            if not any(each in path.lower() for each in kept):
+                for dim in [d for d, n in enumerate(value.shape) if n == self._width][
+                    :1
+                ]:
+                    turned = value.flip(dim).index_select(dim, columns)
+                    found[path] = value.index_copy(dim, columns, turned)
+        return found
 
     def _is_exact_without_cache(self) -> bool:
         """Whether no document sees another once the model makes no cache."""
@@ -267,15 +228,7 @@ class _Look:
         if not any(getattr(each, "use_cache", False) for each in configs):
             return False
         subject = self._subject.changed(_without_cache)
-        return Alone.of(subject).least_off() <= ALARM[subject.rehearsal.dtype]
-
-    def _counts_first_labels(self) -> bool:
-        """Whether a document but the first begins with a label that counts."""
-        starts = torch.tensor([span.start for span in self._documents.spans[1:]])
-        for path, value in take_apart(self._row.batch)[0]:
-            if "label" in path.lower() and value.shape[-1:] == (self._width,):
-                return bool((value[..., starts] != -100).any())
-        return False
+        return subject.alone.least_off() <= ALARM[subject.rehearsal.dtype]
 
 
 def _without_cache(module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from trainkit.core.strategies import Uniform
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit.aside import LIGHTNINGS
-from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.causes import look
 from trainkit.lit.proof.copying import collates_by_itself
-from trainkit.lit.proof.denominators import candidates
+from trainkit.lit.proof.denominators import MEANT, candidates
 from trainkit.lit.proof.documents import of_documents
-from trainkit.lit.proof.parts import MEANT, has_equal_batches, shares_of
+from trainkit.lit.proof.ending import are_told_by_labels, ended, may_count_unlike
 from trainkit.lit.proof.report import (
     ALARM,
     SURELY_ROUNDING,
@@ -27,8 +28,8 @@ from trainkit.lit.proof.report import (
     NotMeasured,
     Report,
 )
+from trainkit.lit.proof.rows import has_equal_batches, shares_of
 from trainkit.lit.proof.subject import Subject, in_first
-from trainkit.lit.proof.taken import Taken
 
 FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
 
@@ -86,16 +87,14 @@ def _unlike(
     count_alike = bool(subject.strategies) and _count_alike(subject)
     if not (count_alike or subject.strategies and rows.has_one_length):
         return None, ""
-    if count_alike and (rows.may_count_unlike or rows.has_one_length):
+    if count_alike and (may_count_unlike(rows) or rows.has_one_length):
         doubt = CANNOT_TELL
     with contextlib.suppress(Exception):  # the step refuses what was changed
-        changed = rows.ending(few)
-        if changed is not None:
-            unlike = replace(subject.varied(ignored=rows.ignored), rows=changed)
-            if not (count_alike and _count_alike(unlike)):
-                report = _compared(unlike, precisions)
-                off = ENDING.format(report.deviation)
-                return report, f"{doubt or ONE_LENGTH}; {off}"
+        unlike = ended(subject, few)
+        if unlike is not None and not (count_alike and _count_alike(unlike)):
+            report = _compared(unlike, precisions)
+            off = ENDING.format(report.deviation)
+            return report, f"{doubt or ONE_LENGTH}; {off}"
     return None, doubt
 
 
@@ -112,8 +111,8 @@ def _count_alike(subject: Subject) -> bool:
 
 
 def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
-    subject, whole, window = _rehearsed(subject, precisions)
-    off, dtype = window.off_from(whole), subject.rehearsal.dtype
+    subject = in_first(precisions, partial(_rehearsed, subject))
+    off, dtype = subject.off(), subject.rehearsal.dtype
     report = Report(
         exact=off <= subject.most_rounding,
         deviation=off,
@@ -125,73 +124,59 @@ def _compared(subject: Subject, precisions: Sequence[torch.dtype]) -> Report:
     )
     if off > ALARM[dtype]:
         rows = subject.rows
-        numbers = [] if rows.collates or subject.is_split else rows.whole_numbers()
+        is_cut = rows.collate is None and not subject.is_split
+        numbers = rows.whole_numbers() if is_cut else []
         if numbers:
             raise NotMeasured(
                 f"field {numbers[0]!r} is a number of the whole loader batch, which "
                 f"rows that are cut from it keep; trainkit.check makes batches anew"
             )
-        causes = _causes(subject, whole, window)
-        doubt = ""
+        causes, doubt = list[Cause](), ""
+        with contextlib.suppress(Exception):  # what is found so far is said
+            look(subject, causes)
         if [each.kind for each in causes] == ["padding"]:
             doubt = ONE_WIDTH if rows.is_stream else doubt
-            doubt = BEHIND if rows.labels_alone is not None else doubt
+            doubt = BEHIND if are_told_by_labels(rows) else doubt
         return replace(
             report,
-            causes=causes,
-            parameters=_off(whole, window, subject.most_rounding),
+            causes=tuple(causes),
+            parameters=_parameters_off(subject),
             doubt=doubt.format(off),
         )
     if not report.exact:
         return replace(report, doubt=MAYBE_ROUNDING.format(off))
-    by_chance = _is_uniform_by_chance(subject)
-    return replace(report, exact=not by_chance, doubt=BY_CHANCE if by_chance else "")
-
-
-def _is_uniform_by_chance(subject: Subject) -> bool:
-    """Whether all parts weigh alike, where parts of other rows have other sizes."""
-    own = leading(subject.strategies) if subject.strategies else None
-    is_mean = isinstance(own, Uniform) and own.loss_reduction == "mean"
+    own = subject.strategy
+    if not isinstance(own, Uniform) or own.loss_reduction != "mean":
+        return report
     has_equal = has_equal_batches(subject.trainer.train_dataloader)
-    return is_mean and (subject.is_split or subject.has_batches and not has_equal)
+    if subject.is_split or subject.has_batches and not has_equal:
+        return replace(report, exact=False, doubt=BY_CHANCE)
+    return report
 
 
-def _rehearsed(
-    subject: Subject, precisions: Sequence[torch.dtype]
-) -> tuple[Subject, Taken, Taken]:
-    """The whole and the window, in an arithmetic that tells rounding."""
-
-    def run(dtype: torch.dtype) -> tuple[tuple[Subject, Taken, Taken], bool]:
-        used = subject.varied(dtype=dtype)
-        whole = used.whole()
-        if not whole.size:
-            raise NotMeasured("the gradient of these rows is zero")
-        if not whole.size < float("inf"):
-            raise NotMeasured("the gradient of these rows is not finite")
-        window = used.window()
-        if not window.size < float("inf"):
-            raise NotMeasured("cut into parts, these rows have no finite gradient")
-        return (used, whole, window), window.is_surely(whole, SURELY_ROUNDING)
-
-    return in_first(precisions, run)
-
-
-def _causes(subject: Subject, whole: Taken, window: Taken) -> tuple[Cause, ...]:
-    causes = Causes(subject, whole, window)
-    with contextlib.suppress(Exception):  # what is found so far is said
-        causes.look()
-    return tuple(causes.found)
+def _rehearsed(subject: Subject, dtype: torch.dtype) -> tuple[Subject, bool]:
+    """A subject in one arithmetic, and whether that tells what is rounding."""
+    used = subject.varied(dtype=dtype)
+    size = used.as_one.size
+    if not size:
+        raise NotMeasured("the gradient of these rows is zero")
+    if not size < float("inf"):
+        raise NotMeasured("the gradient of these rows is not finite")
+    if not used.as_run.size < float("inf"):
+        raise NotMeasured("cut into parts, these rows have no finite gradient")
+    return used, used.as_run.is_surely(used.as_one, SURELY_ROUNDING)
 
 
 def _left_out(subject: Subject) -> tuple[str, ...]:
     """What a rehearsal has not done as the run does it, in words."""
     trainer, precision = subject.trainer, str(subject.trainer.precision)
-    found = sorted({*subject.left_out})
+    both = subject.as_one, subject.as_run
+    found = sorted({each for taken in both for each in taken.draws.left_out})
     if precision not in FULL_PRECISIONS:
         found.append(f"precision {precision}")
     if trainer.gradient_clip_val and subject.module.automatic_optimization:
         found.append("clipping")
-    if not subject.rows.collates and collates_by_itself(trainer.train_dataloader):
+    if subject.rows.collate is None and collates_by_itself(trainer.train_dataloader):
         found.append("the collate function")
     if isinstance(getattr(trainer.train_dataloader, "dataset", None), IterableDataset):
         found.append("later batches")
@@ -201,9 +186,10 @@ def _left_out(subject: Subject) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:
+def _parameters_off(subject: Subject) -> tuple[tuple[str, float], ...]:
     """The parameters that are off by more than rounding, worst first."""
-    off = whole.apart(window).items()
+    whole, most = subject.as_one, subject.most_rounding
+    off = whole.apart(subject.as_run).items()
     shares = [(name, each / whole.size) for (_, _, name), each in off]
     return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
 
@@ -236,13 +222,3 @@ def of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> tuple[Report, i
 
 def _badness(report: Report) -> tuple[bool, bool, int, float]:
     return report.is_off, not report.exact, len(report.causes), report.deviation
-
-
-def refuse_backend(trainer: Any) -> None:
-    """Refuse modules that no single device can run as they are."""
-    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
-        raise NotMeasured(
-            f"{type(trainer.strategy).__name__} spreads the module over ranks; check "
-            f"with one device: Trainer(devices=1, strategy='auto')"
-        )

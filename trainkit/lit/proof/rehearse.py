@@ -237,6 +237,16 @@ def _matters(callback: Any, *, has_driver: bool) -> bool:
     return has_driver if policy == "exact" else policy in ("freeze", "group_norm")
 
 
+def refuse_backend(trainer: Any) -> None:
+    """Refuse modules that no single device can run as they are."""
+    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
+        raise NotMeasured(
+            f"{type(trainer.strategy).__name__} spreads the module over ranks; check "
+            f"with one device: Trainer(devices=1, strategy='auto')"
+        )
+
+
 class _Batches:
     """Yields batches, and is like the run's loader otherwise.
 

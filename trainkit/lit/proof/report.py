@@ -145,8 +145,8 @@ class Report:
     def _doubt(self) -> str:
         if self.doubt or self.exact or not self.causes:
             return self.doubt
-        hides = all(cause.hides for cause in self.causes)
-        return self.causes[0].with_place if hides else ""
+        first = self.causes[0]
+        return first.with_place if first.hides else ""
 
     @property
     def verdict(self) -> str:
@@ -174,13 +174,11 @@ class Report:
             return f"{self.verdict}; left out: {', '.join(self.left_out)}"
         if not self.is_off:
             return self.verdict
-        first = next((each for each in self.causes if not each.hides), None)
-        cause = "" if first is None else first.with_place
-        cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
-        more = MORE
-        if first is not None and self.mixes_documents:
-            more = f"To do: {first.remedy[0]}"
-        return f"{self.verdict}. {cause}{more}"
+        if not self.causes:
+            return f"{self.verdict}. {MORE}"
+        why = self.causes[0].with_place
+        more = f"To do: {self.causes[0].remedy[0]}" if self.mixes_documents else MORE
+        return f"{self.verdict}. {why[:1].upper()}{why[1:]}. {more}"
 
     def rows(self) -> list[Row]:
         """The report as rows of a table."""

@@ -1,12 +1,14 @@
-"""A few rows of the training data: as one batch, and as the parts of a window."""
+"""A few rows of the training data, chosen in parts, and batches of any of them."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.core.nested import take_apart, tensors, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
+from trainkit.core.split.layout import Layout
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.rows import Marks, Rows, marks_of
-from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
 from trainkit.data.rows import num_elements
 from trainkit.lit.proof.copying import collates_by_itself, read_apart, samples_across
+from trainkit.lit.proof.denominators import MEANT, candidates
 from trainkit.lit.proof.report import NotMeasured, in_one_line
 
 Parts = list[list[int]]
@@ -27,279 +30,181 @@ Parts = list[list[int]]
 POOL = 15
 """Rows are chosen among so many of the shortest."""
 
-LABELS = ("label", "target", "tgt")
-"""Within the name of a field that holds labels."""
+TRIES = 100
+CLEAR = 0.02
+"""Shares that differ by less are hardly told apart."""
 
 
+@dataclass(frozen=True, eq=False)
 class FewRows:
-    """Makes batches of any of a few rows.
+    """Batches of any of a few rows.
 
     They are put together anew of samples of the data set, as the loader would do it.
     Where there are no samples, rows are cut from a loader batch.
 
-    Args:
-        batch: a loader batch, on the host.
+    Attributes:
+        batch: all rows, on the host.
+        layout: of this batch; None where its rows cannot be told apart.
         options: how split windows cut; None for others.
         strategy: tells rows' lengths, and its labels.
         samples: rows as the data set has them.
-        collate: makes a batch of samples; needed if there are some.
+        collate: makes a batch of samples; None where rows are cut.
         pads: whether loader batches are each padded to a width of their own.
-        is_stream: whether they are rows of a stream, of which only the first are known.
-
-    Attributes:
-        num_rows: how many there are.
-        collates: whether batches are put together anew.
-        collate_of_run: what the run puts its micro-batches together with.
-        can_widen: whether rows can also be had as wide as all rows are together, where
-            they would be narrower alone.
-        varies: whether loader batches are each padded to a width of their own.
+        trims: whether else rows that are cut leave out the columns that pad in all.
         is_stream: whether nobody can say how wide other batches will be.
-        has_one_length: whether no row that was read is shorter than the others, though
-            rows of other batches may be.
+        is_wide: whether each batch is as wide as all rows are together.
     """
 
-    def __init__(
-        self,
+    batch: Any
+    layout: Layout | None
+    options: MicroBatching | None
+    strategy: AccumulationStrategy
+    samples: Sequence[Any] = ()
+    collate: Callable[[list[Any]], Any] | None = None
+    pads: bool = False
+    trims: bool = False
+    is_stream: bool = False
+    is_wide: bool = False
+
+    @classmethod
+    def cut_from(
+        cls,
         batch: Any,
         options: MicroBatching | None,
         strategy: AccumulationStrategy | None,
         *,
-        samples: Sequence[Any] = (),
-        collate: Callable[[list[Any]], Any] | None = None,
         pads: bool = False,
-        is_stream: bool = False,
-    ) -> None:
-        self.is_stream = is_stream
-        self._options, self._samples, self._collate = options, samples, collate
-        self._strategy = strategy or PerSample()
-        self.collates = collate is not None and bool(samples)
-        if self.collates and (self._looks_at_one() or self._divides_more(batch)):
-            self.collates, samples = False, ()
-        self._batch = self._collated(range(len(samples))) if self.collates else batch
-        self.collate_of_run = None if options is None else options.collate
-        yields_samples = self.collate_of_run is not None
-        how = MicroBatching(size=1) if yields_samples or options is None else options
-        self._cutter = Cutter(how, self._strategy)
-        rows = Rows(-1)
+        **how: Any,
+    ) -> FewRows:
+        """Rows that are cut from one batch."""
+        strategy = strategy or PerSample()
         try:
-            with _unheard():
-                rows = self._cutter.read(self._batch).rows
+            cutter = Cutter(options or MicroBatching(size=1), strategy)
+            layout = cutter.read(batch)
         except Exception as error:
-            if not self.collates:
-                text = "the rows of the batch cannot be told apart"
-                raise NotMeasured(f"{text}: {in_one_line(error)}") from error
-        is_unlike = rows.num_rows not in (-1, len(samples))
-        if is_unlike and options is not None and not yields_samples:
-            self.collates = False  # the run cuts packs, or documents, not samples
-        is_cut = not self.collates or rows.num_rows == len(samples)
-        self._groups = rows.groups if is_cut else ()
-        self.num_rows = rows.num_rows if is_cut else len(samples)
-        if not self.collates:  # a batch of one fixed width has no row that fills it
-            full = [max(g.lengths, default=0) == g.padded_length for g in self._groups]
-            pads = pads and all(full)
-        self.varies, self._narrows = pads, pads or not self.collates and bool(options)
-        self.can_widen = self._narrows and is_cut
-        if options is not None and yields_samples:  # what the run refuses to cut
-            cutter, few = Cutter(options, self._strategy), [*samples]
-            cutter.parts(few, cutter.read(few).rows, Limit(tokens=options.tokens))
-        alike = all(len(set(g.lengths)) == 1 for g in self._groups)
-        self.has_one_length = bool(is_stream and pads and self._groups and alike)
+            text = "the rows of the batch cannot be told apart"
+            raise NotMeasured(f"{text}: {in_one_line(error)}") from error
+        for group in layout.rows.groups:  # a fixed width, if no row fills it
+            pads = pads and max(group.lengths, default=0) == group.padded_length
+        return cls(batch, layout, options, strategy, pads=pads, **how)
 
-    def _looks_at_one(self) -> bool:
-        """Whether collating leaves out all samples but one, which is a batch itself."""
-        if len(self._samples) < 2:
-            return False
-        made = [list(tensors(self._collated(rows))) for rows in ([0], [0, 1])]
-        return bool(made[0]) and all(map(torch.equal, *made))
+    @property
+    def num_rows(self) -> int:
+        return len(self.samples) if self.layout is None else self.layout.rows.num_rows
 
-    def _divides_more(self, batch: Any) -> bool:
-        """Whether the run cuts fields of its loader batches that other batches keep
-        whole, since they are as long as loader batches have rows by chance."""
-        if self._options is None or self._options.collate is not None:
-            return False
-        number, cutter = len(self._samples), Cutter(self._options, self._strategy)
-        with contextlib.suppress(Exception), _unheard():
-            read = cutter.read(batch)
-            num_rows = read.rows.num_rows
-            if num_rows == 1 and self._options.pool is None:
-                return False  # it is never cut
-            other = self._collated(range(number - (num_rows == number)))
-            return not {*read.divided} <= {*cutter.read(other).divided}
-        return False
+    @property
+    def wide(self) -> FewRows:
+        """These rows, each as wide as all together; themselves, if that is nothing
+        new."""
+        can_widen = self.layout is not None and (self.pads or self.trims)
+        return replace(self, is_wide=True) if can_widen and not self.is_wide else self
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether no row that was read is shorter than the others, though rows of other
+        batches may be."""
+        groups = self.layout.rows.groups if self.layout is not None else ()
+        are_alike = bool(groups) and all(len(set(g.lengths)) == 1 for g in groups)
+        return self.is_stream and self.pads and not self.is_wide and are_alike
+
+    @property
+    def ignored(self) -> int:
+        """The label that does not count."""
+        return getattr(self.strategy, "ignore_index", -100)
+
+    def again(self, batch: Any) -> FewRows:
+        """The rows of another batch that has as many; they are cut from it."""
+        how = {"pads": self.has_one_length, "trims": self.trims}
+        how["is_wide"] = self.is_wide
+        return FewRows.cut_from(batch, self.options, self.strategy, **how)
 
     @property
     def divided(self) -> list[str]:
-        """The fields that are cut where rows are; none where rows are collated."""
-        return [] if self.collates else self._cutter.read(self._batch).divided
+        """The paths of the fields that split windows cut."""
+        is_cut = self.options is not None and self.collate is None
+        return self.layout.divided if is_cut and self.layout is not None else []
 
     def with_whole(self, path: str) -> FewRows:
-        """The rows, of which every batch has all of a field."""
-        found, options = copy.copy(self), self._options or MicroBatching(size=1)
-        options = replace(options, shared=(*options.shared, path))
-        found._options, found._cutter = options, Cutter(options, self._strategy)
-        return found
+        """These rows, of which every batch has all of a field."""
+        assert self.options is not None
+        options = replace(self.options, shared=(*self.options.shared, path))
+        layout = Cutter(options, self.strategy).read(self.batch)
+        return replace(self, options=options, layout=layout)
 
-    def lengths(self) -> list[int]:
-        """How long each row is; all alike where nothing tells."""
-        if self.collates:
-            return [num_elements(self._collated([n])) for n in range(self.num_rows)]
-        return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
+    # ---- batches ---------------------------------------------------------------------
+
+    def make(self, rows: Sequence[int]) -> Any:
+        """A batch of some rows."""
+        if self.collate is not None and not self.is_wide:
+            return self.collate([self.samples[row] for row in rows])
+        assert self.layout is not None
+        narrows = (self.pads or self.trims) and not self.is_wide
+        return (self.layout if narrows else self.layout.untrimmed()).of(list(rows))
 
     @property
-    def padded_sides(self) -> list[list[int]]:
-        """For each side on which columns pad: the rows that have such columns."""
-        sides: list[list[int]] = []
-        for group in self._groups:
-            spans, width = list(enumerate(group.spans)), group.padded_length
-            sides.append([row for row, (start, _) in spans if start > 0])
-            sides.append([row for row, (_, stop) in spans if stop < width])
-        return [rows for rows in sides if rows]
+    def collate_of_run(self) -> Callable[[list[Any]], Any] | None:
+        """What the run puts its micro-batches together with, if it cuts samples."""
+        return None if self.options is None else self.options.collate
 
-    def make(self, rows: Sequence[int], *, alike: bool = False) -> Any:
-        """A batch of some rows.
-
-        Args:
-            rows: their numbers.
-            alike: as wide as all rows together, in place of what the run pads to.
-        """
-        if self.collates and not (alike and self.can_widen):
-            return self._collated(rows)
-        return self._cut(rows, wide=alike or not self._narrows)
-
-    def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
+    def loader_batch(self, rows: Sequence[int]) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
         if self.collate_of_run is not None:
-            return [self._samples[row] for row in rows]
-        return self.make(rows, alike=alike)
+            return [self.samples[row] for row in rows]
+        return self.make(rows)
 
     def cuts(self, choices: Sequence[Sequence[int]], size: int) -> list[Parts]:
         """The parts in which the run cuts each choice of rows, if a few fit in one."""
-        cutter = Cutter(self._options or MicroBatching(size=1), self._strategy)
-        with _unheard():
-            batch = self.loader_batch(range(self.num_rows), alike=not self.collates)
-            measured = cutter.read(batch).rows
+        options = self.options or MicroBatching(size=1)
+        cutter, batch = Cutter(options, self.strategy), self.batch
+        if options.collate is not None:
+            batch = [*self.samples]
+        read = cutter.read(batch).rows
+        cutter.parts(batch, read, Limit(tokens=options.tokens))  # it may refuse
         found = []
         for rows in choices:
-            parts = cutter.parts(batch, measured.of(rows), Limit(size))
+            parts = cutter.parts(batch, read.of(rows), Limit(size))
             found.append([sorted(rows[place] for place in part) for part in parts])
         return found
 
-    def _cut(self, rows: Sequence[int], *, wide: bool) -> Any:
-        """Rows of the batch, with the columns that are padding in all of them or
-        without."""
-        with _unheard():
-            layout = self._cutter.read(self._batch)
-            return (layout.untrimmed() if wide else layout).of(list(rows))
+    # ---- what they hold --------------------------------------------------------------
 
-    def _collated(self, rows: Sequence[int]) -> Any:
-        assert self._collate is not None
-        return self._collate([self._samples[row] for row in rows])
-
-    # ---- which rows ------------------------------------------------------------------
+    @cached_property
+    def lengths(self) -> list[int]:
+        """How much each row holds, without what pads it beside others."""
+        if self.collate is None and self.layout is not None:
+            groups = self.layout.rows.groups
+            return [sum(g.lengths[n] for g in groups) for n in range(self.num_rows)]
+        return [num_elements(self.make([row])) for row in range(self.num_rows)]
 
     def shortest(
         self, most: int = POOL, among: Sequence[int] | None = None
     ) -> list[int]:
         """Some of the shortest rows, which cost least."""
-        lengths = self.lengths()
+        lengths = self.lengths
         among = range(self.num_rows) if among is None else among
         return sorted(sorted(among, key=lengths.__getitem__)[:most])
 
     def counts(
         self, rows: Sequence[int], weighs: Sequence[Callable[..., Any]]
     ) -> Tensor:
-        """What each row counts by each of several denominators."""
-        singles = [with_tensors(self.make([row]), Tensor.cpu) for row in rows]
-        columns = [[_number(weigh, each) for each in singles] for weigh in weighs]
-        return torch.tensor(columns, dtype=torch.float64).T
+        """What each row counts by each of several denominators, without what pads it
+        beside others; 0 where that cannot be said."""
+        alone = replace(self, is_wide=False)
+        singles = [with_tensors(alone.make([row]), Tensor.cpu) for row in rows]
+        found = torch.zeros(len(singles), len(weighs), dtype=torch.float64)
+        for row, column in itertools.product(*map(range, found.shape)):
+            with contextlib.suppress(Exception):
+                found[row, column] = float(weighs[column](singles[row]))
+        return found.where(found.isfinite(), 0)
 
     def whole_numbers(self) -> list[str]:
         """The paths of single numbers, which may count the loader batch."""
         found = []
-        for path, value in take_apart(self._batch)[0]:
+        for path, value in take_apart(self.batch)[0]:
             is_single = isinstance(value, Tensor) and value.ndim == 0
             number: Any = value.item() if is_single else value
             if type(number) in (int, float) and path and number > 1:
                 found.append(path)
-        return found
-
-    # ---- what all count alike --------------------------------------------------------
-
-    @property
-    def labels_alone(self) -> Marks | None:
-        """The strategy's labels or weights, where nobody names what tells lengths."""
-        if self.collates or getattr(self._options, "lengths", None) is not None:
-            return None
-        marks = marks_of(self._batch, (), self._strategy)
-        are_alone = len(marks) == 1 and marks[0].are_labels and marks[0].width > 0
-        return marks[0] if are_alone else None
-
-    @property
-    def ignored(self) -> int:
-        """The label that does not count."""
-        return getattr(self._strategy, "ignore_index", -100)
-
-    @property
-    def may_count_unlike(self) -> bool:
-        """Whether a mask or labels may count otherwise in other rows than in these."""
-        found = self._countable().values()
-        of_rows = [v for v, _ in found if v.ndim == 1 and bool((v == v[0]).all())]
-        return bool(of_rows) or any(value.ndim > 1 for value, _ in found)
-
-    def ending(self, few: Sequence[int]) -> FewRows | None:
-        """The rows, of which some end where half of the labels are over in one; None if
-        nothing says where a row ends, or nothing would be left in one that counts.
-
-        From there on labels are ignored, and masks are 0. All other fields continue.
-        """
-        found = self._countable().items()
-        fields = {path: each for path, each in found if each[0].ndim > 1}
-        if not fields or self.collate_of_run is not None:
-            return None
-        at = list(few)
-        ends = [
-            _firsts_and_halves(value[at] != none) for value, none in fields.values()
-        ]
-        # In each row something still counts, and of causal models a second label.
-        stop = max(2, min(int(half.min()) for _, half in ends))
-        stop = max(stop, *(int(first.max()) for first, _ in ends))
-        stop = min(stop, *(value.shape[1] - 1 for value, _ in fields.values()))
-        parts, build = take_apart(self._batch)
-        values = []
-        for path, value in parts:  # of which two may be one tensor
-            if path in fields:
-                value = value.clone()
-                value[at, stop:] = fields[path][1]
-            values.append(value)
-        batch = build(iter(values))
-        pads = self.has_one_length
-        rows = FewRows(batch, self._options, self._strategy, pads=pads)
-        counts = rows.counts(few, [self._strategy.weight])
-        return rows if bool((counts > 0).all()) else None
-
-    def _countable(self) -> dict[str, tuple[Tensor, int]]:
-        """Masks and labels of all rows, and what does not count in each."""
-        fields = [
-            (path, value)
-            for path, value in take_apart(self._batch)[0]
-            if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
-        ]
-        own = [getattr(self._strategy, name, None) for name in ("labels", "mask")]
-        named = {*map(str, [*own, *getattr(self._options, "length_paths", ())])}
-        last = fields[-1][0] if len(fields) > 1 or "1" in dict(fields) else None
-        found = {}
-        for path, value in fields:
-            name = path.rpartition(".")[2].lower()
-            is_number = value.is_floating_point() or value.is_complex()
-            is_label = name == "y" or any(each in name for each in LABELS)
-            is_label |= path in named or path == last and path.isdigit()
-            is_mask = path == str(own[1]) or path != str(own[0]) and _is_mask(value)
-            is_wide = value.ndim > 1 and value.shape[1] > 1
-            if is_mask and is_wide and (is_label or "mask" in name):
-                found[path] = value, 0
-            elif is_label and not (is_number or value.dtype is torch.bool):
-                if is_wide or value.ndim == 1:
-                    found[path] = value, self.ignored
         return found
 
 
@@ -309,6 +214,8 @@ def few_rows(
     options: MicroBatching | None,
     strategy: AccumulationStrategy | None,
     number: int,
+    *,
+    trims: bool = False,
 ) -> FewRows:
     """Rows from all over a loader's data set; where that cannot be, those of a batch.
 
@@ -318,6 +225,7 @@ def few_rows(
         options: how split windows cut; None for others.
         strategy: what a micro-batch weighs.
         number: how many rows to read.
+        trims: whether split windows leave out columns that only pad.
     """
     own = None if options is None else options.collate
     collate = own or read_apart(getattr(loader, "collate_fn", None))
@@ -325,40 +233,149 @@ def few_rows(
     if own is not None:
         samples = samples or list(batch)
     stacks = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    return FewRows(
-        batch,
-        options,
-        strategy,
-        samples=samples,
-        collate=collate if samples else None,
-        pads=collates_by_itself(loader) or not stacks,
-        is_stream=isinstance(getattr(loader, "dataset", None), IterableDataset),
-    )
-
-
-def _firsts_and_halves(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """In each row: the column behind the first that counts, and behind half of them."""
-    done = counts.flatten(2).any(2) if counts.ndim > 2 else counts
-    done = done.long().cumsum(1)
-    return (done < 1).sum(1) + 1, (2 * done < done[:, -1:]).sum(1) + 1
-
-
-def _number(weigh: Callable[[Any], Any], batch: Any) -> float:
-    """What a batch weighs; 0 if that cannot be said."""
+    pads = collates_by_itself(loader) or not stacks
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if not samples or _looks_at_one(collate, samples):
+        how = {"pads": pads, "trims": trims, "is_stream": is_stream}
+        return FewRows.cut_from(batch, options, strategy, **how)
+    cuts = options if own is None else None
+    if cuts is not None and _divides_more(cuts, strategy, batch, collate, samples):
+        return FewRows.cut_from(batch, options, strategy, pads=pads, trims=trims)
+    whole, layout = collate(samples), None
     try:
-        found = float(weigh(batch))
-    except Exception:
-        return 0.0
-    return found if abs(found) < float("inf") else 0.0
+        layout = FewRows.cut_from(whole, cuts, strategy).layout
+    except NotMeasured:
+        if cuts is not None:
+            raise
+    if layout is not None and layout.rows.num_rows != len(samples):
+        if cuts is not None:  # the run cuts packs, or documents, not samples
+            return FewRows.cut_from(whole, options, strategy, pads=pads, trims=trims)
+        layout = None
+    strategy = strategy or PerSample()
+    return FewRows(whole, layout, options, strategy, samples, collate, pads)
 
 
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """The cutter warns when the run cuts the batch, not here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _looks_at_one(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> bool:
+    """Whether collating leaves out all samples but one, which is a batch itself."""
+    if len(samples) < 2:
+        return False
+    made = [list(tensors(collate(list(samples[:number])))) for number in (1, 2)]
+    return bool(made[0]) and all(map(torch.equal, *made))
 
 
-def _is_mask(value: Tensor) -> bool:
-    return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())
+def _divides_more(
+    options: MicroBatching, strategy: Any, batch: Any, collate: Any, samples: list[Any]
+) -> bool:
+    """Whether the run cuts fields of its loader batches that other batches keep whole,
+    since they are as long as loader batches have rows by chance."""
+    cutter = Cutter(options, strategy or PerSample())
+    with contextlib.suppress(Exception):
+        read = cutter.read(batch)
+        if (number := read.rows.num_rows) == 1 and options.pool is None:
+            return False  # it is never cut
+        other = collate(samples[: len(samples) - (number == len(samples))])
+        return not {*read.divided} <= {*cutter.read(other).divided}
+    return False
+
+
+# ---- in parts ------------------------------------------------------------------------
+
+
+def chosen_parts(
+    rows: FewRows, sizes: Sequence[int], own: AccumulationStrategy
+) -> Parts:
+    """Some rows in parts, so that what may be counted differs between them, and widths;
+    the parts that the run makes, where it cuts the rows that are chosen.
+
+    Of random choices, the one is taken in which each part counts something, with most
+    widths, and in which most denominators, first of all those that are often meant, are
+    apart from the run's own.
+
+    Args:
+        rows: of which some are chosen.
+        sizes: how many rows each part gets.
+        own: what the run counts.
+    """
+    pool, lengths = rows.shortest(max(sum(sizes), POOL)), rows.lengths
+    batch, draw = rows.make(pool), random.Random(0)
+    labels = [  # fields with one label a row
+        dict(zip(pool, each.tolist(), strict=True))
+        for each in tensors(batch)
+        if each.shape == (len(pool),) and not each.is_floating_point()
+    ]
+    named = candidates(batch, {})
+    meant = sum(each.simplicity <= MEANT for each in named)
+    counts = torch.zeros(rows.num_rows, 1 + len(named), dtype=torch.float64)
+    counts[pool] = rows.counts(pool, [own.weight, *(each.weigh for each in named)])
+    tries = TRIES if rows.options is None else TRIES // 4
+    drawn = [draw.sample(pool, sum(sizes)) for _ in range(tries)]
+    if rows.options is not None:
+        choices = rows.cuts([sorted(each) for each in drawn], max(sizes))
+    else:
+        bounds = [*itertools.pairwise([0, *itertools.accumulate(sizes)])]
+        choices = [[sorted(each[a:b]) for a, b in bounds] for each in drawn]
+
+    def merit(parts: Parts) -> tuple[float, ...]:
+        widths = {max(lengths[row] for row in part) for part in parts}
+        chosen = [row for part in parts for row in part]
+        # Where all labels are unlike, or each occurs twice, classes count as rows do.
+        times = [Counter(each[row] for row in chosen).values() for each in labels]
+        has_kinds = any(len({*each}) > 1 for each in times)
+        shares = shares_of(counts, parts, own)
+        apart = (shares[:, 1:] - shares[:, :1]).norm(dim=0)
+        first = float(apart[:meant].clamp(max=CLEAR).sum())
+        number, is_counted = int((apart > CLEAR).sum()), bool((shares[:, 0] > 0).all())
+        return is_counted, len(widths), has_kinds, first, number
+
+    return max(choices, key=merit)
+
+
+def shares_of(counts: Tensor, parts: Parts, own: AccumulationStrategy) -> Tensor:
+    """What each part weighs, of all of them: parts x denominators.
+
+    Args:
+        counts: what each row counts, rows x denominators, the run's own first. What
+            counts no row says nothing, and all parts weigh alike by it.
+        parts: rows in parts.
+        own: the run's own strategy.
+    """
+    in_parts = torch.stack([counts[part].sum(0) for part in parts])
+    in_parts[:, in_parts.sum(0) == 0] = 1
+    if isinstance(own, Uniform):
+        in_parts[:, 0] = 1
+    return in_parts / in_parts.sum(0)
+
+
+def has_equal_batches(loader: Any) -> bool:
+    """Whether all batches of a loader surely have as many rows."""
+    size = getattr(loader, "batch_size", None)
+    sampler: Any = getattr(loader, "sampler", None)
+    if not isinstance(size, int):
+        return False
+    if getattr(loader, "drop_last", False):
+        return True
+    return hasattr(sampler, "__len__") and len(sampler) % size == 0
+
+
+def unlike_sizes(rows: int, most: int, *, is_equal: bool) -> list[int]:
+    """How many of some rows each of several parts gets.
+
+    >>> unlike_sizes(24, 6, is_equal=False)
+    [2, 2, 3, 5, 6, 6]
+
+    Args:
+        rows: how many there are.
+        most: how many parts, if there are two rows for each, and one more.
+        is_equal: whether all parts have as many rows.
+    """
+    number = max(2, min(most, (rows if is_equal else rows - 1) // 2))
+    sizes = [rows // number] * number
+    if is_equal:
+        return sizes
+    for place in range(rows % number):
+        sizes[-1 - place] += 1
+    for place in range(number // 2):  # the first are shorter, the last longer
+        moves = min(sizes[place] - (1 if rows < 5 else 2), number // 2 - place)
+        sizes[place] -= max(moves, 0)
+        sizes[-1 - place] += max(moves, 0)
+    return sizes

@@ -29,11 +29,11 @@ from trainkit.lit.callback.base import (
 )
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.documents import of_documents
-from trainkit.lit.proof.measure import measured, of_all_ranks, refuse_backend
-from trainkit.lit.proof.parts import subject_of
+from trainkit.lit.proof.ending import may_trim
+from trainkit.lit.proof.measure import measured, of_all_ranks
 from trainkit.lit.proof.rehearse import Rehearsal
 from trainkit.lit.proof.report import MORE, NotMeasured, Report, in_one_line
-from trainkit.lit.proof.subject import Subject, off_without_padding
+from trainkit.lit.proof.subject import Subject, subject_of
 
 MOST_ROWS = 7
 PRECISIONS = torch.float32, torch.float64
@@ -87,7 +87,7 @@ class ProofAtStart:
         windows, split = self._windows, self._windows.split
         if windows.inside is not None:
             windows.inside.find(self._trainer, windows, batch)
-        if split is not None and windows.cut.trim and windows.cut.collate is None:
+        if split is not None:
             split.trims = self._may_trim(batch)
         self.run(batch)
 
@@ -132,12 +132,10 @@ class ProofAtStart:
             return True
         options = windows.cut
         cutter = Cutter(options, telling_lengths(windows.strategies))  # has no memory
+        cutter.trim = windows.split.trims
+        limit, few = Limit(options.size, options.tokens), options.shapes is not None
         with contextlib.suppress(TrainkitError):  # a hook may add what is missing
-            layout = cutter.read(batch)
-            if not windows.split.trims and options.collate is None:
-                layout = layout.untrimmed()
-            limit, few = Limit(options.size, options.tokens), options.shapes is not None
-            parts = cutter.parts(batch, layout.rows, limit, few=few)
+            parts = cutter.parts(batch, cutter.read(batch).rows, limit, few)
             return options.is_auto or len(parts) > 1
         return True
 
@@ -149,22 +147,19 @@ class ProofAtStart:
 
     def _subject(self, batch: Any) -> Subject:
         trainer, windows = self._trainer, self._windows
-        refuse_backend(trainer)
-        options, is_split, trims = windows.cut, windows.is_split, False
-        has_batches = may_have_batches(trainer) if is_split else self._has_parts
+        options, split = windows.cut, windows.split
+        has_batches = may_have_batches(trainer) if split else self._has_parts
         has_batches &= windows.has_strategy  # each rank's batch is a window without one
         if has_batches and windows.shares_statistics:
             raise NotMeasured("BatchNorm sees all ranks, and a copy runs on one")
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
-        elif is_split:
-            trims = bool(windows.split.trims or options.shapes or options.collate)
         return subject_of(
             Rehearsal(trainer, self._module, windows),
             windows.strategies if windows.has_strategy else {},
             options,
             batch,
-            trims=trims,
+            trims=split is not None and split.trims,
             has_batches=has_batches,
             most_rows=MOST_ROWS,
         )
@@ -192,57 +187,15 @@ class ProofAtStart:
         if report.is_off or (report.doubt and report.parameters):
             warnings.warn(f"proof: {line}", stacklevel=2)
 
-    # ---- trimming --------------------------------------------------------------------
-
     def _may_trim(self, batch: Any) -> bool:
         """Whether rows compute the same without columns that are only padding."""
         trainer, windows = self._trainer, self._windows
-        shapes = windows.cut.shapes
-        guards = [
-            each for each in trainer.callbacks if isinstance(each, BatchNormGuard)
-        ]
-        try:
-            refuse_backend(trainer)
-            rehearsal = Rehearsal(trainer, self._module, windows, callbacks=guards)
-            of = rehearsal, windows.strategies, windows.cut, batch
-            off, by_labels, is_made = off_without_padding(*of)
-        except Exception as error:
-            keep = (
-                "keep the loader batch's width, since" if not shapes else "are filled;"
-            )
-            text = (
-                f"micro-batches {keep} it could not be measured whether the model sees "
-                f"its padding: {in_one_line(error)}"
-            )
+        guards = [c for c in trainer.callbacks if isinstance(c, BatchNormGuard)]
+        rehearsal = Rehearsal(trainer, self._module, windows, callbacks=guards)
+        of = rehearsal, windows.strategies, windows.cut, batch
+        trims, text, is_seen = may_trim(*of)
+        if is_seen:
+            warnings.warn(f"MicroBatching: {text}", stacklevel=2)
+        elif text:
             say(trainer, ("trimming", text))
-            return False
-        if not off:
-            return off is not None
-        if shapes:
-            raise TrainkitError(
-                f"MicroBatching shapes: the model sees its padding: without it, the "
-                f"gradient of some rows is off by {off:.2g} of its size, and columns "
-                f"that fill a micro-batch would change it. Mask padding in the model, "
-                f"or leave shapes out."
-            )
-        if is_made and not by_labels:
-            text = (
-                f"micro-batches keep the loader batch's width: where a row is made to "
-                f"end earlier, what stands behind its end is seen (off by {off:.2g})"
-            )
-            say(trainer, ("trimming", text))
-            return False
-        sees, remedy = "its padding", "mask padding in the model"
-        if by_labels:
-            sees = "what stands behind a row's last label"
-            remedy = (
-                "name the mask, lengths='path.to.mask', or the labels if each row "
-                "ends with its last one"
-            )
-        warnings.warn(
-            f"MicroBatching: the model sees {sees}: without it, the gradient of some "
-            f"rows is off by {off:.2g} of its size. Micro-batches keep the loader "
-            f"batch's width; to compute less, {remedy}.",
-            stacklevel=2,
-        )
-        return False
+        return trims

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Strategies, Uniform
-from trainkit.core.terms import ONE, telling_lengths
-from trainkit.lit.proof.rehearse import Rehearsal
+from trainkit.core.said_weight import Weighed
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
+from trainkit.core.terms import ONE, leading, telling_lengths
+from trainkit.lit.proof.rehearse import Rehearsal, refuse_backend
 from trainkit.lit.proof.report import MOST_ROUNDING, NotMeasured
-from trainkit.lit.proof.rows import FewRows, Parts
-from trainkit.lit.proof.taken import Taken, combined
+from trainkit.lit.proof.rows import (
+    POOL,
+    FewRows,
+    Parts,
+    chosen_parts,
+    few_rows,
+    has_equal_batches,
+    unlike_sizes,
+)
+from trainkit.lit.proof.taken import Alone, Event, Taken, combined, record_events
+
+MOST_PARTS = 6
 
 Found = TypeVar("Found")
 
@@ -31,8 +44,6 @@ class Subject:
         parts: the rows of each part.
         has_batches: whether the run's window has several loader batches. Each part is
             one, but for split windows, whose last part is one, and all others another.
-        are_alike: whether parts keep the width of the whole.
-        left_out: is filled with what rehearsals have left out.
     """
 
     rehearsal: Rehearsal
@@ -41,8 +52,6 @@ class Subject:
     rows: FewRows
     parts: Parts
     has_batches: bool
-    are_alike: bool = False
-    left_out: list[str] = field(default_factory=list)
 
     @property
     def trainer(self) -> Any:
@@ -86,11 +95,48 @@ class Subject:
             self.module.automatic_optimization or hasattr(self.module, "accumulate")
         )
 
+    @property
+    def strategy(self) -> AccumulationStrategy | None:
+        """What the first term weighs by; None for plain accumulation."""
+        return leading(self.strategies) if self.strategies else None
+
+    @property
+    def weights(self) -> Tensor:
+        """By what the run weighs the parts; not a number where nobody can say so."""
+        strategy = self.strategy or Uniform()
+        ones = torch.ones(len(self.parts), dtype=torch.float64)
+        if strategy.loss_reduction == "total" and not isinstance(strategy, Uniform):
+            return ones
+        if isinstance(strategy, Weighed):
+            return ones * torch.nan
+        each = [float(strategy.weight(self.rows.make(part))) for part in self.parts]
+        weights = torch.tensor(each, dtype=torch.float64)
+        return weights / weights.sum()
+
     # ---- rehearsals ------------------------------------------------------------------
+
+    @cached_property
+    def as_one(self) -> Taken:
+        """What was taken of all rows as one batch."""
+        return self.whole()
+
+    @cached_property
+    def as_run(self) -> Taken:
+        """What was taken of all rows as the run's window."""
+        return self.window()
+
+    @cached_property
+    def alone(self) -> Alone:
+        """What was taken of the parts, each by itself."""
+        return Alone.of(self.as_one, [self.whole(part) for part in self.parts])
+
+    def events(self, rows: Sequence[int] | None = None) -> list[Event]:
+        """What goes into submodules and comes out, in one step over some rows."""
+        return self.changed(record_events).whole(rows).result
 
     def off(self) -> float:
         """How far the run's window is from the big batch."""
-        return self.window().off_from(self.whole())
+        return self.as_run.off_from(self.as_one)
 
     def whole(self, rows: Sequence[int] | None = None, **how: Any) -> Taken:
         """One step over some rows as one batch, without any cut.
@@ -99,35 +145,30 @@ class Subject:
         sums that are divided, and windows by hand.
         """
         rows = self.all_rows if rows is None else rows
-        make, collate = self.rows.make, self.rows.collate_of_run
         reductions = {each.loss_reduction for each in self.strategies.values()}
         is_ours = not self.is_plain or "sum" in reductions
+        make = self.rows.make
         if self.strategies and is_ours and not self.steps_alone:
             how["strategies"] = as_given(self.strategies)
             if ONE not in self.strategies:
-                how["options"] = MicroBatching(size=2**30, trim=False)
-                if collate is not None:
-                    make = self.rows.loader_batch
-                    how["options"] = MicroBatching(size=2**30, collate=collate)
-        batch = make(rows, alike=self._keeps_width)
-        taken = self.rehearsal.run([batch], [rows], **how)
-        self.left_out += taken.draws.left_out
-        return taken
+                collate, make = self.rows.collate_of_run, self.rows.loader_batch
+                all_at_once: Any = {"collate": collate} if collate else {"trim": False}
+                how["options"] = MicroBatching(size=2**30, **all_at_once)
+        return self.rehearsal.run([make(rows)], [rows], **how)
 
     def window(self) -> Taken:
         """One step over all rows as the run would make it."""
-        if self.steps_alone and self.options is None:
-            return self._by_hand()
+        if self.steps_alone and self.options is None:  # a step with each part
+            taken = [self.whole(part) for part in self.parts]
+            return combined(taken, self.weights.tolist())
         batches = self.loader_batches
         make = self.rows.loader_batch if self.is_split else self.rows.make
-        taken = self.rehearsal.run(
-            [make(rows, alike=self._keeps_width) for rows in batches],
+        return self.rehearsal.run(
+            [make(rows) for rows in batches],
             batches,
             strategies=as_given(self.strategies),
             options=self._small(),
         )
-        self.left_out += taken.draws.left_out
-        return taken
 
     @property
     def loader_batches(self) -> Parts:
@@ -138,24 +179,6 @@ class Subject:
             return self.parts
         return [sorted(sum(self.parts[:-1], [])), self.parts[-1]]
 
-    def batch(self, rows: Sequence[int]) -> Any:
-        """Some rows as one batch, as wide as the run's loader would make it."""
-        return self.rows.make(rows, alike=self._keeps_width)
-
-    @property
-    def _keeps_width(self) -> bool:
-        """Whether rows that are cut from one batch keep its width."""
-        if self.are_alike or not self.is_split or self.rows.collates:
-            return self.are_alike
-        return not (self.has_batches and self.rows.varies)
-
-    def _by_hand(self) -> Taken:
-        """The steps that a module takes with each part, weighed and added up."""
-        weigh = next(iter(self.strategies.values()), Uniform()).weight
-        weights = [float(weigh(self.batch(part))) for part in self.parts]
-        shares = [weight / sum(weights) for weight in weights]
-        return combined([self.whole(part) for part in self.parts], shares)
-
     def _small(self) -> MicroBatching | None:
         """Options by which even a few rows are cut."""
         options = self.options
@@ -165,59 +188,62 @@ class Subject:
             half = max(1, len(self.all_rows) // 2)
             size = None if options.tokens else 1 if self.has_batches else half
             return replace(options, size=size, tokens=1 if options.tokens else None)
-        shapes = None if self.are_alike else options.shapes
         size, num_rows = max(map(len, self.parts)), len(self.all_rows)
-        if shapes:
+        if options.shapes:
             # One micro-batch is to be filled, and has two rows of its own: what fills
             # is its last row again, which does not change the mean of a single one.
             sizes = [each for each in range(size, num_rows) if num_rows % each > 1]
             size = next(iter(sizes), size)
         return replace(
             options, size=size,
-            tokens=options.tokens if shapes else None, shapes=shapes,
+            tokens=options.tokens if options.shapes else None,
             pool=len(self.loader_batches) if options.pool else None,
-            trim=options.trim and not self.are_alike,
         )  # fmt: skip
 
 
-def off_without_padding(
-    rehearsal: Rehearsal, strategies: Strategies, options: MicroBatching, batch: Any
-) -> tuple[float | None, bool, bool]:
-    """How far gradients of four rows are off without the columns that pad on one side
-    of all of them; None if rows do not pad, nor can be made to. Whether labels alone
-    tell lengths. And whether rows were made to end earlier.
-
-    Rows that do not pad, and rows whose labels alone tell lengths, which may continue
-    behind the last one, are made to end earlier.
+def subject_of(
+    rehearsal: Rehearsal,
+    strategies: Strategies,
+    options: MicroBatching | None,
+    batch: Any,
+    *,
+    trims: bool,
+    has_batches: bool,
+    most_rows: int,
+) -> Subject:
+    """Some rows of a training, in parts.
 
     Args:
         rehearsal: runs them.
-        strategies: what a micro-batch weighs.
-        options: how loader batches are cut.
-        batch: of the run.
+        strategies: what a micro-batch weighs; none for plain accumulation.
+        options: how loader batches are cut, if they are.
+        batch: the first that the loader has yielded.
+        trims: whether split windows may leave columns out that are only padding.
+        has_batches: whether the run's window has several loader batches.
+        most_rows: how many rows, at most.
     """
-    rows = FewRows(batch, options, telling_lengths(strategies))
-    by_labels = rows.labels_alone is not None
-    chosen = [rows.shortest(4, side) for side in rows.padded_sides]
-    if is_made := by_labels or not chosen:
-        some = [row for row, length in enumerate(rows.lengths()) if length > 1]
-        chosen = [rows.shortest(4, some)]
-        ended = rows.ending(chosen[0]) if some else None
-        if ended is None or not any({*chosen[0]} <= {*s} for s in ended.padded_sides):
-            return None, by_labels, is_made
-        rows, rehearsal = ended, replace(rehearsal, ignored=rows.ignored)
-    subject = Subject(rehearsal, strategies, None, rows, [], has_batches=False)
-    # Beside a row that begins with the first column, nothing is left out in front.
-    offs = [_off_trimmed(replace(subject, parts=[each])) for each in chosen]
-    return max(offs), by_labels, is_made
-
-
-def _off_trimmed(subject: Subject) -> float:
-    whole = replace(subject, are_alike=True).whole()
-    if not 0 < whole.size < float("inf"):
-        raise NotMeasured("the gradient of the shortest rows is zero or not finite")
-    off = subject.whole().off_from(whole)
-    return off if off > subject.most_rounding else 0.0
+    refuse_backend(rehearsal.trainer)
+    loader, cuts = rehearsal.trainer.train_dataloader, None
+    if options is not None and not is_inside(options):
+        trims = bool(trims or options.shapes or options.collate)
+        cuts, options = options, replace(options, trim=trims)
+        # Loader batches have widths of their own, also where none is trimmed.
+        cuts = cuts if has_batches else options
+    is_split, own = cuts is not None, leading(strategies) if strategies else None
+    lengths = telling_lengths(strategies) if strategies else None
+    most = max(most_rows, POOL)
+    rows = few_rows(loader, batch, cuts, lengths, most, trims=trims)
+    number = min(rows.num_rows, most_rows)
+    if number < 2:
+        raise NotMeasured(f"there is {number} row, which cannot be cut")
+    # A single row has no BatchNorm, so four rows are two and two.
+    is_equal = number == 4 or not is_split and has_equal_batches(loader)
+    is_equal = is_equal and own is not None
+    sizes = unlike_sizes(number, MOST_PARTS, is_equal=is_equal)
+    parts = chosen_parts(rows, sizes, own or Uniform())
+    if is_split and not (trims or has_batches):
+        rows = rows.wide
+    return Subject(rehearsal, strategies, options, rows, parts, has_batches)
 
 
 def in_first(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainkit.core.said_weight import Weighed
-from trainkit.core.strategies import PerSample, PerToken, Uniform
-from trainkit.core.terms import leading
+from trainkit.core.strategies import PerSample, PerToken
 from trainkit.lit.proof.denominators import (
     OFTEN_MEANT,
     SUM,
@@ -23,117 +22,19 @@ from trainkit.lit.proof.denominators import (
     line_of,
 )
 from trainkit.lit.proof.report import Cause
-from trainkit.lit.proof.rows import Parts
 from trainkit.lit.proof.subject import Subject
-from trainkit.lit.proof.taken import Key, Taken
+from trainkit.lit.proof.taken import Alone
 from trainkit.lit.proof.words import BY_HAND, STEP, TOTAL, WITH_MIXIN, cause
 
-MOST_COORDINATES = 200_000
 
-
-@dataclass(frozen=True)
-class Alone:
-    """The gradients of a subject's rows: as one batch, and of each part by itself.
-
-    Attributes:
-        sizes: how many numbers each gradient has.
-        whole: some coordinates of the gradient of all rows, always the same ones.
-        parts: these of the parts' gradients, one row for each part.
-        loss: of all rows.
-        losses: of the parts.
-    """
-
-    sizes: dict[Key, int]
-    whole: Tensor
-    parts: Tensor
-    loss: float
-    losses: Tensor
-
-    @classmethod
-    def of(
-        cls, subject: Subject, whole: Taken | None = None, parts: Parts | None = None
-    ) -> Alone:
-        """Run the parts of a subject, each by itself.
-
-        Args:
-            subject: the rows, and how they are run.
-            whole: its rows as one batch, if they have run.
-            parts: the rows of each part, where they are not the subject's.
-        """
-        whole = whole or subject.whole()
-        taken = [subject.whole(part) for part in parts or subject.parts]
-        sizes = {key: each.numel() for key, each in whole.gradients.items()}
-        gradients = torch.stack([_vector(each, sizes) for each in taken])
-        numbers = [sum(each.losses) for each in taken]
-        losses = torch.tensor(numbers, dtype=torch.float64)
-        return cls(sizes, _vector(whole, sizes), gradients, sum(whole.losses), losses)
-
-    def vector(self, taken: Taken) -> Tensor:
-        """These coordinates of another gradient."""
-        return _vector(taken, self.sizes)
-
-    def off(self, weights: Tensor, whole: Tensor | None = None) -> float:
-        """How far the weighted parts are from the whole, as a share of its size."""
-        whole = self.whole if whole is None else whole
-        size = float(torch.linalg.vector_norm(whole))
-        apart = float(torch.linalg.vector_norm(whole - weights @ self.parts))
-        return apart / size if size else float(apart > 0)
-
-    def best(self) -> Tensor:
-        """The weights with which the parts are nearest to the whole. They add up to
-        one."""
-        size = torch.linalg.vector_norm(self.whole).expand(len(self.parts) + 1, 1)
-        inner = torch.cat([self.parts, size[1:]], 1)
-        target = torch.cat([self.whole, size[0]])
-        found = torch.linalg.lstsq(inner.T, target[:, None], driver="gelsd")
-        return found.solution[:, 0]
-
-    def least_off(self) -> float:
-        """How far the parts are from the whole, with the best weights or as a sum."""
-        ones = torch.ones(len(self.parts), dtype=torch.float64)
-        return min(self.off(self.best()), self.off(ones))
-
-
-def _vector(taken: Taken, sizes: dict[Key, int]) -> Tensor:
-    step = 1 + 2 * (sum(sizes.values()) // (2 * MOST_COORDINATES))
-    return torch.cat(
-        [
-            taken.gradients[key].flatten()[::step].double().cpu()
-            if key in taken.gradients
-            else torch.zeros(len(range(0, size, step)), dtype=torch.float64)
-            for key, size in sizes.items()
-        ]
-    )
-
-
-def own_weights(subject: Subject) -> Tensor:
-    """By what the run weighs the parts; not a number where nobody can say so."""
-    number = len(subject.parts)
-    ones = torch.ones(number, dtype=torch.float64)
-    if not subject.strategies:
-        return ones / number
-    strategy = leading(subject.strategies)
-    if strategy.loss_reduction == "total" and not isinstance(strategy, Uniform):
-        return ones
-    if isinstance(strategy, Weighed):
-        return ones * torch.nan
-    numbers = [float(strategy.weight(subject.batch(part))) for part in subject.parts]
-    weights = torch.tensor(numbers, dtype=torch.float64)
-    return weights / weights.sum()
-
-
-def denominator(
-    subject: Subject, alone: Alone, most: float, number: str = ""
-) -> Cause | None:
+def denominator(subject: Subject, number: str = "") -> Cause | None:
     """What the loss divides by; None if nothing in the batch makes the parts the whole.
 
     Args:
         subject: the rows, and how they are run.
-        alone: the gradients of its parts.
-        most: the largest deviation that counts as none.
         number: the path of a number of the batch that is not cut, if there is one.
     """
-    fits = _fitting(subject, alone, most)
+    fits = _fitting(subject)
     if not fits:
         return None
     (first, function), said, line = fits[0], _said(subject), _line(fits[0][0].line)
@@ -142,7 +43,7 @@ def denominator(
     if first is SUM and number:
         return cause("host", number)
     if first is SUM:
-        own = leading(subject.strategies) if subject.strategies else None
+        own = subject.strategy
         kept = own if isinstance(own, PerSample | PerToken) else PerSample()
         total = line_of(replace(kept, loss_reduction="total"))
         line = _line(total.replace("'total'", '"total"'))
@@ -155,9 +56,9 @@ def denominator(
     return cause("another", STEP, *_ways_in(subject), **how)
 
 
-def unknown(subject: Subject, alone: Alone) -> Cause:
+def unknown(subject: Subject) -> Cause:
     """Weights that make the parts the whole, and that nothing in the batch counts."""
-    weights = alone.best()
+    weights = subject.alone.best()
     found = _of_classes(subject, weights)
     if found is not None:
         return found
@@ -169,7 +70,7 @@ def unknown(subject: Subject, alone: Alone) -> Cause:
 
 def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
     """Weights of classes that the labels of the parts add up to; None if none do."""
-    batches = [class_counts(subject.batch(part)) for part in subject.parts]
+    batches = [class_counts(subject.rows.make(part)) for part in subject.parts]
     for at in batches[0]:
         counts = torch.stack([each[at] for each in batches if at in each])
         counts = counts[:, : int(counts.sum(0).nonzero().max()) + 1]
@@ -187,11 +88,10 @@ def _of_classes(subject: Subject, weights: Tensor) -> Cause | None:
     return None
 
 
-def _fitting(
-    subject: Subject, alone: Alone, most: float
-) -> list[tuple[Candidate, str]]:
+def _fitting(subject: Subject) -> list[tuple[Candidate, str]]:
     """Denominators that make the parts the whole, the simplest first, and what the loss
     is of a mean over each; "" if it is the mean."""
+    alone, most = subject.alone, subject.most_rounding
     ones = torch.ones(len(alone.parts), dtype=torch.float64)
     scales = {"": ones}
     if alone.loss:
@@ -209,8 +109,8 @@ def _fitting(
 
 def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
     """What each part counts, and the whole, by each denominator."""
-    batches = [subject.batch(part) for part in subject.parts]
-    whole = subject.batch(subject.all_rows)
+    batches = [subject.rows.make(part) for part in subject.parts]
+    whole = subject.rows.make(subject.all_rows)
     for each in candidates(whole, class_weights_of(subject.module)):
         try:
             numbers = [each.weigh(batch) for batch in batches]
@@ -222,7 +122,7 @@ def _counted(subject: Subject) -> Iterator[tuple[Candidate, Tensor, float]]:
             yield each, counts, total
 
 
-def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | None:
+def two_denominators(subject: Subject) -> Cause | None:
     """Two terms of a loss that make up the gradients of all unions of four parts, each
     with a denominator of its own. A term may be a sum."""
     groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
@@ -231,7 +131,8 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
     sizes = range(1, 5)
     unions = [u for size in sizes for u in itertools.combinations(range(4), size)]
     rows = [sorted(row for n in union for row in groups[n]) for union in unions]
-    gradients = Alone.of(subject, whole, rows).parts
+    taken = [subject.whole(each) for each in rows]
+    gradients = Alone.of(subject.as_one, taken).parts
     members = torch.tensor([[n in u for n in range(4)] for u in unions]).double()
     columns = {
         candidate: members / (members @ counts)[:, None]
@@ -244,7 +145,7 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
         basis = torch.cat([columns[one], columns[other]], 1)
         inside = basis @ torch.linalg.lstsq(basis, gradients, driver="gelsd").solution
         off = float(torch.linalg.matrix_norm(gradients - inside)) / size
-        if off <= most:
+        if off <= subject.most_rounding:
             simplicity = one.simplicity + other.simplicity
             found.append((simplicity, one, other))
     if not found:
@@ -260,9 +161,9 @@ def two_denominators(subject: Subject, whole: Taken, most: float) -> Cause | Non
 
 def _said(subject: Subject) -> str:
     """What the parts were weighed by."""
-    if not subject.strategies:
+    strategy = subject.strategy
+    if strategy is None:
         return "plain accumulation, which weighs every micro-batch alike"
-    strategy = leading(subject.strategies)
     if isinstance(strategy, Weighed):
         return "what self.weigh gets" if strategy.is_said else "what by= counts"
     return line_of(strategy)

@@ -132,17 +132,11 @@ WORDS: dict[str, tuple[str, ...]] = {
         "number positions anew in each document: position_ids, as PackCollate makes "
         "them, and hand them to the model",
     ),
-    "first label": (
+    "label": (
         "documents",
-        "the first label of a document is what the one before it is to predict: a "
-        "label across their bound",
-        "labels[start] = -100 for each document, as PackCollate does",
-    ),
-    "last label": (
-        "documents",
-        "the label of a document's last token is the first token of the next one: a "
-        "label across their bound",
-        "labels[end] = -100 for the last token of each document",
+        "the label at the {end} of a document is across a bound: one document is to "
+        "predict a token of another",
+        "labels[{end}] = -100 for each document",
     ),
     "loss over documents": (
         "documents",
