@@ -262,14 +262,6 @@ class Accumulator:
             refusals.refuse_join(self.ranks.ddp)
         self.told = told
 
-    def rewind(self, window: Window) -> None:
-        """Return to a copy of the open window, as it was before it was announced; the
-        caller restores its gradients."""
-        self.window, self.told, self._joined = window.copy(), None, None
-        if not window.is_open:
-            self.division.close()
-        self.gradients.rewind(len(window.entries))
-
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
 
@@ -364,7 +356,7 @@ class Accumulator:
         self.told: Told | None = None
         self._joined: Joined | None = None
         self.division.close()
-        self.gradients.rewind(0)
+        self.gradients.forget()
 
     @property
     def device(self) -> torch.device:

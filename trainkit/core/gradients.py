@@ -143,7 +143,7 @@ class GradientSum:
         wide: the sums in float32, `WideGradients`, if they are kept there.
         zeroed: checks that nobody zeroes the gradients inside the window.
         norms: measures what each pass of the window adds, if somebody asks for it:
-            `begin` and `end` of each pass, `rewind`, and `close` of the window.
+            `begin` and `end` of each pass, `forget`, and `close` of the window.
     """
 
     def __init__(self, module: Any, ranks: Ranks) -> None:
@@ -229,11 +229,11 @@ class GradientSum:
         device."""
         return are_finite(self.parameters)
 
-    def rewind(self, num_passes: int) -> None:
-        """Return to an earlier place in the window, whose gradients are back."""
+    def forget(self) -> None:
+        """Forget the passes of a window that is over, or begins anew."""
         self.zeroed.forget()
         if self.norms is not None:
-            self.norms.rewind(num_passes)
+            self.norms.forget()
 
     def drop(self) -> None:
         """Forget the sum in float32; gradients in the parameters stay there."""

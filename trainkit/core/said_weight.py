@@ -71,7 +71,9 @@ class Weighed(AccumulationStrategy):
         raise TrainkitError(
             "Weighed: a batch does not show its weight, which only training_step "
             "knows. Call self.weigh(n) in training_step, or set Weighed(by=...). In a "
-            "loop of your own, and in log_exact(), pass the number as weight=."
+            "loop of your own, and in log_exact(), pass the number as weight=. Totals "
+            "of several terms must be known before: let the batch hold what such a "
+            "term divides by, PerSample(mask=...)."
         )
 
     def counted(self, module: Any, batch: Any) -> Weight:

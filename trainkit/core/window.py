@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -161,10 +161,6 @@ class Window:
                 f"loss that was passed on (an override of LightningModule.backward "
                 f"must use its argument)."
             )
-
-    def copy(self) -> Window:
-        """A copy that stays as it is while this window continues."""
-        return replace(self, entries=[*self.entries])
 
     def row(self, device: torch.device) -> Tensor:
         """This rank's columns of `WindowStats`, in float64, where ranks exchange

@@ -229,6 +229,9 @@ def test_saved_while_a_micro_batch_is_under_way_is_said_twice(
     [
         *[("on_after_backward", 5, 1, cut) for cut in (None, CUT)],
         *[("on_before_optimizer_step", 5, 1, cut) for cut in (None, CUT)],
+        # All loader batches of a split window are there.
+        ("on_after_backward", 9, WINDOW, CUT),
+        ("on_before_optimizer_step", 3, WINDOW, CUT),
         ("", 6, WINDOW, None),
     ],
 )

@@ -181,8 +181,9 @@ class Rich(Short):
         numpy: Any = np.random.get_state()
         return [
             *(each.clone() for each in self.state_dict().values()),
-            *(self.tensor, self.number, self.made_late, self.recent, self.history),
-            *(self.called.update_count, self.called.compute()),
+            *(self.tensor, self.number, self.recent, self.history),
+            getattr(self, "made_late", 0),
+            *(self.called.update_count, self.called.mean_value.clone()),
             self.collection["micro"].metric_state,
             *(random.getstate()[1][:8], numpy[1][:8], torch.get_rng_state()),
         ]

@@ -216,6 +216,13 @@ def test_the_cut_equals_whole_batches(name: str) -> None:
     assert_as_whole(**KINDS[name])
 
 
+@pytest.mark.parametrize("cut", [FIXED, MicroBatching(tokens=60, pool=2)])
+def test_a_closure_runs_several_loader_batches_again(cut: MicroBatching) -> None:
+    fit(ours := Split(cut=cut, optimizer=lbfgs), window=2, sizes=(9, 7, 8, 16))
+    fit(whole := Split(cut=None, optimizer=lbfgs), sizes=(16, 24))
+    assert deviation(ours, whole, START) <= 1e-9
+
+
 def test_gradient_checkpointing_replays_dropout_in_each_micro_batch() -> None:
     ends = []
     for again in (True, False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from tests.helpers import deviation, weights
@@ -68,6 +68,13 @@ def test_one_strategy_for_both_differs(strategy: Any) -> None:
     """The control: their sum, cut."""
     alike = hooked(Terms, is_whole=True)(strategy=strategy, cut=FIXED)
     assert off(alike, Cut(cut=None)) > 1e-2
+
+
+def test_terms_of_several_loader_batches_are_those_of_one() -> None:
+    """Their totals are known, since they wait for each other."""
+    fit(ours := Cut(), window=2, sizes=(9, 7, 8, 16))
+    fit(whole := Cut(cut=None), sizes=(16, 24))
+    assert deviation(ours, whole, START) <= 1e-10
 
 
 def test_a_cut_that_is_the_whole_batch_is_a_window_like_any_other() -> None:
@@ -139,7 +146,7 @@ def test_a_term_may_weigh_nothing_in_a_window() -> None:
 # ---- what is refused -----------------------------------------------------------------
 
 TWO, ONE = r"\['samples', 'tokens'\]", r"one tensor, as there is one strategy, PerToken"
-NOT_THERE = rf"{TWO} have denominators .* accumulate_grad_batches=2 .* Set it to"
+NOT_THERE = rf"{TWO} have denominators .* must be cut.* MicroBatching\(size=4"
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda t: {"loss": {"tokens": t["tokens"]}}, r"received \['tokens'\]"),
     (lambda t: t, r"must hold the loss under 'loss', received \{'tokens': 'Tensor', "),
@@ -162,19 +169,13 @@ def returning(change: Callable[[Any], Any]) -> Any:
         *[(lambda c=change: returning(c), 1, text) for change, text in CHANGES],
         (lambda: Cut(strategy=PerToken()), 1, ONE),
         (lambda: Cut(strategy=PerToken()), 2, ONE),
-        (lambda: Cut(), 2, NOT_THERE),
-        (lambda: Cut(), {0: 1, 1: 2}, "accumulate_grad_batches=2 that are cut"),
-        (lambda: Terms(), 1, r"are not cut. .*micro_batching = MicroBatching\(size=4"),
+        (lambda: Terms(), 1, NOT_THERE),
     ],
 )
-def test_wrong_terms_are_refused(make: Any, window: Any, text: str) -> None:
-    """Also several loader batches in a window, from its second epoch on, and streamed
-    windows."""
-    schedules = []
-    if isinstance(window, dict):
-        schedules, window = [GradientAccumulationScheduler(window)], 1
+def test_wrong_terms_are_refused(make: Any, window: int, text: str) -> None:
+    """Also several loader batches in a window, and streamed windows."""
     with pytest.raises(TrainkitError, match=text):
-        fit(make(), *schedules, window=window)
+        fit(make(), window=window)
 
 
 LOGGING = hooked(Split, training_step=logging_loss(on_epoch=True))

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 
 from tests.helpers import NAIVE, deviation, loader, ragged_sequences, trainer, weights
-from tests.lit.split.common import START, Seen, Split, fit, logging_loss
+from tests.lit.split.common import FIXED, START, Seen, Split, fit, logging_loss
 from tests.zoo.callbacks import Ending, Saving, Table
 from tests.zoo.modules import Plain, Stream, hooked, on_front, pad_and_mask
 from trainkit import (
@@ -111,7 +111,8 @@ def test_configure_optimizers_counts_the_steps_of_pools(front: str) -> None:
 
 def test_callbacks_see_each_loader_batch_once_in_the_order_of_lightning() -> None:
     """As in a window of plain Lightning; the batch is that of the loader. Forward
-    passes run when the pool is full: `training_step` gets the last batch's number."""
+    passes of a pool run when it is full, and `training_step` gets the last batch's
+    number; without a pool each batch's own."""
     seen, numbers = [], list[int]()
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -119,68 +120,86 @@ def test_callbacks_see_each_loader_batch_once_in_the_order_of_lightning() -> Non
             numbers.append(batch_idx)
         return self.loss_of(batch)
 
-    for cut, window in ((None, 8), (POOL, 1)):
+    for cut, window in ((None, 8), (FIXED, 8), (POOL, 1)):
         numbers.clear()
         kind = hooked(Split, training_step=training_step)
         fit(kind(cut=cut), each := Seen(), data=stream(3), window=window)
         seen.append(each)
-    assert seen[0].hooks == seen[1].hooks
-    assert seen[0].rows == seen[1].rows == [3] * 36
-    assert {*numbers} == {7, 15, 17}
+        assert {*numbers} == ({7, 15, 17} if cut is POOL else {*range(18)})
+    for each in seen:
+        assert each.hooks == seen[0].hooks
+        assert each.rows == [3] * 36
 
 
 def test_what_is_logged_is_what_the_big_batch_logs() -> None:
+    """Also without a pool, where loader batches wait and are cut each by itself."""
     tables = []
-    for cut, size in ((None, 24), (POOL, 3)):
+    for cut, size, window in ((None, 24, 1), (POOL, 3, 1), (FIXED, 3, 8)):
         kind = hooked(Split, training_step=logging_loss(on_step=True, on_epoch=True))
         table = Table()
-        fit(kind(cut=cut), data=stream(size), logger=table, log_every_n_steps=1)
-        tables.append(table.column("loss_step"))
-    assert len(tables[0]) == 6
-    assert tables[1] == pytest.approx(tables[0], rel=1e-6)
+        how: Any = {"log_every_n_steps": 1, "window": window}
+        fit(kind(cut=cut), data=stream(size), logger=table, **how)
+        tables.append(table.column("loss_step") + table.column("loss_epoch"))
+    assert len(tables[0]) == 6 + 2
+    for table in tables[1:]:
+        assert table == pytest.approx(tables[0], rel=1e-6)
 
 
 # ---- resumed -------------------------------------------------------------------------
 
 
-def run(folder: Path, *callbacks: Any, pool: Any = 4, start: Any = None) -> Tensor:
+OF_FOUR = MicroBatching(tokens=48, pool=4)
+
+
+def run(
+    folder: Path,
+    *callbacks: Any,
+    cut: Any = OF_FOUR,
+    window: int = 1,
+    start: Any = None,
+) -> Tensor:
     """Train, perhaps from a checkpoint."""
-    module = Split(cut=MicroBatching(tokens=48, pool=pool))
+    module = Split(cut=cut)
     data = ResumableLoader(ROWS, 6, collate_fn=pad_and_mask)
     options: Any = {"enable_checkpointing": True, "default_root_dir": folder}
-    fit(module, ExactResume(), *callbacks, data=data, ckpt_path=start, **options)
+    options |= {"ckpt_path": start or None, "window": window}
+    fit(module, ExactResume(), *callbacks, data=data, **options)
     return weights(module)
 
 
-@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize(
+    ("at", "how"),
+    [*((at, {}) for at in (3, 5, 8)), (5, {"cut": FIXED, "window": 4})],
+)
 def test_a_checkpoint_holds_the_loader_batches_that_wait(
-    tmp_path: Path, at: int
+    tmp_path: Path, at: int, how: Any
 ) -> None:
     """The control: a checkpoint without them."""
     path, bare = tmp_path / "within.ckpt", tmp_path / "bare.ckpt"
-    end = run(tmp_path, Saving(path, at))
-    assert torch.equal(run(tmp_path, start=path), end)
+    end = run(tmp_path, Saving(path, at), **how)
+    assert torch.equal(run(tmp_path, start=path, **how), end)
     saved = torch.load(path, weights_only=True)
-    (waiting,) = saved[pools.KEY]
+    (waiting,) = saved.get(pools.KEY, [[]])
     assert len(waiting) == (at + 1) % 4 * (at < 8)
     if waiting:
         del saved[pools.KEY]
         torch.save(saved, bare)
-        assert deviation(run(tmp_path, start=bare), end, START) > NAIVE
+        assert deviation(run(tmp_path, start=bare, **how), end, START) > NAIVE
 
 
 @pytest.mark.filterwarnings("ignore:.*ckpt_path")
 def test_a_checkpoint_after_an_error_holds_the_loader_batches_that_wait(
     tmp_path: Path,
 ) -> None:
-    """And a run without a pool says that it leaves them out."""
+    """And a run that cuts none says that it leaves them out."""
     saver = OnExceptionCheckpoint(tmp_path, "failed")
     with pytest.raises(RuntimeError, match="failed"):
         run(tmp_path, Ending(6, RuntimeError("failed")), saver)
     path = tmp_path / "failed.ckpt"
     assert torch.equal(run(tmp_path, start=path), run(tmp_path))
-    with pytest.warns(UserWarning, match="3 loader batches that waited, and this run"):
-        run(tmp_path, pool=None, start=path)
+    text = "3 loader batches that waited were dropped, since the checkpoint holds them"
+    with pytest.warns(UserWarning, match=text):
+        run(tmp_path, cut=None, start=path)
 
 
 def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
@@ -188,10 +207,10 @@ def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
     of_two: Any = {"world_size": 2, "global_rank": 1, "interrupted": True}
     trainer = SimpleNamespace(accumulate_grad_batches=1, callbacks=[], **of_two)
     found.begin(trainer, POOL)
-    found.waiting, checkpoint = ["a", "b"], dict[str, Any]()
+    found.waiting, checkpoint = [(each, (), {}) for each in "ab"], dict[str, Any]()
     with pytest.warns(UserWarning, match="only the 2 loader batches that wait on rank"):
         found.save(trainer, checkpoint)
-    assert checkpoint[pools.KEY] == [None, ["a", "b"]]
+    assert checkpoint[pools.KEY] == [None, found.waiting]
 
 
 def test_another_size_of_windows_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,8 @@ from tests.helpers import (
 from tests.lit.split.common import EXACT
 from tests.lit.split.rank_cases import SHARES, Case, Result, reference, train, train_all
 from tests.lit.split.short_of_memory import Memory, Place
-from trainkit import MicroBatching, TrainkitError
-from trainkit.lit.split.refusals import communicates_in_forward, refuse_auto
+from trainkit import MicroBatching
+from trainkit.lit.split.refusals import communicates_in_forward
 
 TOKENS = MicroBatching(tokens=40)
 ROWS = MicroBatching(size=1)
@@ -218,14 +217,6 @@ def test_layers_that_speak_to_other_ranks_are_seen(is_synced: bool, size: int) -
     net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if is_synced else net
     ranks: Any = SimpleNamespace(size=size)
     assert communicates_in_forward(net, ranks) == (is_synced and size > 1)
-
-
-@pytest.mark.parametrize("hooks", [[], [(fp16_compress_hook, None)]])
-def test_hooks_that_would_not_be_called_are_refused(hooks: list[Any]) -> None:
-    ranks: Any = SimpleNamespace(ddp=SimpleNamespace(_comm_hooks=hooks))
-    refused = pytest.raises(TrainkitError, match="hook fp16_compress_hook would not")
-    with refused if hooks else nullcontext():
-        refuse_auto(None, ranks, run_alike=False)
 
 
 def train_to_the_error(rank: int, world: int, case: Case) -> None:

@@ -164,24 +164,6 @@ def test_logs_of_a_data_module_are_refused_as_lightning_does() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(
-    ("hook", "cut", "at"),
-    [*zip([*TRANSFER_HOOKS[1:], "training_step"] * 2, cycle(CUTS), [1, 4, 5, 4, 5, 1])],
-)
-def test_stop_iteration_is_an_error(hook: str, cut: MicroBatching, at: int) -> None:
-    """In the first micro-batch, a last, and a first again."""
-
-    def ending(module: Any, batch: Any) -> Any:
-        module.calls += 1
-        return batch if module.calls != at else next(iter([]))
-
-    kind = hooked(Split, calls=0, **on_the_way(hook, ending))
-    if hook == "training_step":
-        kind = failing(at, StopIteration())
-    with pytest.raises(RuntimeError, match="^\\w+ raised StopIteration"):
-        fit(kind(cut=cut))
-
-
 class Slotted(Exception):
     """Takes no notes, as on Python 3.10."""
 

@@ -43,7 +43,7 @@ from trainkit.core.nested import tensors
 from trainkit.core.split.cutting import Cutter
 from trainkit.lit.split import arriving
 from trainkit.lit.split.arriving import Transfer
-from trainkit.lit.split.micro_batches import CutBatch
+from trainkit.lit.split.micro_batches import CutWindow
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 BEFORE, TO_DEVICE, AFTER = TRANSFER_HOOKS
@@ -165,7 +165,7 @@ def test_to_a_gpu_they_are_copied_from_pinned_memory(
     fitted, (batch, *_) = trainer(), [*loader_batches()]
     transfer = Transfer(fitted, Split(), {}, may_repeat=False)
     parts = Cutter(FIXED, PerToken()).cut(batch)
-    current = CutBatch(parts, len(parts), {}, are_said=False, num_cuts=1)
+    current = CutWindow([], parts, len(parts), {}, are_said=False)
     pinned = [*map(id, tensors([part.batch for part in parts]))]
     for device, expected in (("cpu", []), ("cuda", pinned)):
         transfer._device, found = torch.device(device), list[int]()

@@ -170,10 +170,10 @@ class NoiseMoments:
         found, self._norms = self._norms or {}, None
         self._squares.append(_squared([*found.values()]) if found else math.nan)
 
-    def rewind(self, num_passes: int) -> None:
-        """Return to an earlier place in the window."""
+    def forget(self) -> None:
+        """Forget the window's passes."""
         self._norms = None
-        del self._squares[num_passes:]
+        self._squares.clear()
 
     def close(self, window: Window, unit: Tensor) -> None:
         """The window ends; `unit` turns its gradients into sums of w_i g_i."""

@@ -34,7 +34,6 @@ from trainkit.core.split.filling import (
 from trainkit.core.split.flattening import Flattened
 from trainkit.core.split.layout import (
     Layout,
-    Trims,
     check_divisible,
     lengths_of,
     rows_of,
@@ -44,7 +43,7 @@ from trainkit.core.split.partition import even_runs, first_fit, partition, sprea
 from trainkit.core.split.rows import (
     MASK,
     Rows,
-    groups_of,
+    marked_rows,
     marks_of,
     rows_of_samples,
 )
@@ -78,6 +77,7 @@ class MicroBatch:
             tensors; the number of its rows, if they have no lengths.
         real: how many of them are not padding.
         num_fillers: how many rows only fill it; they are its last.
+        source: the number of its loader batch, where several are cut for one window.
     """
 
     batch: Any
@@ -85,6 +85,7 @@ class MicroBatch:
     padded: int
     real: int
     num_fillers: int = 0
+    source: int = 0
 
 
 class Cutter:
@@ -139,16 +140,15 @@ class Cutter:
         if (collate := options.collate) is not None:
             rows, samples = rows_of_samples(batch, options.length_paths), [*batch]
             fields = [Field("", samples)]
-            return Layout(fields, lambda values: collate(next(values)), [()], rows)
+            return Layout(fields, lambda values: collate(next(values)), [0], rows)
         shared = self._shared(batch)
         if plain_length(batch, self._documents) is None:
             documents = find_flattened(batch, self._documents)
             if documents is not None:
                 return Flattened.read(batch, documents, shared)
         rows = self._rows(batch, shared)
-        widths = {group.padded_length: n for n, group in enumerate(rows.groups)}
         fields, build = take_apart(batch, partial(self._is_whole, rows, shared))
-        trims: list[Trims | None] = []
+        cuts: list[int | None] = []
         for field in fields:
             own, value = None, field.value
             if id(value) not in shared:
@@ -156,9 +156,9 @@ class Cutter:
                 if size is None:
                     check_divisible(field, batch)
                 elif self._has_rows(field, size, rows.num_rows):
-                    own = self._trims(field, widths) if widths else ()
-            trims.append(own)
-        return Layout(fields, build, trims, rows)
+                    own = self._width(field, rows) if rows.spans else 0
+            cuts.append(own)
+        return Layout(fields, build, cuts, rows)
 
     def _shared(self, batch: Any) -> frozenset[int]:
         """The identities of what every micro-batch gets whole."""
@@ -180,7 +180,7 @@ class Cutter:
             return Rows(number)
         if self._options.lengths is None:
             marks = [each for each in marks if len(each.counts) == number]
-        return Rows(number, groups_of(batch, marks, number))
+        return marked_rows(batch, marks, number)
 
     def _is_whole(
         self, rows: Rows, shared: Collection[int], path: str, value: Any
@@ -229,13 +229,14 @@ class Cutter:
         self._always[key] = fits and self._always.get(key, True)
         return self._always[key]
 
-    def _trims(self, field: Field, widths: Mapping[int, int]) -> Trims:
-        """The group as wide as dimension 1. A field that once had another width is not
-        trimmed where it has it by chance."""
+    def _width(self, field: Field, rows: Rows) -> int:
+        """How wide dimension 1 is, if rows have a length in so many columns; else 0. A
+        field that once had another width is not trimmed where it has it by chance."""
         shape: Any = getattr(field.value, "shape", ())
-        if len(shape) < 2 or not self._is_always((field.path, 1), shape[1] in widths):
-            return ()
-        return (widths[shape[1]],)
+        if len(shape) < 2:
+            return 0
+        fits = shape[1] in rows.spans
+        return shape[1] if self._is_always((field.path, 1), fits) else 0
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Loader batches of a pool as one, in their order.
@@ -272,7 +273,7 @@ class Cutter:
         nothing = nothing_in(batch, self._strategies) if few else {}
         for part in self.parts(batch, rows, limit, few):
             padded = real = len(part)
-            if rows.groups:
+            if rows.spans:
                 padded, real = rows.padded_of(part), rows.real_of(part)
             if not few:
                 cut.append(MicroBatch(layout.of(part), part, padded, real))
@@ -297,14 +298,14 @@ class Cutter:
             few: whether they are filled to few shapes.
         """
         size, tokens, number = limit.size, limit.tokens, rows.num_rows
-        if tokens is not None and number and not rows.groups:
+        if tokens is not None and number and not rows.spans:
             raise TrainkitError(
                 f"MicroBatching tokens={tokens}: a budget of tokens needs the rows' "
                 f"lengths, and nothing in the batch tells them: {describe(batch)}. "
                 f"Name a mask: MicroBatching(tokens={tokens}, lengths='path.to.mask'); "
                 f"or cut by rows: MicroBatching(size=...)."
             )
-        if not few and (not rows.groups or rows.are_alike):
+        if not few and (not rows.spans or rows.are_alike):
             # In the order of the rows, so that slices copy nothing.
             most = size or number
             if tokens is not None and number:
@@ -314,9 +315,9 @@ class Cutter:
         if few:
             parts = parts_in_shapes(self._options, rows)
         elif not rows.are_joined:
-            parts = partition(rows.spans, size=size, tokens=tokens)
+            parts = partition(rows.groups, size=size, tokens=tokens)
         elif tokens is not None:  # nothing is padded, so few are best
-            parts = first_fit(rows.groups[0].lengths, tokens, size)
+            parts = first_fit(rows.lengths, tokens, size)
         else:
-            parts = spread(rows.groups[0].lengths, size)
+            parts = spread(rows.lengths, size)
         return sorted(map(sorted, parts), key=rows.padded_of, reverse=True)

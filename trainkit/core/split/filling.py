@@ -90,7 +90,7 @@ def shape_for(options: MicroBatching, rows: Rows, part: Sequence[int]) -> Shape:
         TrainkitError: there is none.
     """
     shapes = shapes_of(options, are_joined=rows.are_joined)
-    columns = rows.real_of(part) if rows.are_joined else width(rows.spans, part)
+    columns = rows.real_of(part) if rows.are_joined else width(rows.groups, part)
     for shape in shapes:
         if columns <= shape[1]:
             return shape
@@ -107,23 +107,22 @@ def parts_in_shapes(options: MicroBatching, rows: Rows) -> list[list[int]]:
 
     All shapes cost about the budget, so each is filled, the longest rows first.
     """
-    if len(rows.groups) > 1:
+    if (number := len(rows.spans)) > 1:
         raise TrainkitError(
             f"MicroBatching shapes: rows must have one length each, and the batch "
-            f"has {len(rows.groups)}, of {len(rows.groups)} masks. Name one of "
+            f"has {number}, of {number} masks. Name one of "
             f"them, lengths='path.to.mask', or leave shapes out."
         )
-    lengths = [rows.real_of([row]) for row in range(rows.num_rows)]
     if rows.are_joined:
         widest = shapes_of(options, are_joined=True)[-1][1]
-        return first_fit(lengths, widest, options.size)
+        return first_fit(rows.lengths, widest, options.size)
 
     def fits(part: list[int]) -> bool:
         # Rows that pad on different sides are together wider than each.
         most, columns = shape_for(options, rows, part[:1])
-        return len(part) <= most and width(rows.spans, part) <= columns
+        return len(part) <= most and width(rows.groups, part) <= columns
 
-    return filled_up(longest_first(lengths), fits)
+    return filled_up(longest_first(rows.lengths), fits)
 
 
 def filled(
@@ -141,13 +140,11 @@ def filled(
         return layout.filled(rows, shape[1], nothing)
     missing = shape[0] - len(rows)
     values = layout.values([*rows, *[rows[-1]] * missing])
-    for place, (field, trims) in enumerate(
-        zip(layout.fields, layout.trims, strict=True)
-    ):
-        if trims:
+    for place, (field, cut) in enumerate(zip(layout.fields, layout.cuts, strict=True)):
+        if cut:
             pads = padding_of(place, [layout], nothing)
             values[place] = widened(field.path, values[place], shape[1], pads)
-        if trims is not None and missing and id(field.value) in nothing:
+        if cut is not None and missing and id(field.value) in nothing:
             values[place] = values[place].clone()
             values[place][len(rows) :] = nothing[id(field.value)]
     return layout.build(iter(values))
@@ -182,10 +179,13 @@ def joined(
     values = []
     for place, (path, first) in enumerate(layouts[0].fields):
         column: list[Any] = [layout.fields[place].value for layout in layouts]
-        trims = [layout.trims[place] for layout in layouts]
-        if all(trims):
-            column = _as_wide(path, column, place, layouts, nothing)
-        are_shared = {each is None for each in trims}
+        cuts = [layout.cuts[place] for layout in layouts]
+        if all(cuts) and len({*cuts}) > 1:
+            # Behind the last label there may be tokens, which the model sees.
+            pads = padding_of(place, layouts, nothing, by_labels=False)
+            most = max(map(int, cuts))  # type: ignore[arg-type]
+            column = [widened(path, each, most, pads) for each in column]
+        are_shared = {each is None for each in cuts}
         sizes = {
             each.shape[1:] if isinstance(each, Tensor) else None for each in column
         }
@@ -211,26 +211,6 @@ def _unlike(name: Any, batches: Sequence[Any]) -> TrainkitError:
     )
 
 
-def _as_wide(
-    path: str,
-    values: list[Any],
-    place: int,
-    layouts: Sequence[Layout],
-    nothing: Mapping[int, float],
-) -> list[Any]:
-    """The columns of a field, padded to those of the widest batch."""
-    widths = [
-        layout.rows.groups[group].padded_length
-        for layout in layouts
-        for group in layout.trims[place] or ()
-    ]
-    if len({*widths}) == 1:
-        return values
-    # Behind the last label there may be tokens, which the model sees.
-    pads = padding_of(place, layouts, nothing, by_labels=False)
-    return [widened(path, value, max(widths), pads) for value in values]
-
-
 # ---- columns -------------------------------------------------------------------------
 
 
@@ -254,12 +234,12 @@ def padding_of(
     if id(value) in nothing:
         return nothing[id(value)]
     for layout in layouts:
-        (number,) = layout.trims[place] or (0,)
-        group = layout.rows.groups[number]
-        spans = group.spans if by_labels or not group.by_labels else ()
-        for row, (start, stop) in enumerate(spans):
-            if stop < group.padded_length or start > 0:
-                column = stop if stop < group.padded_length else 0
+        width, rows = layout.cuts[place] or 0, layout.rows
+        if width in rows.by_labels and not by_labels:
+            continue
+        for row, (start, stop) in enumerate(rows.spans[width]):
+            if stop < width or start > 0:
+                column = stop if stop < width else 0
                 return layout.fields[place].value[row, column]
     are_numbers = isinstance(value, Tensor) and value.is_floating_point()
     return IGNORED if "label" in path.lower() and not are_numbers else 0

@@ -21,7 +21,7 @@ from trainkit.core.document_fields import (
 from trainkit.core.documents import Documents, find_documents
 from trainkit.core.nested import describe, is_dense, take_apart
 from trainkit.core.split.layout import Layout
-from trainkit.core.split.rows import Group, Rows
+from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
 
 
@@ -47,12 +47,12 @@ class Flattened(Layout):
         """Read a loader batch in which documents were found."""
         fields, build = take_apart(batch, lambda path, v: isinstance(v, list))
         lengths = documents.lengths
-        group = Group(max(lengths), [(0, length) for length in lengths])
-        rows = Rows(len(lengths), [group], are_joined=True)
+        spans = {max(lengths): [(0, length) for length in lengths]}
+        rows = Rows(len(lengths), spans, are_joined=True)
         read = cls(fields, build, (), rows, documents, whole)
         pairs = zip(fields, read.values([0]), strict=True)
-        trims = [None if made is field.value else () for field, made in pairs]
-        return replace(read, trims=trims)
+        cuts = [None if made is field.value else 0 for field, made in pairs]
+        return replace(read, cuts=cuts)
 
     def untrimmed(self) -> Layout:
         return self

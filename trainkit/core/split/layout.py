@@ -21,12 +21,9 @@ from trainkit.core.nested import (
     take_apart,
 )
 from trainkit.core.samples import are_samples, own_count
-from trainkit.core.split.partition import columns_of
+from trainkit.core.split.partition import Span, columns_of
 from trainkit.core.split.rows import Rows
 from trainkit.errors import TrainkitError
-
-Trims = tuple[int, ...]
-"""The number of the group whose columns a field has in dimension 1, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +33,27 @@ class Layout:
     Attributes:
         fields: its parts, in order.
         build: makes a batch from as many other values.
-        trims: by which group each field is trimmed; None if it is shared.
+        cuts: of each field None if it is shared; the width by which it is trimmed, or 0
+            where only its rows are cut.
         rows: of the batch.
     """
 
     fields: Sequence[Field]
     build: Build
-    trims: Sequence[Trims | None]
+    cuts: Sequence[int | None]
     rows: Rows
 
     @property
     def divided(self) -> list[str]:
         """The paths of the fields of which each micro-batch gets a part."""
-        pairs = zip(self.fields, self.trims, strict=True)
-        return [field.path for field, trims in pairs if trims is not None]
+        pairs = zip(self.fields, self.cuts, strict=True)
+        return [field.path for field, cut in pairs if cut is not None]
 
     @property
     def shared(self) -> list[Field]:
         """The fields that every micro-batch gets whole."""
-        pairs = zip(self.fields, self.trims, strict=True)
-        return [field for field, trims in pairs if trims is None]
+        pairs = zip(self.fields, self.cuts, strict=True)
+        return [field for field, cut in pairs if cut is None]
 
     def untrimmed(self) -> Layout:
         """A copy of this layout that gives every micro-batch all columns."""
@@ -67,17 +65,20 @@ class Layout:
 
     def values(self, rows: Sequence[int]) -> list[Any]:
         """The fields of such a batch; its last row may be there several times."""
-        columns = columns_of(self.rows.spans, rows) if self.rows.groups else []
+        columns = dict[Any, Span]()
+        if spans := self.rows.spans:
+            found = columns_of([*spans.values()], rows)
+            columns = dict(zip(spans, found, strict=True))
         index, values = list(rows), list[Any]()
         first = index[0] if index else 0
         is_run = index == list(range(first, first + len(index)))
         where = None if is_run else torch.tensor(index)
-        for (_, value), trims in zip(self.fields, self.trims, strict=True):
-            for group in trims or ():
-                start, stop = columns[group]
-                if stop - start < value.shape[1]:
+        for (_, value), cut in zip(self.fields, self.cuts, strict=True):
+            if cut:
+                start, stop = columns[cut]
+                if stop - start < cut:
                     value = value[:, start:stop]
-            if trims is None:
+            if cut is None:
                 values.append(value)
             elif isinstance(value, list | tuple):
                 values.append(type(value)([value[row] for row in index]))
@@ -88,7 +89,7 @@ class Layout:
             else:
                 value = value[first : first + len(index)]
                 # Models call view(), which works on a slice of rows but not of columns.
-                values.append(value.contiguous() if trims else value)
+                values.append(value.contiguous() if cut else value)
         return values
 
 

@@ -36,8 +36,9 @@ class MicroBatching(_Chosen):
 
     Args:
         how: `"auto"`: micro-batches double over the first windows while that is faster,
-            and are halved where memory runs out. `size` or `tokens` set the cut
-            instead: for rows that come sorted from short to long, say.
+            and are halved where memory runs out. Gradients are then added up over ranks
+            when the window closes, past communication hooks of DDP. `size` or `tokens`
+            set the cut instead: for rows that come sorted from short to long, say.
         size: the most rows in a micro-batch. Alone: as few micro-batches as that
             allows, with the least padding that so many can have.
         tokens: the most tokens in a micro-batch, with its padding: rows times the

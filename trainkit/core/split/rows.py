@@ -6,11 +6,10 @@ collated yet have theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainkit.core.nested import (
@@ -28,52 +27,41 @@ MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
-class Group:
-    """The tensors that are ragged together: one padded length, one span for each row.
-
-    Attributes:
-        padded_length: the number of columns in the loader batch.
-        spans: for each row the first column that is not padding, and the column behind
-            the last.
-        by_labels: whether labels alone tell them, behind the last of which there may
-            be tokens.
-    """
-
-    padded_length: int
-    spans: Sequence[Span]
-    by_labels: bool = False
-
-    @property
-    def lengths(self) -> list[int]:
-        """For each row, how many of its columns are not padding."""
-        return [stop - start for start, stop in self.spans]
-
-
-@dataclass(frozen=True)
 class Rows:
     """The rows of a loader batch.
 
     Attributes:
         num_rows: how many there are.
-        groups: their lengths, for each group of ragged tensors; empty if rows have no
-            length.
+        spans: for each width that ragged tensors have, the columns of each row: the
+            first that is not padding, and that behind the last; empty if rows have no
+            length. Samples have the paths of their lengths in place of widths.
+        by_labels: the widths that labels alone tell, behind the last of which there may
+            be tokens.
+        times: how many masks a width has, each with tokens of its own; else one.
         are_joined: whether they are documents that stand one behind the other, so that
             nothing is padded.
     """
 
     num_rows: int
-    groups: Sequence[Group] = field(default=())
+    spans: Mapping[Any, Sequence[Span]] = field(default_factory=dict)
+    by_labels: Collection[int] = ()
+    times: Mapping[int, int] = field(default_factory=dict)
     are_joined: bool = False
+
+    @property
+    def groups(self) -> list[Sequence[Span]]:
+        """The spans of all masks."""
+        return [s for w, s in self.spans.items() for _ in range(self.times.get(w, 1))]
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each row are not padding."""
+        return [self.real_of([row]) for row in range(self.num_rows)]
 
     @property
     def are_alike(self) -> bool:
         """Whether rows of one length are padded alike, so that no cut pads less."""
-        spans = [group.spans for group in self.groups]
-        return not self.are_joined and all(len(set(each)) <= 1 for each in spans)
-
-    @property
-    def spans(self) -> list[Sequence[Span]]:
-        return [group.spans for group in self.groups]
+        return not self.are_joined and all(len({*each}) <= 1 for each in self.groups)
 
     @property
     def padded(self) -> int:
@@ -82,36 +70,27 @@ class Rows:
 
     def padded_of(self, rows: Sequence[int]) -> int:
         """How many tokens a micro-batch of these rows computes."""
-        if not self.groups or not rows:
-            return len(rows)
-        if self.are_joined:
+        if self.are_joined or not self.spans or not rows:
             return self.real_of(rows)
-        return len(rows) * width(self.spans, rows)
+        return len(rows) * width(self.groups, rows)
 
     def real_of(self, rows: Sequence[int]) -> int:
         """How many tokens of these rows are not padding."""
-        if not self.groups:
+        if not self.spans:
             return len(rows)
-        spans = [group.spans[row] for group in self.groups for row in rows]
+        spans = [each[row] for each in self.groups for row in rows]
         return sum([stop - start for start, stop in spans])
 
     def of(self, rows: Sequence[int]) -> Rows:
         """Some of these rows, in this order."""
-        groups = [
-            replace(each, spans=[each.spans[row] for row in rows])
-            for each in self.groups
-        ]
-        return Rows(len(rows), groups, self.are_joined)
+        spans = {w: [each[row] for row in rows] for w, each in self.spans.items()}
+        return replace(self, num_rows=len(rows), spans=spans)
 
     def untrimmed(self) -> Rows:
-        """A copy of these rows, in which all columns of a group count."""
+        """A copy of these rows, in which all columns of a width count."""
         if self.are_joined:
             return self
-        full = [
-            replace(each, spans=[(0, each.padded_length)] * self.num_rows)
-            for each in self.groups
-        ]
-        return Rows(self.num_rows, full)
+        return replace(self, spans={w: [(0, w)] * self.num_rows for w in self.spans})
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,26 +140,29 @@ def marks_of(
     return [*found, labels] if joins else found
 
 
-def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:
-    """The lengths of all rows: a group for each mask, one for labels without a mask.
+def marked_rows(batch: Any, marks: Sequence[Marks], num_rows: int) -> Rows:
+    """The rows of a batch with lengths, by the masks of each width; by labels where
+    there is no mask of that width.
 
     Raises:
         TrainkitError: what tells lengths has another number of rows.
     """
+    by_width: dict[int, list[Marks]] = {}
     for each in marks:
         if len(each.counts) != num_rows:
             raise _no_mask(each.path, each.tensor, batch, num_rows)
-    marks = [each for each in marks if each.width and num_rows]
-    masks = {each.width for each in marks if not each.are_labels}
-    groups = []
-    for mark in marks:
-        if mark.are_labels and mark.width in masks:
-            continue  # columns are known by their number
-        alike = [each.counts for each in marks if each.width == mark.width]
-        counts = alike[0] if len(alike) == 1 else torch.stack(alike).any(0)
-        spans = spans_of(counts, are_labels=mark.are_labels)
-        groups.append(Group(mark.width, spans, mark.are_labels))
-    return groups
+        if each.width and num_rows:
+            by_width.setdefault(each.width, []).append(each)
+    spans, times, by_labels = {}, {}, []
+    for columns, alike in by_width.items():
+        counts, *others = [each.counts for each in alike]
+        for each in others:
+            counts = counts | each
+        if not (number := sum(not each.are_labels for each in alike)):
+            by_labels.append(columns)
+        spans[columns] = spans_of(counts, are_labels=not number)
+        times[columns] = max(number, 1)
+    return Rows(num_rows, spans, by_labels, times)
 
 
 def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
@@ -257,15 +239,11 @@ def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
             f"received {describe(samples)}. Give the loader collate_fn=list, or leave "
             f"out collate."
         )
-    numbered = list(enumerate(samples))
-    columns: list[list[Any]] = [
-        [_length_at(each, path, place) for place, each in numbered] for path in paths
-    ]
-    groups = []
-    for column in columns:
-        spans = [(0, max(1, int(length))) for length in column]
-        groups.append(Group(max((stop for _, stop in spans), default=1), spans))
-    return Rows(len(samples), groups)
+    spans = {}
+    for path in paths:
+        lengths = [_length_at(each, path, n) for n, each in enumerate(samples)]
+        spans[path] = [(0, max(1, int(length))) for length in lengths]
+    return Rows(len(samples), spans)
 
 
 def _length_at(sample: Any, path: Path, place: int) -> Any:

@@ -27,7 +27,7 @@ class ExactStatistics(Policy):
             return
         # Layers that are frozen now may train in a later window.
         if windows is not None:
-            windows.join_statistics(trainer, module)
+            windows.join_statistics(module)
         elif num_replicas(trainer) > 1:
             raise TrainkitError(
                 "BatchNormGuard('exact'): on several ranks it needs the callback that "

@@ -147,7 +147,6 @@ class BatchNormGuard(OrderedCallback):
         self._num_layers = 0
         self._rows = math.nan  # of the first loader batch
         self._num_batches = 1  # loader batches in the window under way
-        self._num_parts = 1  # micro-batches that a loader batch was cut into
 
     def _forget(self) -> None:
         self._layers: dict[str, BatchNorm] = {}
@@ -181,7 +180,7 @@ class BatchNormGuard(OrderedCallback):
             self.move_to_front(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._size, self._num_parts, self._run = None, 1, (trainer, pl_module)
+        self._size, self._run = None, (trainer, pl_module)
         self._policy.begin(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
@@ -212,25 +211,24 @@ class BatchNormGuard(OrderedCallback):
             self._size = size
             left = trainer.num_training_batches - (batch_idx - inside)
             self._num_batches = int(max(min(size, left), 1))
-            self._open_window(is_first=is_first, begins_epoch=begins_epoch)
+            how: Any = {"is_first": is_first, "begins_epoch": begins_epoch}
+            self._open_window(self._num_batches, **how)
         if is_first:
             self.show_table(trainer, pl_module, is_late=True)
 
     def on_cut(self, num_micro_batches: int) -> None:
-        # N is chosen as if all batches of the window were cut like this one. Then each
-        # batch forgets its share of a step, however finely it is cut. Ranks may cut
-        # differently: each forgets once a step, and DDP keeps rank 0's statistics.
-        self._num_parts = num_micro_batches
-        self._open_window()
+        # Each batch forgets its share of a step, however finely it is cut. Ranks may
+        # cut differently: each forgets once a step, and DDP keeps rank 0's statistics.
+        self._open_window(num_micro_batches)
 
     def _open_window(
-        self, *, is_first: bool = False, begins_epoch: bool = False
+        self, number: int, *, is_first: bool = False, begins_epoch: bool = False
     ) -> None:
         assert self._run is not None
         layers = {name: x for name, x in self._layers.items() if is_training(x)}
         self._num_layers = len(layers) if is_first else self._num_layers
-        number = self._num_batches * self._num_parts
-        of = layers, number, self._rows / self._num_parts, is_first, begins_epoch
+        samples = self._rows * self._num_batches / number
+        of = layers, number, samples, is_first, begins_epoch
         self._policy.open_window(Window(*self._run, *of))
 
     # ---- where statistics are used or kept -------------------------------------------

@@ -184,10 +184,6 @@ class WindowOwner(OrderedCallback):
         """The window that closed last, where there is one optimizer."""
         return self.windows.get(0)
 
-    def asked_of(self, pl_module: Any) -> Any:
-        """How loader batches are to be cut, before `micro_batching` says it."""
-        return self.micro_batching
-
     @property
     def is_split(self) -> bool:
         """Whether it cuts loader batches, and so looks at the micro-batches itself."""
@@ -255,14 +251,9 @@ class WindowOwner(OrderedCallback):
             )
         return plain(*args, **kwargs)
 
-    def join_statistics(self, trainer: Any, pl_module: Any) -> None:
+    def join_statistics(self, pl_module: Any) -> None:
         """Let BatchNorm see whole windows, each of one loader batch, until training
-        ends.
-
-        Args:
-            trainer: in `fit`.
-            pl_module: what trains.
-        """
+        ends."""
         ranks = self.accumulators[0].ranks
         if self.inside is not None:
             self.inside.join_statistics(ranks)

@@ -13,6 +13,7 @@ from trainkit.core.strategies import (
     Strategies,
     Weight,
 )
+from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 
 
@@ -96,39 +97,14 @@ class SaidWeight:
 
 
 def says_weights(strategies: Strategies) -> bool:
-    """Whether micro-batches have no weight before `training_step` has seen them."""
-    return any(isinstance(each, Weighed) for each in strategies.values())
+    """Whether micro-batches have no weight before `training_step` has seen them. One of
+    several terms must have: their totals are needed before."""
+    return len(strategies) == 1 and isinstance(leading(strategies), Weighed)
 
 
 def counts_rows(strategy: AccumulationStrategy) -> bool:
     """Whether what a micro-batch weighs is the number of its samples."""
     return type(strategy) is PerSample and strategy.mask is None
-
-
-def refuse_said_terms(strategies: Strategies) -> None:
-    """Refuse to say the weight of one among several terms."""
-    if len(strategies) > 1 and says_weights(strategies):
-        said = [name for name, each in strategies.items() if isinstance(each, Weighed)]
-        raise TrainkitError(
-            f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, whose totals must be known before the first backward pass, and "
-            f"Weighed() of {said} is known after training_step. Let the batch hold "
-            f"what such a term divides by: PerSample(mask=...), or a strategy of your "
-            f"own. A loss of one term can be weighed by Weighed()."
-        )
-
-
-def refuse_unsaid_weight(pl_module: Any, strategies: Strategies) -> None:
-    """Refuse `Weighed()` for a module that cannot say a weight."""
-    for each in strategies.values():
-        if isinstance(each, Weighed) and each.is_said:
-            name = type(pl_module).__name__
-            raise TrainkitError(
-                f"accumulation Weighed(): {name} has no AccumulationMixin, so it "
-                f"cannot call self.weigh(). Name a function that returns what its loss "
-                f"divides by: Weighed(by=count), with def count(module, batch); in a "
-                f"configuration by its dotted path."
-            )
 
 
 def _shown(weight: Weight) -> str:

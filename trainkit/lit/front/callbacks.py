@@ -14,7 +14,6 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback.base import OrderedCallback
-from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.proof.report import Proof
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.callback import WindowCallback
@@ -51,6 +50,7 @@ class MixinCallback(WindowCallback):
             if isinstance(each, MixinCallback):
                 # Of an earlier `fit`, which may be continued.
                 self.ledger = each.ledger
+        self.micro_batching = module.micro_batching
         self._asked: int | None = None
         asked = module.trainer.accumulate_grad_batches
         if asked != 1 and not module.automatic_optimization:
@@ -75,9 +75,6 @@ class MixinCallback(WindowCallback):
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
             self._choose(pl_module)
-
-    def asked_of(self, pl_module: Any) -> Any:
-        return pl_module.micro_batching
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._choose(pl_module)
@@ -225,5 +222,4 @@ class AccumulationCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.has_strategy:
             refusals.refuse_manual_optimization(pl_module)
-        refuse_unsaid_weight(pl_module, self.strategies)
         super().on_train_start(trainer, pl_module)

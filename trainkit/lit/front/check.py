@@ -21,7 +21,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
 from trainkit.lit.aside import logged_from, without_advice
 from trainkit.lit.batch_norm.exact import cut_inside
-from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.front.callbacks import AccumulationCallback, MixinCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.inside.choose import choose
@@ -148,7 +147,6 @@ class _Check(Callback):
         self._callbacks = list(trainer.callbacks)
         self._accumulates = trainer.accumulate_grad_batches > 1
         self._strategies = {} if strategy is None else dict(named_strategies(strategy))
-        refuse_said_terms(self._strategies)
         self._options, self._most = options, most
         self._notes: tuple[str, ...] = ()
         self.report: Report | None = None

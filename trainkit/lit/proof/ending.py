@@ -65,7 +65,7 @@ def are_told_by_labels(rows: FewRows) -> bool:
     if rows.collate is not None or rows.layout is None:
         return False
     is_named = getattr(rows.options, "lengths", None) is not None
-    return not is_named and any(each.by_labels for each in rows.layout.rows.groups)
+    return not is_named and bool(rows.layout.rows.by_labels)
 
 
 def _firsts_and_halves(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,9 +178,10 @@ def _off_trimmed(
 def _padded_sides(rows: FewRows) -> list[list[int]]:
     """For each side on which columns pad: the rows that have such columns."""
     sides: list[list[int]] = []
-    layout = rows.layout
-    for group in () if layout is None or layout.rows.are_joined else layout.rows.groups:
-        spans, width = list(enumerate(group.spans)), group.padded_length
+    if rows.layout is None or rows.layout.rows.are_joined:
+        return sides
+    for width, each in rows.layout.rows.spans.items():
+        spans = list(enumerate(each))
         sides.append([row for row, (start, _) in spans if start > 0])
         sides.append([row for row, (_, stop) in spans if stop < width])
     return [rows for rows in sides if rows]

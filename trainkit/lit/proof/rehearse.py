@@ -271,8 +271,8 @@ class _Batches:
         if part is None:
             return self._at, rows
         number, within = part
-        if windows is not None and windows.is_split and windows.cut.pool:
-            rows = [row for each in self._rows for row in each]  # cut together
+        if windows is not None and windows.is_split:  # its rows are the window's
+            rows = [row for each in self._rows for row in each]
         return (self._at, number), [rows[place] for place in within]
 
     def __iter__(self) -> Iterator[Any]:

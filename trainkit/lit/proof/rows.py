@@ -84,8 +84,8 @@ class FewRows:
         except Exception as error:
             text = "the rows of the batch cannot be told apart"
             raise NotMeasured(f"{text}: {in_one_line(error)}") from error
-        for group in layout.rows.groups:  # a fixed width, if no row fills it
-            pads = pads and max(group.lengths, default=0) == group.padded_length
+        for width, spans in layout.rows.spans.items():  # fixed, if no row fills it
+            pads = pads and max((b - a for a, b in spans), default=0) == width
         return cls(batch, layout, options, strategy, pads=pads, **how)
 
     @property
@@ -103,8 +103,8 @@ class FewRows:
     def has_one_length(self) -> bool:
         """Whether no row that was read is shorter than the others, though rows of other
         batches may be."""
-        groups = self.layout.rows.groups if self.layout is not None else ()
-        are_alike = bool(groups) and all(len(set(g.lengths)) == 1 for g in groups)
+        spans = [*self.layout.rows.spans.values()] if self.layout is not None else []
+        are_alike = bool(spans) and all(len({b - a for a, b in s}) == 1 for s in spans)
         return self.is_stream and self.pads and not self.is_wide and are_alike
 
     @property
@@ -172,8 +172,11 @@ class FewRows:
     def lengths(self) -> list[int]:
         """How much each row holds, without what pads it beside others."""
         if self.collate is None and self.layout is not None:
-            groups = self.layout.rows.groups
-            return [sum(g.lengths[n] for g in groups) for n in range(self.num_rows)]
+            spans = [*self.layout.rows.spans.values()]
+            return [
+                sum(each[row][1] - each[row][0] for each in spans)
+                for row in range(self.num_rows)
+            ]
         return [num_elements(self.make([row])) for row in range(self.num_rows)]
 
     def shortest(

@@ -13,7 +13,7 @@ from trainkit.core.division import weights_by_term
 from trainkit.core.nested import with_tensors
 from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import as_hook, transfers_plainly
-from trainkit.lit.split.micro_batches import CutBatch
+from trainkit.lit.split.micro_batches import CutWindow
 
 
 class Transfer:
@@ -28,7 +28,7 @@ class Transfer:
         trainer: in `fit`.
         pl_module: the module that trains.
         strategies: weigh micro-batches.
-        may_repeat: whether the loader batch may be needed again. Then tensors that are
+        may_repeat: whether loader batches may be needed again. Then tensors that are
             on the device already are copied: micro-batches are views of the loader
             batch, and a training step may write into its batch.
 
@@ -53,8 +53,8 @@ class Transfer:
         is_host = self._device.type == "cpu"
         self.is_needed = may_repeat or not is_host or not self.is_plain
 
-    def bring(self, current: CutBatch) -> Iterator[Any]:
-        """The micro-batches of a loader batch on the device, one after another."""
+    def bring(self, current: CutWindow) -> Iterator[Any]:
+        """The micro-batches of a window on the device, one after another."""
         coming = self._coming(current)
         if self.is_plain or current.are_said:
             return coming
@@ -64,7 +64,7 @@ class Transfer:
             current.weights[term][:number] = each
         return (arrived.pop(0) for _ in current.parts)  # each is let go in its turn
 
-    def _coming(self, current: CutBatch) -> Iterator[Any]:
+    def _coming(self, current: CutWindow) -> Iterator[Any]:
         for index, part in enumerate(current.parts):
             current.index = index
             yield self._moved(part.batch)

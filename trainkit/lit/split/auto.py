@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
-from trainkit.core.accumulator import Accumulator
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.cutting import Limit, MicroBatch
@@ -114,11 +112,6 @@ class Hosts:
         return found.tolist()
 
 
-Failure = tuple[int, int, str]
-"""The size of the micro-batch in which memory ran out, its rows, and the error's name:
-nothing that holds memory."""
-
-
 class AutoSizes:
     """Finds the size together with all ranks, for `"auto"`.
 
@@ -146,99 +139,87 @@ class AutoSizes:
         self._block = getattr(backend, "block_backward_sync", nullcontext)
         self._unit = "rows"
         self._whole = self._real = 0
-        self._since = 0.0
 
     def limit_for(self, rows: Rows) -> Limit:
-        """The size limit for a loader batch about to be cut; every rank calls this."""
-        whole = self._whole = rows.padded
-        self._real = rows.real_of(range(rows.num_rows))
+        """The size limit for rows that are about to be cut; every rank calls this."""
+        whole = rows.padded
+        self._whole = max(self._whole, whole)
+        self._real += rows.real_of(range(rows.num_rows))
         if self.search.limit is None:
             (whole,) = map(int, self._hosts.largest([whole]))
         size = self.shown = self.search.begin(whole)
-        self._unit, self._since = "tokens" if rows.groups else "rows", self._now()
-        return Limit(tokens=size) if rows.groups else Limit(size=size)
+        self._unit = "tokens" if rows.spans else "rows"
+        return Limit(tokens=size) if rows.spans else Limit(size=size)
 
     def run(
         self,
         attempt: Callable[[], None],
         module: Any,
-        accumulator: Accumulator,
-        parameters: list[Tensor],
-        drop: Callable[[], MicroBatch | None],
+        begin_again: Callable[[], MicroBatch | None],
     ) -> None:
-        """Run a loader batch until it fits in memory, on all ranks.
+        """Run a window until it fits in memory, on all ranks.
 
-        Before each new attempt everything is put back: the gradients and totals of the
-        window, the module's state, random generators, and what was logged.
+        Before each new attempt everything is put back: the window and its gradients,
+        the module's state, random generators, and what was logged.
 
         Args:
-            attempt: runs the loader batch.
+            attempt: runs the window.
             module: the module that trains.
-            accumulator: holds the open window.
-            parameters: what holds the window's gradients.
-            drop: drops what the attempt has collected; returns the micro-batch that was
-                under way, or None if the loader batch was not cut yet.
+            begin_again: drops what the attempt has left; returns the micro-batch that
+                was under way, or None if none was.
         """
-        before = [None if p.grad is None else p.grad.clone() for p in parameters]
         kept = Kept(module, device=module.device)
-        mark = accumulator.window.copy()
-
-        def failure() -> Failure | None:
+        while True:
+            self._whole = self._real = 0
+            since, failed, single, name = self._now(), NO_SIZE, 0, ""
             try:
                 # After an error Lightning would keep the hook's name.
                 with as_hook(module, current_hook(module)):
                     attempt()
             except Exception as error:
-                part = drop()
+                part = begin_again()
                 if part is None or not is_out_of_memory(error):
                     raise
                 release(error)
-                return part.padded, len(part.rows), type(error).__name__
-            return None
-
-        while not self._came_through(failure()):
-            accumulator.rewind(mark)
-            for parameter in parameters:  # all of them, before any is copied
-                parameter.grad = None
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()
-            drop()
+                failed, name = -part.padded, f" ({type(error).__name__})"
+                single = part.padded if len(part.rows) == 1 else 0
+            pace = (self._now() - since) / max(self._real, 1)
+            numbers = self._hosts.largest([failed, single, pace, self._whole])
+            if self._came_through(numbers, name):
+                return
+            begin_again()
             kept.restore()
 
     @contextmanager
-    def apart(self, *, opens: bool, closes: bool) -> Iterator[None]:
-        """A context in which no forward or backward pass of DDP waits for other ranks.
-
-        Args:
-            opens: whether the window opens in it.
-            closes: whether it closes in it.
-        """
+    def apart(self) -> Iterator[None]:
+        """A context for a window, in which no forward or backward pass of DDP waits for
+        other ranks."""
         ddp = self._ddp
-        if ddp is not None and opens:
+        if ddp is not None:
             send_forward_messages(ddp)
         with self._block():
             yield
-        if ddp is not None and closes:
+        if ddp is not None:
             owe_forward_messages(ddp)
 
-    def _came_through(self, failure: Failure | None) -> bool:
-        """Whether no rank has run out of memory in the window; every rank calls this.
+    def _came_through(self, numbers: Sequence[float], name: str) -> bool:
+        """Whether no rank has run out of memory in the window.
+
+        Args:
+            numbers: the largest of the ranks': minus the size of a micro-batch in which
+                memory ran out; that of one with a single sample, in which it did, or 0;
+                the time for a token; the size of a loader batch as one micro-batch.
+            name: of the error of this rank.
 
         Raises:
             TrainkitError: a single sample does not fit on some rank.
         """
-        search, unit = self.search, self._unit
-        pace = (self._now() - self._since) / max(self._real, 1)
-        size, num_rows, error = failure or (0, 0, "")
-        failed = -size if failure else NO_SIZE
-        single = size if num_rows == 1 else 0
-        numbers = self._hosts.largest([failed, single, pace, self._whole])
         failed, single, pace, whole = numbers
+        search, unit = self.search, self._unit
         if single:
             shown = f" of {single:.0f} tokens" if unit == "tokens" else ""
-            said = f" ({error})" if error else ""
             raise TrainkitError(
-                f"MicroBatching: memory ran out with a single sample{shown}{said}, and "
+                f"MicroBatching: memory ran out with a single sample{shown}{name}, and "
                 f"a sample cannot be cut. Shorten it, or use activation checkpointing, "
                 f"a narrower dtype or a smaller model."
             )

@@ -1,4 +1,4 @@
-"""A loader batch as the micro-batches that this rank will run."""
+"""A window's loader batches as the micro-batches that this rank will run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from trainkit.lit.split.refusals import refuse_other_weights
 
 
 @dataclass
-class CutBatch:
-    """A loader batch that runs as micro-batches.
+class CutWindow:
+    """A window that runs as micro-batches.
 
     Attributes:
-        parts: its micro-batches, the largest first.
+        wholes: its loader batches, each with the number of its rows; a pool is one.
+        parts: its micro-batches, the largest of each loader batch first. Their rows are
+            counted through all of these.
         num_counting: how many of the parts count. Those behind only let all ranks run
             equally many: they repeat the last one, with weight 0.
         weights: what they weigh, by term; NaN until that is known.
         are_said: whether `training_step` says the weights.
-        num_cuts: how often something is cut for one step.
-        is_forward_only: whether there are no backward passes.
         index: the micro-batch that is on its way to the device, or runs.
         batch: the one that runs, on the device.
         losses: for each term, the losses so far.
@@ -46,12 +46,11 @@ class CutBatch:
         logged: by hook and name the logs, each the values of all micro-batches.
     """
 
+    wholes: list[tuple[Any, int]]
     parts: list[MicroBatch]
     num_counting: int
     weights: dict[str, list[Weight]]
     are_said: bool
-    num_cuts: int
-    is_forward_only: bool = False
     index: int = 0
     batch: Any = None
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -70,16 +69,11 @@ class CutBatch:
         return next(iter(self.weights.values()))
 
     @property
-    def num_expected(self) -> int:
-        """How many micro-batches the window will have on this rank."""
-        return self.num_cuts * len(self.parts)
-
-    @property
     def num_rows(self) -> int:
-        return sum([len(each.rows) for each in self.parts[: self.num_counting]])
+        return sum([number for _, number in self.wholes])
 
     def share(self) -> Weight:
-        """The micro-batch's part of the loader batch's weight; of its rows, where
+        """The micro-batch's part of the window's weight; of its rows, where
         `training_step` has still to say the weight."""
         if self.is_filler:
             return 0
@@ -101,13 +95,13 @@ class CutBatch:
         return values[0]
 
     def loss(self, strategies: Strategies) -> Tensor:
-        """The loss of the loader batch as one batch."""
+        """The loss of the window as one batch."""
         found: Tensor | None = None
         for name, losses in self.losses.items():
             if self.num_nothing:
                 raise TrainkitError(
                     f"training_step: it returned None for {self.num_nothing} "
-                    f"micro-batches of a loader batch and a loss for {len(losses)}. "
+                    f"micro-batches of a window and a loss for {len(losses)}. "
                     f"Return a loss for all, one that weighs nothing where nothing "
                     f"counts, such as 0.0 * output.sum(), or None for all."
                 )
@@ -161,62 +155,70 @@ class MicroBatches:
         self._weighs_samples = counts_rows(leading(strategies))
         self._documents = documents_option(options, *strategies.values())
 
-    def of(self, batch: Any, num_cuts: int) -> CutBatch:
-        """The micro-batches of a loader batch.
-
-        Args:
-            batch: the loader batch.
-            num_cuts: how often something is cut for one step.
-        """
-        parts = self.cutter.cut(batch, self._limit)
+    def of(self, batches: Sequence[Any]) -> CutWindow:
+        """The micro-batches of a window's loader batches, of which a pool is cut as
+        one."""
+        if self._options.pool is not None:
+            batches = [self.cutter.join(batches)]
+        parts, wholes, at = list[MicroBatch](), [], 0
+        for number, batch in enumerate(batches):
+            own, start = self.cutter.cut(batch, self._limit), at
+            for part in own:
+                at += len(part.rows)
+                if number:
+                    part.source = number
+                    part.rows = [start + row for row in part.rows]
+            parts += own
+            wholes.append((batch, at - start))
         number = most = len(parts)
         if self._hosts is not None:
             (most,) = map(int, self._hosts.largest([number]))
         weights: dict[str, list[Weight]]
         if self._weighs:
-            batches = [part.batch for part in parts]
-            weights = weights_by_term(self._strategies, batches)
+            weights = weights_by_term(self._strategies, [part.batch for part in parts])
         else:
             weights = {term: [math.nan] * number for term in self._strategies}
         if missing := most - number:
             weights = {t: [*w, *[0] * missing] for t, w in weights.items()}
             parts = parts + parts[-1:] * missing
-        current = CutBatch(parts, number, weights, self._are_said, num_cuts)
         if not self._is_first_over:
-            self._look_at_first(batch, weights)
-        return current
+            self._look_at_first(batches, weights)
+        return CutWindow(wholes, parts, number, weights, self._are_said)
 
-    def _look_at_first(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
-        """Check the weights of the first loader batch, and say what every micro-batch
-        gets whole since it is not as long as the batch, and nobody has named it."""
+    def _look_at_first(
+        self, batches: Sequence[Any], weights: dict[str, list[Weight]]
+    ) -> None:
+        """Check the weights of the first window, and say what every micro-batch gets
+        whole since it is not as long as its batch, and nobody has named it."""
         self._is_first_over = True
         # A list of samples has no weight before it is collated.
         if self._weighs and self._options.collate is None:
-            refuse_other_weights(self._strategies, batch, weights)
+            refuse_other_weights(self._strategies, batches, weights)
         named = set(map(str, self._options.shared))
-        fields = [e for e in self.cutter.read(batch).shared if is_array(e.value)]
+        fields = [e for e in self.cutter.read(batches[0]).shared if is_array(e.value)]
         shared = [repr(each.path) for each in fields if each.path not in named]
         if shared:
             row = ("split", f"every micro-batch gets all of {', '.join(shared)}")
             say(self._trainer, row)
 
-    def counts(self, batch: Any, current: CutBatch) -> dict[str, Weight]:
+    def counts(self, current: CutWindow) -> dict[str, Weight]:
         """The arguments of `Window.count`: tokens, padding among them, samples."""
-        padded = real = rows = 0
+        padded = real = 0
         parts = current.parts[: current.num_counting]
         for part in parts:
             padded += part.padded
             real += part.real
-            rows += len(part.rows)
         if self._weighs_samples:
             samples = sum(current.leading)
         else:
-            samples, collates = 0, self._options.collate is not None
-            made = [(part.batch, len(part.rows)) for part in parts]
-            for each, number in made if collates else [(batch, rows)]:
+            samples, wholes = 0, current.wholes
+            if self._options.collate is not None:
+                wholes = [(part.batch, len(part.rows)) for part in parts]
+            for each, number in wholes:
                 found = count_documents(each, self._documents)  # several share a row
                 samples += number if found is None else int(found)
-        tokens = 0 if padded == rows else padded  # equal: rows have no lengths
+        # Equal: rows have no lengths.
+        tokens = 0 if padded == current.num_rows else padded
         return {"padding": padded - real, "tokens": tokens, "samples": samples}
 
 
@@ -265,7 +267,5 @@ def described(options: MicroBatching, *, is_step: bool) -> str:
             pairs = [f"{rows} x {columns}" for rows, columns in shapes_of(options)]
             how += f", filled to {', '.join(pairs)} (rows x columns)"
     if options.pool is not None:
-        what = f"every {options.pool} loader batches are one step, cut together"
-    else:
-        what = f"each loader batch {'is one step,' if is_step else 'is'} cut"
-    return f"{what} {how}"
+        return f"every {options.pool} loader batches are one step, cut together {how}"
+    return f"each loader batch is {'one step, ' * is_step}cut {how}"

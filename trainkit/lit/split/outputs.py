@@ -1,5 +1,5 @@
-"""What `training_step` logs and returns in micro-batches, put together for a loader
-batch, and the metrics that it updates."""
+"""What `training_step` logs and returns in micro-batches, put together for a window;
+the metrics that it updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from trainkit.core.nested import with_tensors
-from trainkit.core.split.cutting import MicroBatch
+from trainkit.core.nested import length_of, with_tensors
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import terms_of
 from trainkit.core.window import vector
@@ -29,7 +28,7 @@ from trainkit.lit._compat import (
     replaced,
     uncompiled,
 )
-from trainkit.lit.split.micro_batches import CutBatch, like, weighted_mean
+from trainkit.lit.split.micro_batches import CutWindow, like, weighted_mean
 
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 """The parameters of Lightning's `log` after the name and the value."""
@@ -66,7 +65,7 @@ class HeldLogs:
     Attributes:
         log: stands in place of the module's `log`, and of the one that Lightning gives
             each callback, while a window runs.
-        current: the loader batch that is being run.
+        current: the window that is being run.
     """
 
     def __init__(self, pl_module: Any) -> None:
@@ -123,7 +122,7 @@ class HeldLogs:
                     each.is_sum = strategies[term].loss_reduction != "mean"
 
     def _all(self) -> Iterator[tuple[str, str, list[_Logged]]]:
-        """The logs of the loader batch, hook after hook: Lightning drops an epoch's
+        """The logs of the window, hook after hook: Lightning drops an epoch's
         first logs of one that comes back."""
         for hook, by_name in self.current.logged.items():
             for name, logs in by_name.items():
@@ -197,7 +196,7 @@ class WindowMetrics:
     All of them add to one state, so the value of the epoch is right. The value that
     Lightning logs for a step is that of the last micro-batch, which is said once. A
     `MeanMetric` that gets one number for a micro-batch, such as a loss, counts it by
-    the micro-batch's share of the loader batch.
+    its share of the window.
 
     Args:
         pl_module: the module that has the metrics, on its final device.
@@ -217,8 +216,8 @@ class WindowMetrics:
         self.found = [m for _, m in modules if isinstance(m, Metric)]
 
     @contextmanager
-    def seeing(self, current: CutBatch) -> Iterator[None]:
-        """A context in which the micro-batches of a loader batch run."""
+    def seeing(self, current: CutWindow) -> Iterator[None]:
+        """A context in which the micro-batches of a window run."""
         with ExitStack() as stack:
             is_alone = len(current.parts) == 1 and not self._has_ranks
             for metric in () if is_alone else self.found:
@@ -233,7 +232,7 @@ class WindowMetrics:
             yield
 
     @staticmethod
-    def _weighed(update: Callable[..., Any], current: CutBatch) -> Callable[..., Any]:
+    def _weighed(update: Callable[..., Any], current: CutWindow) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None) -> None:
             if weight is not None:
                 update(value, weight)
@@ -276,17 +275,24 @@ def taken_apart(
     return dict(terms_of(output, strategies, name="training_step's loss")), extras
 
 
-def put_together(batch: CutBatch) -> dict[str, Any]:
-    """What was returned beside the losses of a loader batch's micro-batches.
+def put_together(batch: CutWindow) -> dict[str, Any]:
+    """What was returned beside the losses of a window's micro-batches.
 
-    A tensor or list with one entry for each row is put into the loader batch's order. A
+    A tensor or list with one entry for each row is put into the loader's order. A
     tensor that is one floating number becomes its mean, weighed as the loss is. All
     else becomes a list with the values of all micro-batches, in the order in which they
     ran.
     """
-    parts = [batch.parts[index] for index in batch.extras]
-    pairs = zip(batch.extras.values(), parts, strict=True)
-    extras = [_without_fillers(*each) for each in pairs]
+    parts, extras = [batch.parts[index] for index in batch.extras], []
+    for part, found in zip(parts, batch.extras.values(), strict=True):
+        stop, length = len(part.rows), len(part.rows) + part.num_fillers
+        is_filled = part.num_fillers > 0
+        extras.append(
+            {
+                name: each[:stop] if is_filled and length_of(each) == length else each
+                for name, each in found.items()
+            }
+        )
     if len(extras) == 1:
         return extras[0]
     rows = [part.rows for part in parts]
@@ -296,16 +302,6 @@ def put_together(batch: CutBatch) -> dict[str, Any]:
         name: _joined([each.get(name) for each in extras], rows, weights)
         for name in names
     }
-
-
-def _without_fillers(extras: dict[str, Any], part: MicroBatch) -> dict[str, Any]:
-    """What was returned for the rows that do not only fill a micro-batch."""
-    stop, found = len(part.rows), dict(extras)
-    for name, value in extras.items() if part.num_fillers else ():
-        has_places = isinstance(value, list) or isinstance(value, Tensor) and value.ndim
-        if has_places and len(value) == stop + part.num_fillers:
-            found[name] = value[:stop]
-    return found
 
 
 def _joined(

@@ -1,4 +1,4 @@
-"""Pools: loader batches that wait until they are cut together, for one step."""
+"""Loader batches that wait, until a window has all of its own."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ KEY = "trainkit_pool"
 """The loader batches that wait, of each rank, in a checkpoint."""
 
 
-def num_cuts(trainer: Any, options: MicroBatching | None) -> int:
-    """How often something is cut for one step: each loader batch, or a pool once."""
-    has_pool = options is not None and options.pool is not None
-    return 1 if has_pool else trainer.accumulate_grad_batches
+Given = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A loader batch, and what else `training_step` is given with it, by place and by
+name."""
 
 
 class Pools:
-    """The pools of a training: how many batches they have, and those that wait.
+    """The loader batches of split windows that wait, and how many a pool has.
 
     Attributes:
-        waiting: the loader batches of a pool that is not full.
+        waiting: the loader batches of the present window before its last one, each with
+            the further arguments of its `training_step`.
+        are_taken: whether the last has come, and they run. They are kept until its step
+            is over, for a closure that runs twice, and for checkpoints.
     """
 
     def __init__(self) -> None:
         self._size: int | None = None
         self._said_size: int | None = None
-        self.waiting: list[Any] = []
+        self.waiting: list[Given] = []
+        self.are_taken = False
 
     def begin(self, trainer: Any, options: Any) -> None:
         """Let Lightning step once for each pool, if there are pools.
@@ -55,37 +58,42 @@ class Pools:
             )
         trainer.accumulate_grad_batches, self._said_size = pool, before
 
-    def start(self, options: Any) -> None:
+    def start(self, options: Any, *, is_split: bool) -> None:
         """Refuse a pool that came behind `begin`: steps may have been counted. Leave
-        out what waited at a checkpoint, where there is no pool."""
+        out what waited at a checkpoint, where no window is split."""
         if (pool := _size_of(options)) != self._size:
             raise TrainkitError(
                 f"MicroBatching pool: must be known before the module's setup, since "
                 f"configure_optimizers may count optimizer steps, was {self._size} "
                 f"then and is {pool} now. Assign micro_batching in __init__."
             )
-        if self.waiting and pool is None:
-            warnings.warn(
-                f"MicroBatching pool: the checkpoint holds {len(self.waiting)} loader "
-                f"batches that waited, and this run has no pool, so it leaves them "
-                f"out. Resume with the pool, or from a checkpoint behind a step.",
-                stacklevel=3,
+        if self.waiting and not is_split:
+            self._leave(
+                "the checkpoint holds them, and this run does not cut loader batches. "
+                "Resume with micro_batching, or from a checkpoint behind a step"
             )
-            self.waiting = []
 
     def end(self, trainer: Any) -> None:
         """Let the Trainer have what it had before."""
         if self._said_size is not None:
             trainer.accumulate_grad_batches, self._said_size = self._said_size, None
 
+    def let_go(self) -> None:
+        """Let go of the loader batches with which a step was made."""
+        self.waiting, self.are_taken = [], False
+
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Save the batches that wait, of each rank; every rank must call this."""
-        if self._size is None:
+        if trainer.accumulate_grad_batches == 1:
             return
-        checkpoint[KEY] = gather(trainer, self.waiting)
-        if self.waiting and None in checkpoint[KEY]:
+        # A run that is resumed on more ranks may have some on which nothing waits.
+        held = gather(trainer, self.waiting)
+        if not any(held):
+            return
+        checkpoint[KEY] = held
+        if None in held:
             warnings.warn(
-                f"MicroBatching pool: a checkpoint after an error holds only the "
+                f"micro_batching: a checkpoint after an error holds only the "
                 f"{len(self.waiting)} loader batches that wait on rank "
                 f"{trainer.global_rank}, since the other ranks cannot be asked for "
                 f"theirs. A resumed run leaves those out.",
@@ -96,17 +104,20 @@ class Pools:
         """Restore what `save` has saved."""
         if trainer.state.fn == "fit":
             held = shares(trainer, checkpoint.get(KEY, []))
-            self.waiting = [batch for each in held for batch in each]
+            self.waiting = [given for each in held for given in each]
 
     def drop(self, why: str) -> None:
         """Drop the batches that wait, and say so."""
         if self.waiting:
-            warnings.warn(
-                f"MicroBatching pool: {len(self.waiting)} loader batches that waited "
-                f"were dropped, since {why}; nothing was computed with them.",
-                stacklevel=3,
-            )
-            self.waiting = []
+            self._leave(f"{why}; nothing was computed with them")
+
+    def _leave(self, why: str) -> None:
+        warnings.warn(
+            f"micro_batching: {len(self.waiting)} loader batches that waited were "
+            f"dropped, since {why}.",
+            stacklevel=4,
+        )
+        self.waiting = []
 
 
 def _size_of(options: Any) -> int | None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from trainkit.core._compat import communication_hooks
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.said_weight import Weighed
@@ -22,7 +21,6 @@ from trainkit.core.strategies import Strategies, Uniform, Weight
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader
-from trainkit.lit.split.pools import num_cuts
 
 
 def refuse_wrong_type(options: Any) -> None:
@@ -34,10 +32,8 @@ def refuse_wrong_type(options: Any) -> None:
         )
 
 
-def refuse_before_training(
-    trainer: Any, pl_module: Any, options: MicroBatching, strategies: Strategies
-) -> None:
-    """Refuse options and modules that cannot work, before the first batch."""
+def refuse_before_training(pl_module: Any, strategies: Strategies) -> None:
+    """Refuse modules that cannot work, before the first batch."""
     name = type(pl_module).__name__
     if not pl_module.automatic_optimization:
         raise TrainkitError(
@@ -53,46 +49,15 @@ def refuse_before_training(
             "as well, and is not the big batch's. This is for comparison; to train "
             "say what training_step's mean is over: PerSample() or PerToken()."
         )
-    refuse_several_terms(strategies, num_cuts(trainer, options))
 
 
-def refuse_several_terms(
-    strategies: Strategies, num_loader_batches: int, *, is_split: bool = True
-) -> None:
-    """Refuse a loss of several terms in a streamed window, or in one of several loader
-    batches; called before training and during it, since Lightning's schedule may change
-    their number."""
-    if len(strategies) > 1 and (num_loader_batches != 1 or not is_split):
-        raise TrainkitError(
-            f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, whose totals must be known before the first backward pass, so the "
-            f"window must be one loader batch that is cut, and it is "
-            f"accumulate_grad_batches={num_loader_batches} that "
-            f"{'are' if is_split else 'are not'} cut. Set it to 1, and "
-            f"micro_batching = MicroBatching(size=4), say. Where training_step sees "
-            f"the whole window, with inside= or exact BatchNorm, let it return the sum "
-            f"of its terms, without strategies for them."
-        )
-
-
-def refuse_auto(trainer: Any, ranks: Ranks, *, run_alike: bool) -> None:
-    """Refuse to try sizes where ranks wait for each other, or gradients do not pass
-    DDP's communication hooks."""
-    if run_alike:
-        raise TrainkitError(
-            f'MicroBatching("auto"): under {type(trainer.strategy).__name__} forward '
-            f"passes communicate, and a rank whose memory runs out inside one leaves "
-            f"the others waiting, so a size cannot be tried. Say it: "
-            f"MicroBatching(size=4) or MicroBatching(tokens=4096)."
-        )
-    hooks = communication_hooks(ranks.ddp) if ranks.ddp is not None else []
-    if hooks:
-        raise TrainkitError(
-            f'MicroBatching("auto"): a window runs again where memory runs out, so '
-            f"gradients are added up over ranks after its last backward pass, and the "
-            f"communication hook {hooks[0].__qualname__} would not be called. Say a "
-            f"size, MicroBatching(size=4), or leave the hook out."
-        )
+def refuse_auto(trainer: Any) -> None:
+    raise TrainkitError(
+        f'MicroBatching("auto"): under {type(trainer.strategy).__name__} forward '
+        f"passes communicate, and a rank whose memory runs out inside one leaves "
+        f"the others waiting, so a size cannot be tried. Say it: "
+        f"MicroBatching(size=4) or MicroBatching(tokens=4096)."
+    )
 
 
 def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
@@ -109,20 +74,22 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
 
 
 def refuse_other_weights(
-    strategies: Strategies, batch: Any, weights: Mapping[str, Sequence[Weight]]
+    strategies: Strategies,
+    batches: Sequence[Any],
+    weights: Mapping[str, Sequence[Weight]],
 ) -> None:
-    """Refuse weights of the parts that do not add up to the loader batch's."""
+    """Refuse weights of the parts that do not add up to the loader batches'."""
     for term, strategy in strategies.items():
         if isinstance(strategy, Uniform):
             continue
         in_parts = sum(map(float, weights[term]))
-        in_all = float(strategy.weight(batch))
+        in_all = sum(float(strategy.weight(each)) for each in batches)
         if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
             raise TrainkitError(
                 f"{type(strategy).__name__}: what micro-batches weigh must add up to "
                 f"what their batch weighs, and {len(weights[term])} of them weigh "
                 f"{in_parts:g} together, the batch {in_all:g}. The batch is "
-                f"{describe(batch)}. Let weight() return a sum over rows."
+                f"{describe(batches[0])}. Let weight() return a sum over rows."
             )
 
 

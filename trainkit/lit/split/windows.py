@@ -1,4 +1,5 @@
-"""The driver of split windows: a loader batch is a window of several micro-batches."""
+"""The driver of split windows: loader batches are cut into the micro-batches of one
+window."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
+from trainkit.lit.split.micro_batches import CutWindow, MicroBatches
 from trainkit.lit.split.outputs import (
     HeldLogs,
     WindowMetrics,
     put_together,
     taken_apart,
 )
-from trainkit.lit.split.pools import Pools
+from trainkit.lit.split.pools import Given, Pools
 
-KEPT = ("num_loader_batches", "sizes", "trims", "_options")
+KEPT = ("sizes", "trims", "_options")
 """The attributes that stay after training."""
 
 KEY = "trainkit_micro_batching"
@@ -47,15 +48,16 @@ NOTHING = nullcontext()
 
 
 class Split:
-    """The driver of split windows: cuts each loader batch, and runs its micro-batches
+    """The driver of split windows: cuts its loader batches, and runs all micro-batches
     in one step.
 
-    Three methods of Lightning's strategy object are replaced while `fit` runs. The
-    loader batch stays whole, on the host, for Lightning and all callbacks. In place of
-    `training_step`, forward and backward passes of every micro-batch run through
-    Lightning's own methods, so that all hooks, precisions and backends take part. The
-    gradients are set aside while Lightning zeroes them, between forward and backward,
-    and are put back in place of the backward pass.
+    Three methods of Lightning's strategy object are replaced while `fit` runs. Loader
+    batches stay whole, on the host, for Lightning and all callbacks. If a window has
+    several, they wait until the last has come, so that its total is known. In place of
+    that one's `training_step`, forward and backward passes of every micro-batch run
+    through Lightning's own methods, so that all hooks, precisions and backends take
+    part. The gradients are set aside while Lightning zeroes them, between forward and
+    backward, and are put back in place of the backward pass.
 
     Args:
         trainer: in `fit`.
@@ -68,8 +70,7 @@ class Split:
     Attributes:
         cutter: cuts loader batches.
         sizes: find the limit for micro-batches, for `"auto"`.
-        current: the loader batch that is being run, if one is.
-        num_loader_batches: how many loader batches the open window has on this rank.
+        current: the window that is being run, if one is.
         trims: whether columns that are only padding are left out; None until the first
             batch that has some.
     """
@@ -89,16 +90,16 @@ class Split:
         self._options, self._windows, self._pools = options, windows, pools
         self._accumulator = accumulator = windows.accumulators[0]
         self._ranks, strategies = accumulator.ranks, accumulator.strategies
-        refusals.refuse_before_training(trainer, pl_module, options, strategies)
+        refusals.refuse_before_training(pl_module, strategies)
         run_alike = refusals.communicates_in_forward(pl_module, self._ranks)
         self.sizes: AutoSizes | None = None
         if is_auto := options.is_auto:
-            refusals.refuse_auto(trainer, self._ranks, run_alike=run_alike)
+            if run_alike:
+                refusals.refuse_auto(trainer)
             self.sizes = AutoSizes(found, self._ranks, trainer.strategy)
         # In windows that may run again gradients stay on their ranks in all passes.
         self._is_apart = is_auto and self._ranks.backend_sums
-        self.current: CutBatch | None = None
-        self.num_loader_batches = 0
+        self.current: CutWindow | None = None
         self.trims = options.trim and is_rehearsal(trainer)
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, self._ranks.size)
@@ -113,7 +114,7 @@ class Split:
         self._meets = self._ranks.backend_sums and not self._is_apart
         self._own: list[Tensor] = []
         self._stash: list[tuple[Tensor, Tensor | None]] = []
-        self._is_complete = False
+        self._is_forward_only = False
 
     # ---- what the callback asks ------------------------------------------------------
 
@@ -124,16 +125,11 @@ class Split:
 
     @property
     def rows_now(self) -> tuple[int, Sequence[int]] | None:
-        """The number of the micro-batch under way, and its rows."""
+        """The number of the micro-batch under way, and its rows among the window's."""
         current = self.current
         if current is None:
             return None
         return current.index, current.parts[current.index].rows
-
-    def num_torn(self, num_closed: int) -> int:
-        """How many loader batches are in the window of the one under way; a pool is
-        run again as one, since those that wait are saved."""
-        return self.num_loader_batches if self._options.pool is None else 1
 
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
@@ -179,53 +175,38 @@ class Split:
     # ---- a window --------------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a loader batch in place of `training_step`."""
+        """Run a window in place of the `training_step` of its last loader batch; those
+        before it wait on the host."""
         trainer, accumulator = self._trainer, self._accumulator
-        size = trainer.accumulate_grad_batches
+        size, waiting = trainer.accumulate_grad_batches, self._pools.waiting
         # Lightning takes an epoch that only computes BatchNorm's statistics for one
         # window, so its size is not 1.
-        is_forward_only = size > 1 and skips_backward(trainer)
-        closes = size == 1 or window_ends(trainer, trainer.fit_loop.batch_idx, size)
-        has_pool = self._options.pool is not None
-        num_cuts = 1 if has_pool else size
-        self._own = parameters_of(trainer.optimizers[0])
-        if accumulator.window.is_open and (self._is_complete or num_cuts == 1):
-            # The module's `optimizer_step` has left the step of a complete window out,
-            # and Lightning zeroes its gradients now.
+        self._is_forward_only = size > 1 and skips_backward(trainer)
+        is_last = size == 1 or window_ends(trainer, trainer.fit_loop.batch_idx, size)
+        if accumulator.window.is_open:
+            # The module's `optimizer_step` has left the step of a window out, and
+            # Lightning zeroes its gradients now.
             held = accumulator.drop()
             if self._ranks.index == 0:
                 say_dropped(held)
-        self._is_complete = False
-        if not accumulator.window.is_open:
-            self.num_loader_batches = 0
-            for parameter in self._own:
-                parameter.grad = None
-        self.num_loader_batches += not is_forward_only
-        if has_pool and not is_forward_only:
-            if not closes:
-                self._pools.waiting.append(batch)
-                # Lightning takes None for a mistake on several ranks.
-                return torch.zeros((), device=trainer.strategy.root_device)
-            pool = [*self._pools.waiting, batch]
-            self.num_loader_batches = len(pool)
-            batch = self.cutter.join(pool)
-        sizes, apart = self.sizes, NOTHING
-        if sizes is not None and self._is_apart:
-            opens = not accumulator.window.is_open
-            apart = sizes.apart(opens=opens, closes=closes)
-        attempt = partial(self._attempt, batch, args, kwargs, num_cuts, is_forward_only)
+        if not (is_last or self._is_forward_only):
+            waiting.append((batch, args, kwargs))
+            # Lightning takes None for a mistake on several ranks.
+            return torch.zeros((), device=trainer.strategy.root_device)
+        self._own = parameters_of(trainer.optimizers[0])
+        self._clear()
+        given = [(batch, args, kwargs)]
+        if not self._is_forward_only:
+            given, self._pools.are_taken = [*waiting, *given], bool(waiting)
+        attempt = partial(self._attempt, given)
         try:
-            with self._holding_logs(), apart:
-                if sizes is None or is_forward_only:
+            with self._holding_logs():
+                if self.sizes is None or self._is_forward_only:
                     attempt()
                 else:
-                    wide = accumulator.gradients.wide
-                    held = self._own if wide is None else [*self._own, *wide.stand_ins]
-                    sizes.run(attempt, self._module, accumulator, held, self._forget)
-            self._is_complete = closes
-            found = self._end()
-            self._pools.waiting = []
-            return found
+                    with self.sizes.apart() if self._is_apart else NOTHING:
+                        self.sizes.run(attempt, self._module, self._begin_again)
+            return self._end()
         finally:
             self.current = self._logs.current = None
 
@@ -233,29 +214,26 @@ class Split:
     def _holding_logs(self) -> Iterator[None]:
         """A context in which logs are held, of the module and of callbacks, to each of
         which Lightning gives the module's `log`."""
-        owners = [self._module, *self._trainer.callbacks]
-        before = [vars(each).get("log") for each in owners]
-        for each in owners:
-            vars(each)["log"] = self._logs.log
+        owners = [vars(each) for each in (self._module, *self._trainer.callbacks)]
+        before = [own.get("log") for own in owners]
+        for own in owners:
+            own["log"] = self._logs.log
         try:
             yield
         finally:
-            for each, log in zip(owners, before, strict=True):
+            for own, log in zip(owners, before, strict=True):
                 if log is None:
-                    vars(each).pop("log", None)
+                    own.pop("log", None)
                 else:
-                    vars(each)["log"] = log
+                    own["log"] = log
 
-    def _attempt(
-        self, batch: Any, args: Any, kwargs: Any, num_cuts: int, is_forward_only: bool
-    ) -> None:
-        """Cut a loader batch, and run all its micro-batches, with these further
-        arguments of `training_step`."""
+    def _attempt(self, given: Sequence[Given]) -> None:
+        """Cut the loader batches of a window, and run all their micro-batches."""
         trainer = self._trainer
         self.cutter.trim = self.trims or self._options.shapes is not None
-        current = self._micro_batches.of(batch, num_cuts)
-        current.is_forward_only = is_forward_only
-        self.current = self._logs.current = current
+        current = self.current = self._logs.current = self._micro_batches.of(
+            [batch for batch, *_ in given]
+        )
         if trainer.fit_loop.batch_idx < trainer.accumulate_grad_batches:
             self._metrics.find()
         seeing = self._metrics.seeing(current) if self._metrics.found else NOTHING
@@ -265,58 +243,62 @@ class Split:
                 if self._transfer.is_needed:
                     coming = self._transfer.bring(current)
             finally:  # in it ranks exchange, also one whose memory has run out
-                if not is_forward_only:
-                    self._announce(batch, current)
+                if not self._is_forward_only:
+                    self._announce(current)
             with seeing:
                 for current.index, current.batch in enumerate(coming):
+                    part = current.parts[current.index]
+                    # A pool is cut as one, and gets what the last batch came with.
+                    _, args, kwargs = given[part.source - len(current.wholes)]
                     self._pass(current, args, kwargs)
                     current.batch = None
-        except StopIteration as error:  # by it Lightning would end the epoch
-            raise RuntimeError("training_step raised StopIteration") from error
         except Exception as error:
             refusals.add_note(error, current)
             raise
 
-    def _announce(self, batch: Any, current: CutBatch) -> None:
+    def _announce(self, current: CutWindow) -> None:
         """Tell the accumulator and other callbacks what comes, so that ranks begin to
         exchange it."""
         accumulator, trainer = self._accumulator, self._trainer
-        if current.num_cuts == 1 and not current.are_said:
+        if not current.are_said:
             accumulator.tell(current.weights)
-        else:
-            refusals.refuse_several_terms(accumulator.strategies, current.num_cuts)
-            # Where the weight is said later, the first backward pass does this. But a
-            # rank whose memory runs out would not come there.
-            if self._is_apart or not current.are_said:
-                rows = len(current.parts[0].rows)
-                first = rows if current.are_said else current.leading[0]
-                device = trainer.strategy.root_device
-                accumulator.division.agree(first, current.num_expected, device)
-        accumulator.window.count(**self._micro_batches.counts(batch, current))
+        elif self._is_apart:
+            # The first backward pass does this too. But a rank whose memory runs out
+            # would not come there.
+            rows, number = len(current.parts[0].rows), len(current.parts)
+            accumulator.division.agree(rows, number, trainer.strategy.root_device)
+        accumulator.window.count(**self._micro_batches.counts(current))
         for callback in trainer.callbacks:
             if isinstance(callback, OrderedCallback) and callback.on_cut is not None:
                 callback.on_cut(current.num_counting)
 
-    def _forget(self) -> MicroBatch | None:
-        """Drop what was collected in a pass in which memory ran out, on some rank;
-        returns the micro-batch that was under way."""
+    def _begin_again(self) -> MicroBatch | None:
+        """Forget what a pass has collected in which memory ran out, on some rank;
+        returns the micro-batch that was under way, if the window was cut."""
         current, self.current = self.current, None
-        return None if current is None else current.parts[current.index]
+        if current is None:
+            return None
+        self._accumulator.drop()
+        self._clear()
+        return current.parts[current.index]
+
+    def _clear(self) -> None:
+        for parameter in self._own:
+            parameter.grad = None
 
     def _end(self) -> Any:
         """Combine the logs and outputs of the micro-batches into one batch's; None if
         `training_step` returned None for all of them."""
         current = self.current
         assert current is not None
-        found = None
-        if current.losses:
-            found = current.loss(self._accumulator.strategies)
-            if current.extras:
-                found = {"loss": found, **put_together(current)}
         if current.logged:
             self._logs.combine()
-        if found is None and current.num_cuts == 1:
-            self._accumulator.drop()  # else others of the window follow
+        if not current.losses:
+            self._accumulator.drop()
+            return None
+        found = current.loss(self._accumulator.strategies)
+        if current.extras:
+            return {"loss": found, **put_together(current)}
         return found
 
     def finish(self, accumulator: Accumulator, owners: Any) -> WindowStats:
@@ -325,7 +307,7 @@ class Split:
 
     # ---- a micro-batch ---------------------------------------------------------------
 
-    def _pass(self, current: CutBatch, args: Any, kwargs: Any) -> None:
+    def _pass(self, current: CutWindow, args: Any, kwargs: Any) -> None:
         """Run a micro-batch forward and backward, with these further arguments of
         `training_step`."""
         undone = block = said = NOTHING
@@ -339,18 +321,16 @@ class Split:
         training_step, backward = self._plain
         with undone, block, said:
             output = training_step(current.batch, *args, **kwargs)
-            loss = self._taken(current, output, is_filler=undone is not NOTHING)
-            if loss is not None and not current.is_forward_only:
+            loss = self._taken(current, output)
+            if loss is not None and not self._is_forward_only:
                 self._windows.batch_is_unfinished = True
                 backward(loss, self._trainer.optimizers[0])
 
-    def _taken(
-        self, current: CutBatch, output: Any, *, is_filler: bool
-    ) -> Tensor | None:
+    def _taken(self, current: CutWindow, output: Any) -> Tensor | None:
         """Take what `training_step` has returned for a micro-batch; returns its loss,
         whose backward pass will be weighed."""
         accumulator, index = self._accumulator, current.index
-        strategies = accumulator.strategies
+        strategies, is_filler = accumulator.strategies, current.is_filler
         if current.are_said and not is_filler:
             ((term, strategy),) = strategies.items()
             assert isinstance(strategy, Weighed)
@@ -368,15 +348,15 @@ class Split:
             if current.logged:
                 self._logs.know_terms(terms, strategies)
             value = current.add(terms, extras)
-        if current.is_forward_only:
+        if self._is_forward_only:
             return loss
         if others:
             loss, value = accumulator.join(terms), None
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        if accumulator.told is not None:
-            accumulator.weigh(loss, value=value)
-        else:
-            of = {"value": value, "expected": current.num_expected}
+        if current.are_said:
+            of = {"value": value, "expected": len(current.parts)}
             accumulator.weigh(loss, current.leading[index], **of)
+        else:
+            accumulator.weigh(loss, value=value)
         return loss

@@ -23,7 +23,6 @@ from trainkit.lit.batch_norm.announce import say_unguarded
 from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_size import table_of_windows
 from trainkit.lit.callback.base import ZEROED, Stopped, WindowOwner, say_dropped
-from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
@@ -33,7 +32,7 @@ from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
 from trainkit.lit.split import refusals as of_split
 from trainkit.lit.split.micro_batches import described
-from trainkit.lit.split.pools import Pools, num_cuts
+from trainkit.lit.split.pools import Pools
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.skipped_steps import SkippedSteps
@@ -92,14 +91,12 @@ class WindowCallback(WindowOwner):
         if trainer.global_step == 0:
             self.ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_unknown_backend(trainer)
-        refusals.refuse_unseen_batches(pl_module)
         self._may_search = refusals.announce_finders(trainer)
         self.move_to_front(trainer)
-        self._pools.begin(trainer, self.asked_of(pl_module))
+        self._pools.begin(trainer, self.micro_batching)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         of_split.refuse_wrong_type(self.micro_batching)
-        self._pools.start(self.micro_batching)
         moved = cut_inside(trainer, pl_module, trainer.callbacks, self.micro_batching)
         self.moved_inside = moved if moved is not self.micro_batching else None
         options = self.cut
@@ -110,8 +107,8 @@ class WindowCallback(WindowOwner):
             self.inside.start()
         if not self.has_strategy:
             refuse_several_unweighed(trainer, pl_module, self)
-        refuse_said_terms(self.strategies)
         split = options if self.is_split else None
+        self._pools.start(self.micro_batching, is_split=split is not None)
         of_split.refuse_fillers_that_count(trainer, pl_module, self.strategies)
         resume(trainer, pl_module)
         self.scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
@@ -128,7 +125,7 @@ class WindowCallback(WindowOwner):
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
         if split is None:
-            of_split.refuse_several_terms(self.strategies, num_expected, is_split=False)
+            refusals.refuse_several_terms(self.strategies)
             self.driver = Streamed(trainer, pl_module, self)
         else:
             of = trainer, pl_module, split, self, self._pools
@@ -178,7 +175,7 @@ class WindowCallback(WindowOwner):
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         if self.is_split:
-            is_step = num_cuts(trainer, self.cut) == 1
+            is_step = trainer.accumulate_grad_batches == 1
             how = documents_option(self.cut, *self.strategies.values())
             cut = replace(self.cut, documents=how)
             rows.append(("split", described(cut, is_step=is_step)))
@@ -252,11 +249,9 @@ class WindowCallback(WindowOwner):
             if self.scaler is not None:
                 self._skipped[each].expect_step()
         self.gradients_are_fresh = False
-        # A closure that runs a batch again runs all of its micro-batches again.
-        if split := self.driver.is_split:
-            self._num_closed = self.driver.num_loader_batches
-        else:
-            self._num_closed = accumulator.window.num_micro_batches
+        # A closure that runs again runs all micro-batches of a split window again.
+        split, held = self.driver.is_split, accumulator.window.num_micro_batches
+        self._num_closed = 1 if split else held
         owners = trainer.optimizers[index]
         if others:
             listed = [parameters_of(trainer.optimizers[i]) for i in (index, *others)]
@@ -286,6 +281,8 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batch_is_unfinished = False
+        if self._pools.are_taken:
+            self._pools.let_go()
         if self.scaler is not None:
             for each in self._skipped:
                 each.count_step()
@@ -362,7 +359,9 @@ class WindowCallback(WindowOwner):
         if self.batch_is_unfinished and self.driver is not None:
             # A resumed run repeats the micro-batch that is under way, so its gradient
             # must not be saved, and it cannot be taken out of the sum.
-            torn = self.driver.num_torn(self._num_closed)
+            held = sum(a.num_micro_batches for a in self.accumulators.values())
+            # Loader batches that wait for others are saved.
+            torn = 1 if self.is_split else held or self._num_closed
         checkpoint[open_window.KEY] = open_window.save(
             self.accumulators, pl_module, num_torn=torn, alone=trainer.interrupted
         )

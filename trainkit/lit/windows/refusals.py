@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import Strategies
 from trainkit.data.window_sampler import WindowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import num_batches_seen, unwrapped
@@ -26,19 +26,17 @@ def refuse_other_windows(trainer: Any, num_expected: int) -> None:
     """Refuse windows that are not those which a `WindowSampler` has planned."""
     for loader in tree_leaves(trainer.train_dataloader):
         plan = getattr(loader, "batch_sampler", None)
-        if isinstance(plan, WindowSampler) and plan.micro_batches != num_expected:
+        is_scheduled = has_schedule(trainer)
+        if isinstance(plan, WindowSampler) and (
+            is_scheduled or plan.micro_batches != num_expected
+        ):
             raise TrainkitError(
                 f"trainer.accumulate_grad_batches: must be as many micro-batches as "
                 f"WindowSampler plans for a window on each rank, "
-                f"{plan.micro_batches}, received {num_expected}. Give the Trainer "
-                f"accumulate_grad_batches={plan.micro_batches}, or WindowSampler "
-                f"micro_batches={num_expected}."
-            )
-        if isinstance(plan, WindowSampler) and has_schedule(trainer):
-            raise TrainkitError(
-                f"WindowSampler: it plans {plan.micro_batches} micro-batches a window "
-                f"on each rank; a schedule of the window would cut them otherwise. "
-                f"Leave the schedule out."
+                f"{plan.micro_batches}, received {num_expected}"
+                f"{' and a schedule that changes it' if is_scheduled else ''}. Give "
+                f"the Trainer accumulate_grad_batches={plan.micro_batches}, or "
+                f"WindowSampler micro_batches={num_expected}, and leave schedules out."
             )
 
 
@@ -103,12 +101,25 @@ def refuse_unknown_backend(trainer: Any) -> None:
         )
 
 
+def refuse_several_terms(strategies: Strategies) -> None:
+    """Refuse a loss of several terms in a streamed window."""
+    if len(strategies) > 1:
+        raise TrainkitError(
+            f"accumulation: the terms {sorted(strategies)} have denominators of their "
+            f"own, whose totals must be known before the first backward pass, so "
+            f"loader batches must be cut, and they are not. Set "
+            f"micro_batching = MicroBatching(size=4), say. Where training_step sees "
+            f"the whole window, with inside= or exact BatchNorm, let it return the sum "
+            f"of its terms, without strategies for them."
+        )
+
+
 def refuse_second_closure(optimizer: Any, num_batches: int) -> None:
     raise TrainkitError(
         f"{type(unwrapped(optimizer)).__name__}: it ran its closure twice in one step, "
         f"and the closure repeats only the last of the window's {num_batches} loader "
-        f"batches. For such an optimizer, set accumulate_grad_batches=1 and leave "
-        f"pool= out."
+        f"batches. For such an optimizer, set accumulate_grad_batches=1, or cut loader "
+        f"batches, micro_batching=MicroBatching(size=4), which wait for each other."
     )
 
 
@@ -118,15 +129,6 @@ def refuse_manual_optimization(pl_module: Any) -> None:
             f"{type(pl_module).__name__}: with automatic_optimization=False it runs "
             f"its own backward passes, which AccumulationCallback cannot weigh. Let "
             f"the class inherit AccumulationMixin and call self.accumulate()."
-        )
-
-
-def refuse_unseen_batches(pl_module: Any) -> None:
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise TrainkitError(
-            f"{type(pl_module).__name__}.training_step(dataloader_iter): it fetches "
-            f"its batches itself, so they can be neither weighed nor cut. Take (batch, "
-            f"batch_idx)."
         )
 
 

@@ -108,8 +108,3 @@ class Streamed:
     def finish(self, accumulator: Accumulator, owners: Any) -> WindowStats:
         """Divide the window of an optimizer or of parameters."""
         return accumulator.finish(owners)
-
-    def num_torn(self, num_closed: int) -> int:
-        """How many micro-batches are in a window whose last one is under way."""
-        accumulators = self._windows.accumulators.values()
-        return sum(a.num_micro_batches for a in accumulators) or num_closed
