@@ -14,7 +14,7 @@ import torch
 
 from tests.cli.training import SMALL
 from trainkit import TrainkitError
-from trainkit.cli.lengths import lengths_of
+from trainkit.cli.lengths import length_of
 from trainkit.cli.main import main
 
 TINY = [*SMALL, "data.num_train=32"]
@@ -126,7 +126,7 @@ def test_file_has_the_length_of_each_row(
     out = capsys.readouterr().out
     found = np.load(tmp_path / "lengths.npy")
     assert f"50 rows, {found.sum():,} tokens, the longest row has {found.max()}" in out
-    words = ["--out=b.npy", "--dataset=train_rows", "--field=input_ids", "--workers=1"]
+    words = ["--out=b.npy", "--dataset=train_rows", "--field=input_ids"]
     assert main(["lengths", *words, "train", *PARAGRAPHS.split()]) == 0
     assert np.load("b.npy").tolist() == found.tolist()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.npy", "lengths.npy"]
@@ -165,10 +165,10 @@ def test_training_with_the_file_also_where_the_loader_needs_it(
 )
 def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
     for tokens in ({"input_ids": torch.arange(5)}, torch.ones(5, 80), [1, 2, 3, 4, 5]):
-        assert lengths_of([tokens, tokens], field=None) == [5, 5]
-    assert lengths_of([{"frames": torch.ones(5, 80)}], field="frames") == [5]
+        assert length_of(tokens, None) == 5
+    assert length_of({"frames": torch.ones(5, 80)}, "frames") == 5
     with pytest.raises(TrainkitError, match="'input_ids' of a row has none"):
-        lengths_of([row], field=None)
+        length_of(row, None)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,6 @@ def test_fields_of_a_row_are_not_its_tokens(row: Any) -> None:
         ("check train --rows 3", "check --rows: must stand before the word train"),
         ("check train model.nope=1", "nope"),
         ("lengths", "must be followed by train or fit"),
-        ("lengths --workers=-1 train", "--workers: must be a whole number from 0"),
         ("lengths --out=no/file.npy train", "--out: must be a file in a folder that"),
         (
             f"lengths --dataset=nothing train {PARAGRAPHS}",

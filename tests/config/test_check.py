@@ -311,13 +311,6 @@ TEXTS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "hint"), TEXTS)
-def test_a_text_is_no_other_thing(value: Any, hint: Any) -> None:
-    kept = str(value)
-    assert not fits(value, hint)
-    assert str(value) == kept
-
-
 FITTING: list[tuple[Any, Any]] = [
     ("8", str),
     ("8", Any),
@@ -354,37 +347,29 @@ FITTING: list[tuple[Any, Any]] = [
     (None, Literal["a"] | Literal[None]),
     (None, Free),
 ]
-NOT_NULL: list[tuple[Any, Any]] = [
-    (None, Bound),
-    (None, int),
-    (None, int | str),
-    (None, Literal["a"]),
+OF_THE_TRAINER = [
+    ("precision", "16", True),
+    ("precision", "15", False),
+    ("devices", "2", True),
+    ("deterministic", "warn", True),
+    ("deterministic", "false", False),
+    ("val_check_interval", {"minutes": 5}, True),
+    ("val_check_interval", {"minutes": "5"}, False),
+    ("val_check_interval", "00:00:05:00", True),
+    ("max_steps", "5", False),
 ]
 
 
-@pytest.mark.parametrize(("value", "hint"), FITTING)
-def test_what_may_be_a_text_or_null_is_left_alone(value: Any, hint: Any) -> None:
-    assert fits(value, hint)
-
-
-@pytest.mark.parametrize(("value", "hint"), NOT_NULL)
-def test_null_fits_no_other_hint(value: Any, hint: Any) -> None:
-    assert fits(value, hint) is False
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("value", "hint", "expected"),
     [
-        ("precision", "16", True),
-        ("precision", "15", False),
-        ("devices", "2", True),
-        ("deterministic", "warn", True),
-        ("deterministic", "false", False),
-        ("val_check_interval", {"minutes": 5}, True),
-        ("val_check_interval", {"minutes": "5"}, False),
-        ("val_check_interval", "00:00:05:00", True),
-        ("max_steps", "5", False),
+        *((value, hint, False) for value, hint in TEXTS),
+        *((value, hint, True) for value, hint in FITTING),
+        *((None, hint, False) for hint in (Bound, int, int | str, Literal["a"])),
+        *((value, _hints(Trainer)[name], ok) for name, value, ok in OF_THE_TRAINER),
     ],
 )
-def test_arguments_of_lightning(name: str, value: Any, expected: bool) -> None:
-    assert fits(value, _hints(Trainer)[name]) is expected
+def test_nothing_is_converted_to_fit(value: Any, hint: Any, expected: bool) -> None:
+    kept = str(value)
+    assert fits(value, hint) is expected
+    assert str(value) == kept

@@ -1,11 +1,10 @@
-"""What differs between releases of Hydra, and a Hydra app with lines of YAML added."""
+"""What trainkit changes of Hydra, and a Hydra app with lines of YAML added."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import hydra
 import pytest
 import torch
 from hydra import compose, initialize, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from tests.environments import install
 from tests.helpers import NAIVE, TOLERANCE
 from tests.startup import CHILD_PATH, ended, forked
 from trainkit import (
@@ -32,16 +29,9 @@ from trainkit.config import register
 from trainkit.config._compat import (
     VERSION_BASE,
     hydra_arguments,
-    main_options,
     register_resolver,
-    store,
     without_group,
 )
-
-
-@dataclass
-class Schema:
-    size: int = 1
 
 
 def test_hydras_own_options() -> None:
@@ -58,24 +48,6 @@ def test_a_resolver_takes_the_place_of_one_of_its_name() -> None:
     OmegaConf.clear_resolver("test.compat")
 
 
-def test_a_schema_may_be_stored_again() -> None:
-    GlobalHydra.instance().clear()
-    for _ in range(2):
-        store("test_compat_schema", Schema)
-    with initialize(config_path=None, **VERSION_BASE):
-        assert compose("test_compat_schema") == {"size": 1}
-    del ConfigStore.instance().repo["test_compat_schema.yaml"]
-
-
-def test_what_hydra_main_is_told() -> None:
-    options = main_options(["mine"])
-    assert hydra.main(config_path=None, **options)  # it takes them all
-    if "execution_whitelist" in options:
-        assert "mine.*" in options["execution_whitelist"]
-    else:
-        assert options == {"version_base": "1.3"}
-
-
 def test_one_folder_of_one_package_is_listed_as_no_group() -> None:
     GlobalHydra.instance().clear()
     register()
@@ -88,31 +60,6 @@ def test_one_folder_of_one_package_is_listed_as_no_group() -> None:
         assert "sweep" in loader.list_groups("")  # as it was before
     hidden, listed = groups
     assert set(listed) - set(hidden) == {"sweep"}
-
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ["hydra-core==1.4.0rc3", "omegaconf==2.4.1rc1"]
-TESTS = [
-    "tests/config/test_conf.py::test_a_strategy_reaches_a_module_of_either_kind",
-    "tests/config/test_targets.py",
-    "tests/cli/train/test_mistakes.py::test_places_with_odd_names",
-    "tests/cli/train/test_mistakes.py::test_a_refusal_is_not_said_twice",
-]
-OF_OTHERS = "ignore:register_new_resolver"  # a launcher calls it by its old name
-
-
-@pytest.mark.environments
-@pytest.mark.timeout(600)
-def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
-    """Beside the installed one, so that nothing is changed by the test."""
-    if "PYTHONPATH" in os.environ:
-        pytest.skip("it is what runs now, or something else is wanted")
-    if not install("--no-deps", "--target", str(tmp_path), *PACKAGES):
-        pytest.skip("needs a package index")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = ended([*words, "-W", OF_OTHERS, *TESTS], ROOT, env, timeout=500)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 # ---- a project in the shape of lightning-hydra-template ------------------------------
@@ -212,7 +159,8 @@ CONFIGS = {
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with the lines that the front page shows."""
-    page = (ROOT / "README.md").read_text().partition("**A Hydra app of your own**")[2]
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = page.partition("**A Hydra app of your own**")[2]
     lines = re.findall(r"^    - .*\n", page.partition("\n#")[0], re.MULTILINE)
     assert len(lines) == 3
     for name, text in CONFIGS.items():

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.composition import aside, built, words_behind
 from trainkit.cli.console import Arguments, say_loading
 from trainkit.cli.door import Door, in_words
-from trainkit.cli.training_words import aside, built, words_behind
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.composition import aside, built, words_behind
 from trainkit.cli.console import Arguments, say_loading
-from trainkit.cli.training_words import aside, built, words_behind
-from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 _ABOUT = """\
@@ -22,14 +19,14 @@ examples:
   trainkit lengths train experiment=completions
   trainkit lengths --dataset train_rows --out data/lengths.npy train data=my_data
 """
-MOST = 64
-"""How many rows a worker reads at a time."""
 
 
 def main(argv: list[str]) -> int:
     """Run `trainkit lengths`, and return the exit status."""
     options, words = _parse(argv)
     say_loading("lengths", argv)
+    from tqdm import tqdm
+
     from trainkit.data.length_sampler import write_lengths
 
     target = Path(options.out)
@@ -41,7 +38,8 @@ def main(argv: list[str]) -> int:
     door: Any = words[0]
     with aside(door) as folder:
         rows = _rows(*built("trainkit lengths", words, folder), options.dataset)
-        found = list(_lengths(rows, options.field, options.workers))
+        numbers = tqdm(range(len(rows)), "lengths", unit=" rows")
+        found = [length_of(rows[n], options.field) for n in numbers]
     if not found:
         raise TrainkitError(
             "trainkit lengths: the data set must have rows, and is empty."
@@ -65,11 +63,7 @@ def _parse(argv: list[str]) -> tuple[Any, list[str]]:
         "train_dataloader(), which may need the file itself)"
     )
     add("--dataset", metavar="NAME", help=dataset)
-    workers = "how many processes read rows (default 0: this one)"
-    add("--workers", type=int, default=0, metavar="N", help=workers)
-    options, words = words_behind(parser, argv, example="train experiment=completions")
-    check_whole_number("trainkit lengths --workers", options.workers, least=0)
-    return options, words
+    return words_behind(parser, argv, example="train experiment=completions")
 
 
 def _rows(trainer: Any, module: Any, data: Any, name: str | None) -> Any:
@@ -93,25 +87,8 @@ def _rows(trainer: Any, module: Any, data: Any, name: str | None) -> Any:
     return rows
 
 
-def _lengths(rows: Any, field: str | None, workers: int) -> Iterator[int]:
-    from torch.utils.data import DataLoader
-    from tqdm import tqdm
-
-    loader: Any = DataLoader(
-        rows, MOST, num_workers=workers, collate_fn=partial(lengths_of, field=field)
-    )
-    with tqdm(total=len(rows), unit=" rows", desc="lengths") as bar:
-        for several in loader:
-            bar.update(len(several))
-            yield from several
-
-
-def lengths_of(rows: Sequence[Any], *, field: str | None) -> list[int]:
-    """The lengths of rows: of what stands at a path; None: `input_ids`, or the row."""
-    return [_length(row, field) for row in rows]
-
-
-def _length(row: Any, field: str | None) -> int:
+def length_of(row: Any, field: str | None) -> int:
+    """The length of what stands at a path of a row; None: `input_ids`, or the row."""
     from trainkit.core.nested import describe, fields_of, is_array, lookup
 
     fields = fields_of(row)

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.completion import like, places_in
+from trainkit.cli.composition import aside, composed
 from trainkit.cli.console import Arguments, say_loading
-from trainkit.cli.training_words import aside, composed
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, key_of
 from trainkit.core.noise.advice import advice, read_noise_scale, short
 from trainkit.core.noise.estimate import NoiseEstimate

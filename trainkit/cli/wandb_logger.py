@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
 from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
-from trainkit.cli.sweep.whole_config import without_swept
+from trainkit.cli.sweep.whole_config import as_logged
 from trainkit.config.redact import redact
 from trainkit.core.plan.options import check_choice, is_positive_number
 from trainkit.core.strategies import PerToken
@@ -210,20 +210,16 @@ class WandbRunLogger(WandbLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Add to the run's configuration.
 
-        Secrets are replaced. Entries that a sweep has set are locked, so others of
-        their names go to `resolved/<name>`. Mappings that are logged under one name, as
-        `LRScaling` adds its factors to `lr_scaling`, are merged.
+        Secrets are replaced. Mappings that are logged under one name, as `LRScaling`
+        adds its factors to `lr_scaling`, are merged.
         """
         entries = redact(vars(params) if isinstance(params, Namespace) else params)
-        free = without_swept(entries)
-        for key in entries.keys() - free.keys():
-            free[f"resolved/{key}"] = entries[key]
-        for key, value in free.items():
+        for key, value in entries.items():
             before = self._logged.get(key)
             if isinstance(before, Mapping) and isinstance(value, Mapping):
-                free[key] = {**before, **value}
-        self._logged.update(free)
-        super().log_hyperparams(free)
+                entries[key] = {**before, **value}
+        self._logged.update(entries)
+        super().log_hyperparams(dict(as_logged(self._logged)))
 
     # ---- the end ---------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback
 
+from trainkit.config.check import AUTO
 from trainkit.config.groups import LIGHTNING
 from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
@@ -16,6 +17,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.front.callbacks import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.proof.report import Proof
+from trainkit.lit.schedule import total_steps
 
 Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]
@@ -82,7 +84,7 @@ def attach_accumulation(
 
 def attach_optimizer(
     module: Any,
-    make_optimizer: MakeOptimizer,
+    make_optimizer: MakeOptimizer | None,
     make_scheduler: MakeScheduler | None = None,
     *,
     interval: Interval = "step",
@@ -91,31 +93,43 @@ def attach_optimizer(
     """Give `configure_optimizers` to a module that does not define it.
 
     Both are made when Lightning asks for them, since `module.trainer` then knows the
-    number of steps. (Lightning's own CLI makes them at once, without a Trainer, and
-    counts a scheduler's epochs.)
+    number of steps, which is also what `auto` stands for in an option of the scheduler.
+    (Lightning's own CLI makes them at once, without a Trainer, and counts a scheduler's
+    epochs.)
 
     Args:
         module: a `LightningModule`, of either of Lightning's namespaces.
-        make_optimizer: takes the module's parameters.
+        make_optimizer: takes the module's parameters; None keeps the module's own.
         make_scheduler: takes the optimizer.
         interval: the unit in which the scheduler counts, `"step"` or `"epoch"`.
         monitor: the logged metric that a scheduler such as ReduceLROnPlateau reads.
 
     Raises:
-        TrainkitError: the module defines `configure_optimizers` itself.
+        TrainkitError: none is there, or the module defines `configure_optimizers` too.
     """
-    if has_own_optimizer(module):
+    name, is_own = type(module).__name__, has_own_optimizer(module)
+    if make_optimizer is None and make_scheduler is not None:
         raise TrainkitError(
-            f"{type(module).__name__}: it defines configure_optimizers itself, so an "
-            f"optimizer of the configuration would never be used. Choose "
-            f"optimizer=none and scheduler=none, or remove configure_optimizers from "
-            f"the class."
+            "scheduler: needs an optimizer of the configuration, received "
+            "optimizer=none. Choose scheduler=none, or an optimizer."
         )
-    # Lightning sees through a partial, and it is pickled and copied with the module,
-    # which a bound method of the instance would not be.
-    module.configure_optimizers = partial(
-        _configure, module, make_optimizer, make_scheduler, interval, monitor
-    )
+    if make_optimizer is None and not is_own:
+        raise TrainkitError(
+            f"optimizer: must be chosen, since {name} has no configure_optimizers. "
+            f"Choose optimizer=adamw, adam or sgd."
+        )
+    if make_optimizer is not None and is_own:
+        raise TrainkitError(
+            f"{name}: it defines configure_optimizers itself, so an optimizer of the "
+            f"configuration would never be used. Choose optimizer=none and "
+            f"scheduler=none, or remove configure_optimizers from the class."
+        )
+    if make_optimizer is not None:
+        # Lightning sees through a partial, and it is pickled and copied with the
+        # module, which a bound method of the instance would not be.
+        module.configure_optimizers = partial(
+            _configure, module, make_optimizer, make_scheduler, interval, monitor
+        )
 
 
 def has_own_optimizer(module: Any) -> bool:
@@ -138,10 +152,26 @@ def _configure(
     interval: Interval,
     monitor: str | None,
 ) -> dict[str, Any]:
-    optimizer = make_optimizer(module.parameters())
+    optimizer = _made("optimizer", make_optimizer, module.parameters())
     if make_scheduler is None:
         return {"optimizer": optimizer}
-    scheduler = {"scheduler": make_scheduler(optimizer), "interval": interval}
-    if monitor is not None:
-        scheduler["monitor"] = monitor
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+    given = getattr(make_scheduler, "keywords", {})
+    unknown = [name for name, value in given.items() if value == AUTO]
+    steps = total_steps(module.trainer) if unknown else 0
+    if steps == float("inf"):
+        raise TrainkitError(
+            f"scheduler.{unknown[0]}: `auto` needs an end of training, received "
+            f"neither trainer.max_steps nor trainer.max_epochs. Set one of them."
+        )
+    total = dict.fromkeys(unknown, int(steps))
+    scheduler = _made("scheduler", make_scheduler, optimizer, **total)
+    about = {"scheduler": scheduler, "interval": interval, "monitor": monitor}
+    return {"optimizer": optimizer, "lr_scheduler": about}
+
+
+def _made(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a constructor makes; a value that it refuses is reported with its key."""
+    try:
+        return make(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise TrainkitError(f"{key}: {error}") from error

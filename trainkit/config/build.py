@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.attach import (
     attach_accumulation,
     attach_optimizer,
-    has_own_optimizer,
     is_lightnings,
 )
-from trainkit.config.check import AUTO, check_all, refuse_no_end
+from trainkit.config.check import check_all, refuse_no_end
 from trainkit.config.groups import (
     CALLBACK_GROUPS,
     entries_of,
@@ -39,7 +37,6 @@ from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
 from trainkit.lit.proof.denominators import line_of
 from trainkit.lit.proof.report import checked_proof
-from trainkit.lit.schedule import total_steps
 
 _KINDS = {
     "model": ("LightningModule", "automatic_optimization"),
@@ -91,7 +88,13 @@ def build(
     keys = [*entries_of(config, "callbacks"), *CALLBACK_GROUPS]
     made = [each for each in (_make(config, key) for key in keys) if each is not None]
     made += _accumulation(config, module, made)
-    _give_optimizer(config, module)
+    attach_optimizer(
+        module,
+        _make(config, "optimizer"),
+        _make(config, "scheduler"),
+        interval=config.scheduling.interval,
+        monitor=config.scheduling.monitor,
+    )
     loggers = [_make(config, key) for key in entries_of(config, "logger")]
     if metrics and all(getattr(each, "path", None) != metrics.path for each in loggers):
         loggers.append(metrics)
@@ -141,7 +144,7 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     except Exception as error:
         reason: BaseException = error
         if isinstance(error, HydraException) and error.__cause__ is not None:
-            reason = error.__cause__  # Hydra 1.3 wraps what a constructor raises
+            reason = error.__cause__  # Hydra wraps what a constructor raises
         if isinstance(reason, TrainkitError):
             raise reason from None
         raise _cannot_make(error, reason, config, key) from reason
@@ -160,9 +163,7 @@ def _refuse_other(made: Any, target: str, key: str) -> None:
 def _cannot_make(
     error: Exception, reason: BaseException, config: DictConfig, key: str
 ) -> TrainkitError:
-    # Hydra names the key of an inner node: 1.3 in the text, 1.4 in a note.
-    said = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    inner = re.search(r"^full_key: (\S+)$", said, re.MULTILINE)
+    inner = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
     key = inner[1] if inner else key
     target = OmegaConf.select(config, f"{key}.{TARGET}")
     return TrainkitError(
@@ -212,60 +213,3 @@ def _refuse_uncounted(
             f"accumulation=per_sample or per_token; trainkit check train ... measures "
             f"which one is exact."
         )
-
-
-# ---- optimizer -----------------------------------------------------------------------
-
-
-def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
-    if not config.optimizer:
-        if config.scheduler:
-            raise TrainkitError(
-                "scheduler: needs an optimizer of the configuration, received "
-                "optimizer=none. Choose scheduler=none, or an optimizer."
-            )
-        if not has_own_optimizer(module):
-            raise TrainkitError(
-                f"optimizer: must be chosen, since {type(module).__name__} has no "
-                f"configure_optimizers. Choose optimizer=adamw, adam or sgd."
-            )
-        return
-    make_scheduler = None
-    if config.scheduler:
-        scheduler = _make(config, "scheduler")
-        make_scheduler = functools.partial(_make_scheduler, scheduler, module)
-    # A partial can be pickled, as attach_optimizer needs it.
-    make_optimizer = functools.partial(_call, "optimizer", _make(config, "optimizer"))
-    attach_optimizer(
-        module,
-        make_optimizer,
-        make_scheduler,
-        interval=config.scheduling.interval,
-        monitor=config.scheduling.monitor,
-    )
-
-
-def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a constructor, and report a value that it refuses with its key."""
-    try:
-        return make(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise TrainkitError(f"{key}: {error}") from error
-
-
-def _make_scheduler(
-    partial: Callable[..., Any], module: LightningModule, optimizer: Any
-) -> Any:
-    """Make the scheduler; `configure_optimizers` knows the number of steps."""
-    options = getattr(partial, "keywords", {})
-    unknown = [name for name, value in options.items() if value == AUTO]
-    if not unknown:
-        return _call("scheduler", partial, optimizer)
-    steps = total_steps(module.trainer)
-    if steps == float("inf"):
-        raise TrainkitError(
-            f"scheduler.{unknown[0]}: `auto` needs an end of training, received "
-            f"neither trainer.max_steps nor trainer.max_epochs. Set one of them."
-        )
-    total = dict.fromkeys(unknown, int(steps))
-    return _call("scheduler", partial, optimizer, **total)

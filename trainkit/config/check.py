@@ -21,7 +21,7 @@ from trainkit.config.groups import (
     nodes_of,
     refuse_unread,
 )
-from trainkit.config.targets import TARGET, locate, targets_of
+from trainkit.config.targets import TARGET, locate, nodes_with_target
 from trainkit.core.checks import Checks
 from trainkit.errors import TrainkitError, did_you_mean
 
@@ -40,23 +40,21 @@ _OF_HYDRA = (TARGET, "_partial_", "_recursive_", "_convert_", "_args_")
 _PARTIAL = ("optimizer", "scheduler")
 """Groups whose first argument exists only when the training begins."""
 
-_LARGEST_SEED = 2**32 - 1
 _NO_VALIDATION = "trainer.limit_val_batches=0 leaves validation out."
 
-_AT_LEAST = {
+_LIMITS = {
     "trainer.accumulate_grad_batches": (1, "at least 1", "1 accumulates nothing."),
     "trainer.check_val_every_n_epoch": (1, "at least 1", _NO_VALIDATION),
     "trainer.val_check_interval": (math.ulp(0.0), "above 0", _NO_VALIDATION),
     "trainer.log_every_n_steps": (0, "at least 0", "0 logs no step."),
     "trainer.gradient_clip_val": (0, "at least 0", "null and 0 clip nothing."),
-    "seed": (0, f"from 0 to {_LARGEST_SEED}", "null leaves the generators alone."),
+    "seed": (0, "from 0 to 4294967295", "null leaves the generators alone."),
+    "mode": (("min", "max"), "min or max", "max is for a metric that should grow."),
+    "checks": (get_args(Checks), "late or now", "now stops before a bad loss's step."),
 }
+"""The least number, or the choices, of some keys; the rule in words; and a remedy."""
 
-_CHOICES = (
-    ("mode", ("min", "max"), "Choose max for a metric that should grow."),
-    ("checks", get_args(Checks), "now stops before the step of a bad loss."),
-)
-
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -96,56 +94,34 @@ def check(config: Any, *, key: str) -> None:
     """
     if not OmegaConf.is_config(config):
         return
-    is_list = OmegaConf.is_list(config)
-    for name in range(len(config)) if is_list else config:
-        inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
-        if OmegaConf.is_missing(config, name):
-            raise TrainkitError(
-                f"{inner}: must be given. Add {inner}=... to the command line."
-            )
-        check(config[name], key=inner)
-    if not is_list and TARGET in config:
-        _check_arguments(locate(config[TARGET], key=f"{key}.{TARGET}"), config, key)
+    for name in sorted(OmegaConf.missing_keys(config)):  # from the root, if it has one
+        name = f"{key}.{name.removeprefix(f'{key}.')}"
+        raise TrainkitError(
+            f"{name}: must be given. Add {name}=... to the command line."
+        )
+    for inner, node in nodes_with_target(config, key):
+        _check_arguments(locate(node[TARGET], key=f"{inner}.{TARGET}"), node, inner)
 
 
-def _check_arguments(target: Any, config: DictConfig, key: str) -> None:
+def _check_arguments(target: Any, node: Mapping[Any, Any], key: str) -> None:
     """Compare one node with the signature of its target."""
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return  # written in C: it refuses wrong arguments itself
-    values = {str(name): config[name] for name in config if str(name) not in _OF_HYDRA}
-    kinds = {parameter.kind for parameter in parameters.values()}
-    unknown = [name for name in values if name not in parameters]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+    values = {str(name): node[name] for name in node if str(name) not in _OF_HYDRA}
+    known = {each.name: each for each in parameters if each.kind not in _VARIADIC}
+    unknown = [name for name in values if name not in known]
+    if unknown and all(each.kind != each.VAR_KEYWORD for each in parameters):
         raise TrainkitError(
             f"{key}.{unknown[0]}: {target.__qualname__} has no such argument."
-            f"{did_you_mean(unknown[0], parameters)} It takes: "
-            f"{', '.join(parameters) or 'none'}."
+            f"{did_you_mean(unknown[0], known)} It takes: "
+            f"{', '.join(known) or 'none'}."
         )
-    if "_args_" not in config and not config.get("_partial_", False):
-        _refuse_missing(parameters, values, key, target)
-    hints = _hints(target)
-    for name, value in values.items():
-        is_default = name in parameters and parameters[name].default is value is None
-        is_later = key == "scheduler" and value == AUTO
-        if name in hints and not is_default and not is_later:
-            _refuse_wrong_type(value, hints[name], f"{key}.{name}")
-
-
-def _refuse_missing(
-    parameters: Mapping[str, inspect.Parameter],
-    values: Mapping[str, Any],
-    key: str,
-    target: Any,
-) -> None:
-    for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if is_variadic or parameter.default is not parameter.empty or name in values:
-            continue
+    needed = [name for name, each in known.items() if each.default is each.empty]
+    lacking = [name for name in needed if name not in values]
+    if lacking and "_args_" not in node and not node.get("_partial_", False):
+        name = lacking[0]
         if key in _PARTIAL:
             raise TrainkitError(
                 f"{key}: {target.__qualname__} needs {name}, which exists only when "
@@ -155,14 +131,17 @@ def _refuse_missing(
             f"{key}.{name}: {target.__qualname__} needs it. Add {key}.{name}=... to "
             f"the command line."
         )
+    hints = _hints(target)
+    for name, value in values.items():
+        is_default = name in known and known[name].default is value is None
+        is_later = key == "scheduler" and value == AUTO
+        if name in hints and not is_default and not is_later:
+            _refuse_wrong_type(value, hints[name], f"{key}.{name}")
 
 
 def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
-    if OmegaConf.is_config(value):
-        if any(True for _ in targets_of(value)):
-            return  # an object that is not made yet
-        value = OmegaConf.to_container(value, resolve=True)
-    if not fits(value, hint):
+    is_made_later = any(True for _ in nodes_with_target(value))
+    if not is_made_later and not fits(value, hint):
         advice = "" if isinstance(value, int | float | None) else _OF_TEXTS
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         raise TrainkitError(
@@ -188,18 +167,16 @@ def check_limits(config: DictConfig) -> None:
             f"is resumed has the same one, received {noise_scale!r}. The last lines of "
             f"a run say its number, and summary.json has it."
         )
-    for key, (least, rule, remedy) in _AT_LEAST.items():
+    for key, (limit, rule, remedy) in _LIMITS.items():
         value = OmegaConf.select(config, key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        most = _LARGEST_SEED if key == "seed" else math.inf
-        if is_number and not least <= value <= most:
-            raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
-    for key, choices, remedy in _CHOICES:
-        if config[key] not in choices:
-            known = " or ".join(choices)
-            raise TrainkitError(
-                f"{key}: must be {known}, received {config[key]!r}. {remedy}"
-            )
+        if isinstance(limit, tuple):
+            is_wrong = value not in limit
+        else:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            most = 2**32 - 1 if key == "seed" else math.inf
+            is_wrong = is_number and not limit <= value <= most
+        if is_wrong:
+            raise TrainkitError(f"{key}: must be {rule}, received {value!r}. {remedy}")
 
 
 def refuse_no_end(trainer: DictConfig) -> None:

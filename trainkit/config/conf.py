@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.config._compat import register_resolver, store
+from trainkit.config._compat import register_resolver
 from trainkit.config.groups import TrainSchema
 from trainkit.config.run_name import run_name
 from trainkit.config.targets import TARGET
@@ -92,7 +93,7 @@ def register() -> None:
 
 def register_types() -> None:
     """Register the types and resolvers that trainkit's groups use."""
-    store("train_schema", TrainSchema)
+    ConfigStore.instance().store("train_schema", TrainSchema, provider="trainkit")
     register_resolver("trainkit.run_name", run_name, use_cache=True)
     register_resolver("trainkit.accumulate", accumulate)
     register_resolver("trainkit.unless_scheduled", unless_scheduled)

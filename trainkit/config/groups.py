@@ -75,13 +75,8 @@ _READ = {field.name for field in fields(TrainSchema)} | {"hydra"}
 CALLBACK_GROUPS = ("schedule", "lr_scaling", "batchnorm")
 """Groups that hold one callback each."""
 
-_OF_FILES = ("model", "data", "trainer")
-"""Groups of which every file makes an object."""
-
-_ONE = (
-    *_OF_FILES,
-    *("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer", "scheduler"),
-)
+_ONE = ("model", "data", "trainer", "accumulation", "micro_batching")
+_ONE += (*CALLBACK_GROUPS, "optimizer", "scheduler")
 _SEVERAL = ("callbacks", "logger")
 
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
@@ -108,12 +103,22 @@ def nodes_of(config: DictConfig) -> Iterator[tuple[str, Any]]:
             )
         for key in entries_of(config, group):
             node = OmegaConf.select(config, key)
-            if not (OmegaConf.is_dict(node) and TARGET in node):
-                raise TrainkitError(
-                    f"{key}: must have a {TARGET} or be null, received {node!r}. "
-                    f"Write {key}.{TARGET}=my_module.MyClass."
-                )
+            _refuse_without_target(node, key)
             yield key, node
+
+
+def _refuse_without_target(node: Any, key: str) -> None:
+    """Refuse a file without a target, and an argument for `none`: `+group.size=4`."""
+    names = list(map(str, node)) if OmegaConf.is_dict(node) else []
+    if TARGET not in names:
+        received = ", ".join(names) or repr(node)
+        choose = f"Choose an option before it, {key}=..., or add" * ("." not in key)
+        without = " ".join(f"'~{key}.{name}'" for name in names)
+        raise TrainkitError(
+            f"{key}: must have a {TARGET} or be null, received {received}. "
+            f"{choose or 'Add'} a line {TARGET}: my_module.MyClass to a file of your "
+            f"own{', or take it out: ' * bool(names)}{without}"
+        )
 
 
 def is_empty(node: Any) -> bool:
@@ -124,25 +129,6 @@ def is_empty(node: Any) -> bool:
 def entries_of(config: DictConfig, group: str) -> list[str]:
     """The keys of a group's entries; an entry that is null is left out."""
     return [f"{group}.{name}" for name, node in (config[group] or {}).items() if node]
-
-
-def _refuse_without_target(node: Any, group: str) -> None:
-    """Refuse a file without a target, and an argument for `none`: `+group.size=4`."""
-    names = list(map(str, node)) if OmegaConf.is_dict(node) else []
-    if TARGET in names:
-        return
-    if group in _OF_FILES or not names:
-        raise TrainkitError(
-            f"{group}: must have a {TARGET}, received {', '.join(names) or node}. "
-            f"Add a line {TARGET}: my_module.MyClass to the file that {group}=... "
-            f"names."
-        )
-    without = " ".join(f"'~{group}.{name}'" for name in names)
-    raise TrainkitError(
-        f"{group}.{names[0]}: needs an option of {group}, and none is chosen, received "
-        f"{node[names[0]]!r}. Choose one before it, {group}=..., add a line {TARGET}: "
-        f"my_module.MyClass to a file of your own, or take it out: {without}"
-    )
 
 
 def refuse_unread(config: DictConfig) -> None:

@@ -60,11 +60,6 @@ def allowed() -> list[str]:
     return [*_PARTS, *sorted(_allowed | {each.strip() for each in named} - {""})]
 
 
-def allowed_packages() -> list[str]:
-    """The top-level packages of everything that is allowed."""
-    return list(dict.fromkeys(part.partition(".")[0] for part in allowed()))
-
-
 def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
     """`hydra.utils.instantiate`, for targets of allowed packages.
 
@@ -82,12 +77,9 @@ def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         TrainkitError: a target is not allowed, or does not exist.
     """
-    for key, target in targets_of([config, kwargs]):
-        locate(target, key=key)
-    # Hydra 1.4 warns without this list, and 1.5 will fail; 1.3 does not have it.
-    policy = "_execution_whitelist_"
-    if policy in inspect.signature(hydra.utils.instantiate).parameters:
-        kwargs[policy] = [f"{package}.*" for package in allowed_packages()]
+    for each in (config, kwargs):
+        for key, node in nodes_with_target(each):
+            locate(node[TARGET], key=f"{key}.{TARGET}".lstrip("."))
     return hydra.utils.instantiate(config, *args, **kwargs)
 
 
@@ -103,7 +95,7 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     package = target.partition(".")[0]
     spec = _spec(package)
     is_here = _is_here(spec)
-    if package not in allowed_packages() and not is_here:
+    if not is_here and package not in {part.partition(".")[0] for part in allowed()}:
         if spec is None:
             raise TrainkitError(
                 f"{key}: must name something that can be imported, received "
@@ -173,20 +165,18 @@ def _home_of(found: Any) -> str:
     return type(getattr(found, "__self__", found)).__module__
 
 
-def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The targets in a configuration, each with its key."""
+def nodes_with_target(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The mappings in a configuration that have a target, each with its key."""
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node, resolve=True)
     if isinstance(node, Mapping):
+        if TARGET in node:
+            yield key, node
         for name, each in node.items():
-            inner = f"{key}.{name}" if key else str(name)
-            if name == TARGET:
-                yield inner, each
-            else:
-                yield from targets_of(each, inner)
+            yield from nodes_with_target(each, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list | tuple):
         for index, each in enumerate(node):
-            yield from targets_of(each, f"{key}[{index}]" if key else "")
+            yield from nodes_with_target(each, f"{key}[{index}]")
 
 
 def _not_allowed(target: str, key: str, home: str) -> TrainkitError:

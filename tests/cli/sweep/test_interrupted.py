@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,56 +16,27 @@ from tests.cli.sweep import helpers
 from tests.cli.sweep.helpers import LR, command, private_env, run, toy
 from tests.wandb_server import WandbServer, wait_until
 from trainkit.cli.sweep.offline import OfflineSweep
-from trainkit.cli.sweep.process import KILL_DELAY, TrialProcess, end_orphan
+from trainkit.cli.sweep.process import started, wait_for_orphan
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial
-from trainkit.errors import TrainkitError
-
-HOLDS = """
-import signal, sys, time
-if "stubborn" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
-def holding(folder: Path, *words: str) -> TrialProcess:
-    """A process that runs a trial, and is ready."""
-    trial = Trial(name="t", arguments={}, folder=str(folder))
-    process = TrialProcess(trial, [sys.executable, "-c", HOLDS, *words], {})
-    wait_until(lambda: "held" in (folder / "output.log").read_text())
-    return process
+def test_a_trial_that_still_runs_is_waited_for(tmp_path: Path) -> None:
+    for folder in (tmp_path / "never made", tmp_path):  # the first is the control
+        wait_for_orphan(folder, pytest.fail)
+    process = started([sys.executable, "-c", "input()"], {}, tmp_path)
+    process.kill()
+    process.wait()
+    wait_for_orphan(tmp_path, pytest.fail)
+    process = started(["sleep", "600"], {}, tmp_path)
+    news: list[str] = []
 
+    def say(text: str) -> None:
+        news.append(text)
+        process.kill()
 
-@pytest.mark.parametrize(("words", "status"), [([], -15), (["stubborn"], -9)])
-def test_an_orphan_is_asked_and_then_killed(
-    words: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KILL_DELAY, "0.3" if words else "30")
-    process = holding(tmp_path, *words)
-    assert end_orphan(process.trial)
-    wait_until(lambda: process.poll() == status)
-    assert not end_orphan(process.trial)  # the controls: nobody holds the lock
-    never = Trial(name="t", arguments={}, pid=1, folder=str(tmp_path / "never made"))
-    assert not end_orphan(never)
-
-
-def test_one_that_cannot_be_ended_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KILL_DELAY, "0.1")
-    process = holding(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait(240)
-    number = process.trial.pid
-    for process.trial.pid in (ended.pid, None):
-        with pytest.raises(TrainkitError, match="t: a process still runs it in"):
-            end_orphan(process.trial)
-    monkeypatch.setenv(KILL_DELAY, "30")
-    process.trial.pid = number
-    assert end_orphan(process.trial)
-    wait_until(lambda: process.poll() is not None)
+    wait_for_orphan(tmp_path, say)
+    assert str(tmp_path) in news[0]
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -81,7 +53,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: len(started(tmp_path)) == 2 or process.poll() is not None)
+    wait_until(lambda: len(begun(tmp_path)) == 2 or process.poll() is not None)
     wait_until(lambda: states(tmp_path) == ["finished", "running"])
     yield process
     process.kill()
@@ -89,16 +61,16 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "go").touch()  # whatever still waits ends
 
 
-def numbers(folder: Path) -> tuple[int, int]:
-    """Those of the running trial's process, and of the one that has started it."""
-    number = helpers.read_trials(folder / "sweeps")[1]["pid"]
-    words = ["ps", "-o", "ppid=", "-p", str(number)]
-    return number, int(subprocess.run(words, capture_output=True, check=True).stdout)
-
-
-def started(folder: Path) -> list[str]:
+def begun(folder: Path) -> list[str]:
     path = folder / "started"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def number_of(held: subprocess.Popen[str]) -> int:
+    """That of the sweep's process, which may be a fork that the one here waits for."""
+    words = ["pgrep", "-P", str(held.pid)]
+    found = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return int((found.split() or [held.pid])[0])
 
 
 def states(folder: Path) -> list[str]:
@@ -126,18 +98,21 @@ def uploaded(folder: Path, server: WandbServer) -> dict[str, list[float]]:
 def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     held: subprocess.Popen[str], tmp_path: Path, wandb_server: WandbServer
 ) -> None:
-    trial, sweep = numbers(tmp_path)
-    os.kill(sweep, signal.SIGKILL)
+    os.kill(number_of(held), signal.SIGKILL)
     assert held.wait(240) == -signal.SIGKILL
     assert states(tmp_path) == ["finished", "running"]
-    os.kill(trial, 0)  # the trial itself is still running
-    (tmp_path / "go").touch()
-    done = go_on(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        resumed = pool.submit(go_on, tmp_path)
+        with pytest.raises(TimeoutError):
+            resumed.result(2)  # the trial itself is still running
+        (tmp_path / "go").touch()
+        done = resumed.result()
     assert done.returncode == 0, done.stderr
+    assert "still runs in" in done.stderr
     assert states(tmp_path) == ["finished"] * 3
-    rates = [line.split()[1] for line in started(tmp_path)]
+    rates = [line.split()[1] for line in begun(tmp_path)]
     assert rates == ["0.1", "0.01", "0.01", "0.001"]  # those that had ended are not
-    names = [line.split()[0] for line in started(tmp_path)]
+    names = [line.split()[0] for line in begun(tmp_path)]
     assert names[1] == names[2]
     (folder,) = (tmp_path / "sweeps").glob("*")
     sweep_id = folder.name
@@ -153,7 +128,7 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
 def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    _, sweep = numbers(tmp_path)
+    sweep = number_of(held)
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "is in use by another process" in done.stderr
@@ -199,8 +174,8 @@ def test_what_a_kill_left_half_done_changes_no_result(
                 running = OfflineSweep(sweep, folder)
                 trial = running.propose()
             if trial is not None:
-                trial.state, trial.metric = "finished", [trial.arguments["lr"]]
-                running.save(trial)
+                trial.metric = [trial.arguments["lr"]]
+                running.save(trial, "finished")
         found.append([trial.arguments for trial in OfflineSweep(sweep, folder).trials])
     assert found[0] == found[1]
     distinct = {str(each) for each in found[0]}

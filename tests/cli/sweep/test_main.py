@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -17,9 +17,7 @@ from tests.cli.sweep.helpers import LR, toy
 from trainkit.cli.composition import Composition
 from trainkit.cli.sweep.main import check_keys, main
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.whole_config import for_train, hydra_text, without_swept
-from trainkit.cli.words import completed
-from trainkit.config._compat import VERSION_BASE
+from trainkit.cli.sweep.whole_config import as_logged, for_train, hydra_text
 from trainkit.errors import TrainkitError
 
 RULE = {"values": ["sqrt", "none"]}
@@ -57,7 +55,8 @@ def test_exit_status_1_needs_a_metric_and_json_is_all_that_standard_output_gets(
     assert main([str(path), "--offline", "--json", *count]) == status
     output, news = capsys.readouterr()
     assert says in news
-    assert yaml.safe_load(output)["trials"][0]["rows"] == (0 if program else 2)
+    value = yaml.safe_load(output)["trials"][0]["value"]
+    assert (value is None) == bool(program)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,16 @@ def test_exit_status_1_needs_a_metric_and_json_is_all_that_standard_output_gets(
         (["--resume", "nope", "--offline"], "there is no sweep 'nope'"),
         (["--fast"], "unrecognized arguments: --fast"),
         (["--offline"], "method random never ends by itself. Give --count N"),
-        (["--offline", "--count", "1"], "lr: distribution beta is drawn by W&B's"),
+        (["--offline", "--count", "1"], "lr: distribution q_beta is drawn by W&B's"),
+        (["--json"], "--json: is for --offline"),
+        (["--seed", "1"], "--seed: is for --offline"),
     ],
 )
 def test_wrong_options_are_refused(
     no_account: Path, words: list[str], text: str
 ) -> None:
     is_random = words[:1] == ["--offline"]
-    lr = {"distribution": "beta"} if is_random else LR
+    lr = {"distribution": "q_beta"} if is_random else LR
     path = toy(no_account, {"lr": lr}, method="random" if is_random else "grid")
     with pytest.raises(TrainkitError, match=text):
         main([str(path), *words])
@@ -103,6 +104,8 @@ def test_without_optuna_the_extra_is_named_and_no_folder_is_left(
         ({"optim.lr": LR}, [], "optim.lr=0.1: .* override.*Did you mean optimizer"),
         ({"lr": LR}, [], "lr=0.1: .* override .*Did you mean optimizer.lr"),
         ({"seed.x": LR}, [], "seed.x=0.1: "),
+        ({"seed": {"values": [1, None]}}, [], None),
+        ({"schedule": {"values": ["none", None]}}, [], "schedule=null: .*Got NoneType"),
         ({"lr_scaling": {"values": ["sqrt", "cubic"]}}, [], "Available options.*lin"),
         ({"lr_scaling.rule": RULE}, ["lr_scaling=sqrt", REFERENCE], None),
         ({"lr_scaling.rule": RULE}, [], "lr_scaling.rule='sqrt': Could not override"),
@@ -157,7 +160,7 @@ def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
     sweep = SweepFile.read(path)
     check_keys(sweep)
     for pick in (0, -1):
-        swept = {n: (p.values or [p.min])[pick] for n, p in sweep.varied.items()}
+        swept = {n: sweep.parameters[n].listed[pick] for n in sweep.varied}
         words = [f"{name}={hydra_text(value)}" for name, value in swept.items()]
         config = Composition(["experiment=demo", *sweep.words[3:-1], *words]).config
         if path.stem == "lr_batch":
@@ -169,25 +172,21 @@ def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
 # ---- what an agent hands over becomes what the trial was started with ----------------
 
 
-LOGGED: dict[str, Any] = {
+SWEPT: dict[str, Any] = {
     "optimizer.lr": 1e-05,
     "lr_scaling": "sqrt",
     "lr_scaling.rule": "none",
-    "seed": 0,
-    "experiment": None,
-    "schedule": "none",
+    "seed": None,
     "name": "a,b",
-    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-05, "eps": 1e-08},
-    "callbacks": {"monitor": {"_target_": "trainkit.WindowMonitor"}},
-    "effective_batch/samples": 64,
-    "lr/0": 0.1,
-    "paths": {"run_dir": "/old"},
-    "ckpt_path": None,
+    "model.more": {"b": 1, "a": [None]},
+}
+LOGGED: dict[str, Any] = {
+    "trainkit": {"optimizer": {"_target_": "torch.optim.AdamW"}, "seed": 0},
     "_wandb": {"t": {"1": [1, 5]}},
 }
-SWEPT = """
-optimizer.lr=1e-05 lr_scaling='sqrt' lr_scaling.rule='none' seed=0 schedule='none'
-name='a,b'
+TEXTS = """
+optimizer.lr=1e-05 lr_scaling='sqrt' lr_scaling.rule='none' seed=null name='a,b'
+model.more={a:[null],b:1}
 """.split()
 OWN = ["hydra.run.dir=x", "optimizer.lr=9", "--cfg", "lr_scaling.reference_batch=32"]
 
@@ -209,47 +208,20 @@ def as_agent(
     return words
 
 
-@pytest.mark.parametrize(
-    ("own", "arguments", "prefix", "kept"),
-    [
-        # https://github.com/wandb/wandb/issues/9143: a resumed trial has the arguments
-        # with which it was started, and the command's own words stay.
-        (OWN, LOGGED, "", [*OWN, *SWEPT]),
-        # https://github.com/wandb/wandb/issues/1427
-        (
-            [],
-            {"optimizer": {"lr": 0.1, "eps": 1e-08}},
-            "",
-            ["optimizer.lr=0.1", "optimizer.eps=1e-08"],
-        ),
-        ([], {"optimizer.lr": 0.1, "lr/0": 1}, "++", ["++optimizer.lr=0.1"]),
-        ([], {"ckpt_path": None, "metric": None}, "", ["metric=null"]),
-    ],
-)
+@pytest.mark.parametrize("prefix", ["", "++"])
+@pytest.mark.parametrize("is_resumed", [True, False])
 def test_trainkit_train_gets_what_the_sweep_has_set(
-    as_agent: Callable[[dict[str, Any]], list[str]],
-    own: list[str],
-    arguments: dict[str, Any],
-    prefix: str,
-    kept: list[str],
+    as_agent: Callable[[dict[str, Any]], list[str]], is_resumed: bool, prefix: str
 ) -> None:
-    words = [prefix + word for word in as_agent(arguments)]
-    found = for_train([*own, *words])
-    assert found[: len(own)] == own
-    assert sorted(found) == sorted(kept)
-    with initialize_config_module("trainkit.conf", **VERSION_BASE):
-        compose("train", completed([w for w in found if w != "--cfg"]))
-        if arguments is LOGGED:  # the control
-            with pytest.raises(HydraException):
-                compose("train", completed(words))
-
-
-def test_without_a_server_every_argument_is_the_sweeps(
-    as_agent: Callable[[dict[str, Any]], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WANDB_SWEEP_ID")
-    words = as_agent({"optimizer": {"lr": 0.1}, "nope": None})
-    assert for_train(words) == ["optimizer.lr=0.1", "nope=null"]  # which Hydra refuses
+    # https://github.com/wandb/wandb/issues/9143: a resumed trial has the arguments
+    # with which it was started, and the command's own words stay.
+    given = as_agent({**SWEPT, **(LOGGED if is_resumed else {})})
+    found = for_train([*OWN, *(f"{prefix}{word}" for word in given)])
+    assert found == [*OWN, *(f"{prefix}{word}" for word in TEXTS)]
+    for word in TEXTS:  # the control: what an agent has made of these
+        OverridesParser.create().parse_override(word)
+    with pytest.raises(HydraException):
+        OverridesParser.create().parse_override(given[-1])
 
 
 def test_without_a_sweep_every_word_stays() -> None:
@@ -257,11 +229,10 @@ def test_without_a_sweep_every_word_stays() -> None:
     assert for_train(words) == words
 
 
-def test_what_the_sweep_owns_is_not_logged_again(
+def test_a_run_of_a_sweep_logs_in_one_entry(
     as_agent: Callable[[dict[str, Any]], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_agent({"lr_scaling": "sqrt", "optimizer.lr": 0.1})
-    config = {"lr_scaling": {"rule": "sqrt"}, "optimizer": {"lr": 0.1}, "seed": 0}
-    assert without_swept(config) == {"optimizer": {"lr": 0.1}, "seed": 0}
+    as_agent({"optimizer.lr": 0.1})
+    assert as_logged({"seed": 0}) == {"trainkit": {"seed": 0}}
     monkeypatch.delenv("WANDB_SWEEP_PARAM_PATH")
-    assert without_swept(config) == config
+    assert as_logged({"seed": 0}) == {"seed": 0}

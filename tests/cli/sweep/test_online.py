@@ -36,7 +36,7 @@ def test_two_agents_run_a_sweep_over_a_crash(
     wandb_server: WandbServer, env: dict[str, str], tmp_path: Path
 ) -> None:
     toy(tmp_path, {"lr": LR, "rows": 4, "crash_at": 0.1})
-    done = run(command("toy.yaml", "--agents", "2", "--json"), env, tmp_path)
+    done = run(command("toy.yaml", "--agents", "2"), env, tmp_path)
     assert done.returncode == 0, done.stderr
     runs = by_lr(wandb_server)
     whole = ("finished", [1, 2, 3, 4])
@@ -45,14 +45,6 @@ def test_two_agents_run_a_sweep_over_a_crash(
     assert len(wandb_server.agents) == 2
     assert all(agent.runs for agent in wandb_server.agents.values())
     assert not wandb_server.unknown
-    table = json.loads(done.stdout)
-    assert table["best"] == runs[0.01].name
-    values = [trial["value"] for trial in table["trials"]]
-    assert values == pytest.approx([0.25, 1.25, 1.5])
-    assert table["trials"][0]["arguments"] == {"lr": 0.01}
-    states = {t["name"]: t["state"] for t in table["trials"]}
-    ended = [states[runs[lr].name] for lr in LR["values"]]
-    assert ended == ["crashed", "finished", "finished"]
 
 
 @pytest.mark.slow
@@ -113,10 +105,8 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
     # https://github.com/wandb/wandb/issues/9143: the agent is given all that was logged
     logged: dict[str, Any] = {
         "optimizer.lr": 0.01,
-        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
-        "experiment": None,
-        "seed": 3,
-        "effective_batch/samples": 64,
+        "trainkit": {"optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01}},
+        "schedule": None,
     }
     wandb_server.suggest = lambda sweep, n: logged if n == 0 else None
     program = tmp_path / "echo.py"
@@ -128,11 +118,11 @@ def test_a_resumed_trial_gets_arguments_that_hydra_takes(
     words = ["${interpreter}", "${program}", "logger=csv", "${args_no_hyphens}"]
     toy(tmp_path, {"optimizer.lr": LR}, program=str(program), command=words)
     done = run(command("toy.yaml"), env, tmp_path)
-    assert done.returncode == 1  # it logged no run
+    assert done.returncode == 0, done.stderr
     given, kept = json.loads((tmp_path / "words").read_text())
-    assert "experiment=None" in given
-    assert any(word.startswith("optimizer={'_target_'") for word in given)
-    assert kept == ["logger=csv", "optimizer.lr=0.01", "seed=3"]
+    assert "schedule=None" in given
+    assert any(word.startswith("trainkit={'optimizer'") for word in given)
+    assert kept == ["logger=csv", "optimizer.lr=0.01", "schedule=null"]
 
 
 def test_without_a_login_the_message_says_what_to_do(tmp_path: Path) -> None:

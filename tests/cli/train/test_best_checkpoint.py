@@ -202,10 +202,11 @@ def test_a_signal_ends_it_or_the_training_before_which_is_not_tested(
 
 
 def test_it_is_in_the_one_run_of_wandb(private_wandb: Path) -> None:
-    """Which ends with the test."""
+    """Which is opened again, in a second file."""
     run = trained(private_wandb, "test=true", "logger=wandb")
-    (folder,) = folders(run)
-    shown = str(records(folder))
+    found = folders(run)
+    assert len({folder.name.rpartition("-")[2] for folder in found}) == 1
+    shown = str([records(folder) for folder in found])
     assert "val/loss" in shown
     assert "test/loss" in shown
     assert "'type': 'exit'" in shown

@@ -85,7 +85,7 @@ def composed() -> DictConfig:
         ("model._target_", f"{__name__}.NoModule", "must make a LightningModule"),
         ("model.width", 3, "model.width: CodeLM has no such argument"),
         ("trainer.plugins", [{"_target_": "os.getcwd"}], "os.getcwd"),
-        ("micro_batching.size", 3, "size: needs an option of micro_batching"),
+        ("micro_batching.size", 3, "micro_batching: must have a _target_"),
         ("optimizer", None, "Choose scheduler=none"),
     ],
 )

@@ -152,10 +152,11 @@ def test_what_a_sweep_has_set_is_logged_beside_it(
     monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(parameters))
     logger = WandbRunLogger(save_dir=private_wandb)
     logger.log_hyperparams({"lr_scaling": {"k": 2}, "seed": 1})
+    logger.log_hyperparams({"lr_scaling": {"lr": 0.1}})
     logger.finalize("success")
     config = online.runs["sw0r0"].config
     assert config["lr_scaling"] == "sqrt"
-    assert (config["resolved/lr_scaling"], config["seed"]) == ({"k": 2}, 1)
+    assert config["trainkit"] == {"lr_scaling": {"k": 2, "lr": 0.1}, "seed": 1}
 
 
 # ---- whatever else happens to a logger -----------------------------------------------

@@ -1,16 +1,20 @@
-"""Runs a validation, a test or a prediction, also as the end of a training."""
+"""Runs a validation, a test or a prediction of a run, or as the end of a training."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import open_dict
 
+from trainkit.cli.composition import composed
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import (
@@ -20,11 +24,14 @@ from trainkit.cli.runs.checkpoint import (
     was_restoring,
 )
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.resume import words_of_run
 from trainkit.cli.runs.summary import number
-from trainkit.config.build import Training
+from trainkit.cli.words import key_of, options_first
+from trainkit.config.build import Training, build
 from trainkit.config.redact import redact
-from trainkit.errors import TRACEBACK, TrainkitError
+from trainkit.errors import TrainkitError
 from trainkit.lit.front.exact_resume import find_stop
+from trainkit.lit.resume.graceful_stop import GracefulStop
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADERS = {verb: f"{verb.removesuffix('idate')}_dataloader" for verb in STEPS}
@@ -70,7 +77,6 @@ def evaluate(
         print(f"trainkit | stopped by {stopped.name}; no {verb}.json", flush=True)
         raise Interrupted(stopped) from end
     except Exception as error:
-        _explain(error, verb, training.module)
         if is_mistake(error):
             raise
         if was_restoring(error):
@@ -98,56 +104,36 @@ def evaluate(
     return facts
 
 
-class TestAtEnd:
-    """Tests the best checkpoint after training, with the same Trainer and loggers.
+def refuse_no_test(training: Training) -> None:
+    """Refuse a test after a training that has no test_step, loader or checkpoint."""
+    refuse_missing("test", training.module, training.data)
+    if not training.trainer.checkpoint_callbacks:
+        raise TrainkitError(
+            "test: needs a checkpoint, and the run writes none "
+            "(trainer.enable_checkpointing=false or callbacks=none). Leave test=true "
+            "out, or let the run write one."
+        )
 
-    Args:
-        training: the training.
-        folder: of the run.
 
-    Raises:
-        TrainkitError: there is nothing to test: no test_step, loader or checkpoint.
+def test_best(training: Training, folder: RunFolder) -> dict[str, Any] | None:
+    """Test the best checkpoint of a training that has come to its end.
+
+    It has the same Trainer and loggers, of which W&B's opens its run again.
+
+    Returns:
+        The facts of the test; None if there is no checkpoint.
     """
-
-    __test__ = False  # not a test of pytest
-
-    def __init__(self, training: Training, folder: RunFolder) -> None:
-        self.training, self.folder = training, folder
-        refuse_missing("test", training.module, training.data)
-        if not training.trainer.checkpoint_callbacks:
-            raise TrainkitError(
-                "test: needs a checkpoint, and the run writes none "
-                "(trainer.enable_checkpointing=false or callbacks=none). Leave "
-                "test=true out, or let the run write one."
-            )
-        # These can wait for the test, and would else end with the training.
-        loggers = training.trainer.loggers
-        self._waiting: Any = [each for each in loggers if hasattr(each, "stays_open")]
-        for logger in self._waiting:
-            logger.stays_open = True
-
-    def run(self, *, is_wanted: bool) -> dict[str, Any] | None:
-        """The facts of the test, or None if there was none.
-
-        Args:
-            is_wanted: whether training has come to its end.
-        """
-        trainer: Any = self.training.trainer
-        best = best_checkpoint(self.folder) if is_wanted else None
-        for logger in self._waiting:
-            logger.stays_open = False  # it ends with the test
-            if best is None:
-                logger.finish()
-        if best is None:
-            if is_wanted and trainer.is_global_zero:
-                print("trainkit | test: left out, no checkpoint was written")
-            return None
-        try:
-            return evaluate("test", self.training, best, self.folder)
-        except SystemExit as end:
-            if trainer.is_global_zero:
-                raise
-            raise SystemExit(0) from end  # else Lightning kills the first rank
+    is_first, best = training.trainer.is_global_zero, best_checkpoint(folder)
+    if best is None:
+        if is_first:
+            print("trainkit | test: left out, no checkpoint was written")
+        return None
+    try:
+        return evaluate("test", training, best, folder)
+    except SystemExit as end:
+        if is_first:
+            raise
+        raise SystemExit(0) from end  # else Lightning kills the first rank
 
 
 def _say(verb: str, name: str, step: int | None, trainer: Any) -> None:
@@ -166,8 +152,7 @@ def _say(verb: str, name: str, step: int | None, trainer: Any) -> None:
 def refuse_missing(verb: str, module: LightningModule, data: Any) -> None:
     """Refuse a module without the verb's step, and data without its loader."""
     name, step, loader = type(module).__name__, STEPS[verb], LOADERS[verb]
-    can_forward = verb == "predict" and is_overridden("forward", module)
-    if not can_forward and not is_overridden(step, module):
+    if not is_overridden(step, module):
         other = {"test": " trainkit validate runs validation_step."}.get(verb, "")
         raise TrainkitError(
             f"model: must have {step} to {verb}, and {name} has none. Write "
@@ -204,15 +189,79 @@ def _refuse_several_ranks(trainer: Any) -> None:
         )
 
 
-def _explain(error: Exception, verb: str, module: LightningModule) -> None:
-    """Raise what a user can do about an error of a module without `predict_step`."""
-    frames = [f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)]
-    if "predict_step" in frames and not is_overridden("predict_step", module):
-        raise TrainkitError(
-            f"model: must have predict_step to predict on these data, and "
-            f"{type(module).__name__} has none. Lightning then calls forward with the "
-            f"whole batch of {LOADERS[verb]}, which failed: {type(error).__name__}: "
-            f"{error}\nWrite predict_step(self, batch, batch_idx), for example: "
-            f"inputs, _ = batch; return self(inputs). {TRACEBACK}=1 in the environment "
-            f"shows where."
-        ) from error
+# ---- a run's Trainer, module and data, made again ------------------------------------
+
+
+_ONE_DEVICE = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+"""What makes an evaluation exact: of several ranks the last may get padded rows."""
+
+
+def configured(verb: str, folder: RunFolder, words: Sequence[str]) -> Training:
+    """Make what the run has trained with; the Trainer writes nothing.
+
+    Args:
+        verb: of the command.
+        folder: of the run.
+        words: what the command line changes.
+
+    Raises:
+        TrainkitError: a wrong word, or what the configuration names is not there.
+    """
+    given = options_first(words)
+    for word in given:
+        is_other = "=" not in word and not word.startswith("~")
+        if is_other or key_of(word) == "ckpt_path":
+            raise TrainkitError(
+                f"trainkit {verb}: after the run stand overrides of trainkit train, "
+                f"key=value without dashes, received {word!r}. The checkpoint is the "
+                f"first word: trainkit {verb} RUN/checkpoints/last.ckpt"
+            )
+    own = words_of_run(folder, given, but="logger")
+    config = composed(own, folder.path)
+    with open_dict(config):
+        config.logger = config.ckpt_path = None
+        _adapt(verb, config.trainer, {key_of(word) for word in given})
+    training = build(config)
+    trainer: Any = training.trainer
+    trainer.loggers = [_NoLogger(folder)]
+    unused = (Checkpoint, ProgressBar)
+    kept = [each for each in trainer.callbacks if not isinstance(each, unused)]
+    has_bar = trainer.progress_bar_callback is not None and sys.stdout.isatty()
+    bar = [TQDMProgressBar()] if has_bar else []
+    trainer.callbacks = [*kept, *bar, GracefulStop()]
+    return training
+
+
+def _adapt(verb: str, trainer: Any, given: Collection[str]) -> None:
+    """Change the configuration of a Trainer, but for what the words say.
+
+    It gets one device, and no profiler, which would write to the run's folder.
+    """
+    if "trainer.profiler" not in given:
+        trainer.profiler = None
+    if any(f"trainer.{name}" in given for name in _ONE_DEVICE):
+        return
+    had = [
+        f"trainer.{name}={trainer[name]}"
+        for name in ("devices", "num_nodes")
+        if trainer.get(name, 1) not in (1, "1", "auto", [0])
+    ]
+    if had:
+        print(
+            f"trainkit | {verb}: on one device, which gives each row once; the run had "
+            f"{' and '.join(had)}",
+            flush=True,
+        )
+    trainer.update(_ONE_DEVICE)
+
+
+class _NoLogger(DummyLogger):
+    """Logs nothing; a module may still ask it for the folder of the run."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder.path)

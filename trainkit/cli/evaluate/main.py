@@ -27,7 +27,7 @@ examples:
 _WRITES = {
     "validate": "validate.json",
     "test": "test.json",
-    "predict": "predictions.csv or predictions.jsonl, and predict.json,",
+    "predict": "predictions.csv and predict.json",
 }
 
 
@@ -58,8 +58,7 @@ def main(argv: list[str]) -> int:
 
 def _of_a_run(verb: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.cli.door import spoken
-    from trainkit.cli.evaluate.configured import configured
-    from trainkit.cli.evaluate.evaluation import evaluate
+    from trainkit.cli.evaluate.evaluation import configured, evaluate
     from trainkit.cli.runs.checkpoint import find
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced

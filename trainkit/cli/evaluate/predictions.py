@@ -15,16 +15,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from trainkit.errors import TrainkitError
 
-CSV, JSONL = "predictions.csv", "predictions.jsonl"
-
-Row = dict[str, Any]
-
 
 class Predictions(BasePredictionWriter):
-    """Writes each batch's rows as soon as they are there, and keeps none of them.
+    """Writes each batch's rows to `predictions.csv` as they come, and keeps none.
 
-    The first batch decides the format: `predictions.csv` if each of its values is one
-    number or text, else `predictions.jsonl`. The file gets its name when it is
+    A list or a dict stands in its cell as JSON. The file gets its name when it is
     complete; the file of an earlier prediction is then replaced.
 
     Args:
@@ -40,7 +35,7 @@ class Predictions(BasePredictionWriter):
         self.folder = folder
         self.num_rows = 0
         self.path: Path | None = None
-        self._columns: list[str] | None = None
+        self._columns: list[str] = []
         self._file: TextIO | None = None
 
     def write_on_batch_end(
@@ -58,18 +53,15 @@ class Predictions(BasePredictionWriter):
         rows = rows_of(prediction, len(batch_indices) if batch_indices else None)
         if len(trainer.num_predict_batches) > 1:
             rows = [{"dataloader": dataloader_idx, **row} for row in rows]
-        if rows:
-            self._write(rows)
+        for row in rows:
+            self._write(row)
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._file is None:
-            return
-        self._file.close()
-        name, other = (JSONL, CSV) if self._columns is None else (CSV, JSONL)
-        self.path = self.folder / name
-        os.replace(self._file.name, self.path)
-        (self.folder / other).unlink(missing_ok=True)
-        self._file = None
+        if self._file is not None:
+            self._file.close()
+            self.path = self.folder / "predictions.csv"
+            os.replace(self._file.name, self.path)
+            self._file = None
 
     def close(self) -> None:
         """Remove the file of a prediction that did not end."""
@@ -78,29 +70,26 @@ class Predictions(BasePredictionWriter):
             Path(self._file.name).unlink(missing_ok=True)
             self._file = None
 
-    def _write(self, rows: list[Row]) -> None:
-        names = list(rows[0])
-        is_flat = not any(isinstance(x, list | dict) for r in rows for x in r.values())
+    def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:
             unfinished = self.folder / f".predictions.{os.getpid()}"
             self._file = unfinished.open("w", encoding="utf-8", newline="")
-            if is_flat:
-                self._columns = names
-                csv.writer(self._file).writerow(names)
-        self.num_rows += len(rows)
-        if self._columns is None:
-            self._file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-        elif names == self._columns and is_flat:
-            csv.writer(self._file).writerows(row.values() for row in rows)
-        else:
+            self._columns = list(row)
+            csv.writer(self._file).writerow(self._columns)
+        if list(row) != self._columns:
             raise TrainkitError(
                 f"predict_step: all batches must have the columns of the first one, "
-                f"{self._columns}, each with one number or text, received {rows[0]}. "
-                f"Return the same names and shapes for each batch."
+                f"{self._columns}, received {row}. Return the same names for each."
             )
+        cells = [
+            json.dumps(value, default=str) if isinstance(value, list | dict) else value
+            for value in row.values()
+        ]
+        csv.writer(self._file).writerow(cells)
+        self.num_rows += 1
 
 
-def rows_of(prediction: Any, num_rows: int | None = None) -> list[Row]:
+def rows_of(prediction: Any, num_rows: int | None = None) -> list[dict[str, Any]]:
     """One row for each sample of a batch.
 
     A tensor or an array is split along its first dimension. A list has an entry for

@@ -15,18 +15,17 @@ from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
     from trainkit.cli.sweep.sweep_file import SweepFile
-    from trainkit.cli.sweep.trial import Trial
 
 _ABOUT = """\
 Run a sweep in W&B's own format.
 
-Creates it on the server that `wandb login` knows, runs agents of W&B's client, and
-prints the trials sorted by the metric. With --offline it needs no server and no
-account: Optuna proposes the trials, and each trial is an offline run, which `wandb
-sync` can upload later.
+Creates it on the server that `wandb login` knows, and runs agents of W&B's client. With
+--offline it needs no server and no account: Optuna proposes the trials, and each trial
+is an offline run, which `wandb sync` can upload later. It then prints the trials sorted
+by the metric.
 """
 _EXIT = """\
-exit status: 0 if at least one trial finished; 1 if none finished or none logged the
+exit status: 0 once the sweep is over; 1 if offline no trial finished or none logged the
 metric; 2 for a mistake in the file; 130 after SIGINT and 143 after SIGTERM, after which
 --resume ID continues the sweep.
 """
@@ -44,23 +43,16 @@ def main(argv: list[str]) -> int:
             f"--count N, or write run_cap: N into the file."
         )
     check_keys(sweep)
-    run = _run_offline if options.offline else _run_online
-    status, folder, trials = run(sweep, options)
-    from trainkit.cli.sweep.trial import as_json, lacking, table
-
-    if options.json:
-        print(as_json(sweep, trials, id=folder.name, folder=str(folder)))
+    if options.offline:
+        status, sweep_id = _run_offline(sweep, options)
     else:
-        print("\n".join(table(sweep, trials)))
-        if options.offline:
-            print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
-    if status:
-        again = [] if options.resume else ["--resume", folder.name]
+        from trainkit.cli.sweep.online import run_online
+
+        status, sweep_id = run_online(sweep, options, _say)
+    if status > 1:
+        again = [] if options.resume else ["--resume", sweep_id]
         _say(f"to resume: {to_paste(['sweep', *argv, *again])}")
-        return status
-    if lacks := lacking(sweep, trials):
-        _say(lacks)
-    return int(bool(lacks) or all(trial.state != "finished" for trial in trials))
+    return status
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -74,9 +66,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--count", type=int, metavar="N", help="start at most N trials in all")
     add("--resume", metavar="ID", help="continue this sweep instead of a new one")
     add("--dir", default="sweeps", help="where its folder is made (default: sweeps)")
-    add("--seed", default=None, help="seed for --offline (default: the sweep's id)")
-    add("--json", action="store_true", help="print the table as JSON")
+    add("--seed", help="seed for --offline (default: the sweep's id)")
+    add("--json", action="store_true", help="print the table of --offline as JSON")
     options = parser.parse_args(argv)
+    for name in ("seed", "json"):
+        if getattr(options, name) and not options.offline:
+            raise TrainkitError(
+                f"trainkit sweep --{name}: is for --offline; on a server W&B proposes "
+                f"the trials and shows them. Add --offline, or leave it out."
+            )
     for name in ("agents", "count"):
         if (value := getattr(options, name)) is not None:
             check_whole_number(f"trainkit sweep --{name}", value)
@@ -86,8 +84,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def check_keys(sweep: SweepFile) -> None:
     """Refuse parameters that `trainkit train` would refuse in a trial.
 
-    The configuration is composed with each parameter's first value, and with each text,
-    since that may be an option of a group. Only other programs know their keys.
+    The configuration is composed with each parameter's first value, and with each text
+    or null, since that may be an option of a group. Other programs know their own keys.
     """
     if not sweep.runs_trainkit:
         return
@@ -100,16 +98,17 @@ def check_keys(sweep: SweepFile) -> None:
     words = create_sweep_command(sweep.words[sweep.words.index("train") + 1 :])
     fixed = options_first([word for word in words if not word.startswith("${")])
     refuse_another_app(fixed)
-    values = {name: each.listed for name, each in sweep.leaves.items()}
+    values = {name: each.listed for name, each in sweep.parameters.items()}
     first = {name: every[0] for name, every in values.items()}
-    texts = [{n: v} for n, every in values.items() for v in every if isinstance(v, str)]
-    for changed in [{}, *texts]:
+    pairs = [(name, value) for name, every in values.items() for value in every]
+    chosen = [{n: v} for n, v in pairs if isinstance(v, str) or v is None]
+    for changed in [{}, *chosen]:
         trial = {**first, **changed}
         words = [f"{name}={hydra_text(value)}" for name, value in trial.items()]
         try:
-            _ = Composition([*fixed, *words]).config
+            Composition([*fixed, *words])
         except Exception as error:
-            if not is_mistake(error):
+            if not is_mistake(error) and not isinstance(error, ValueError):
                 raise
             raise TrainkitError(
                 f"{sweep.path} parameters: `trainkit train` would refuse a trial with "
@@ -117,11 +116,11 @@ def check_keys(sweep: SweepFile) -> None:
             ) from error
 
 
-def _run_offline(
-    sweep: SweepFile, options: argparse.Namespace
-) -> tuple[int, Path, list[Trial]]:
+def _run_offline(sweep: SweepFile, options: argparse.Namespace) -> tuple[int, str]:
+    """Run a sweep and print its table; the status and the sweep's id."""
     try:
         from trainkit.cli.sweep.offline import BEGUN, OfflineSweep
+        from trainkit.cli.sweep.search import spaces_of
     except ImportError as error:
         raise TrainkitError(
             f"trainkit sweep --offline: without a server it needs Optuna, from version "
@@ -129,11 +128,11 @@ def _run_offline(
             f"'lightning-trainkit[sweeps]'."
         ) from error
     from trainkit.cli.runs.folder import only_one
-    from trainkit.cli.sweep.search import refuse_what_optuna_lacks
+    from trainkit.cli.sweep.trial import as_json, lacking, table
 
     sweep_id = options.resume or secrets.token_hex(4)
     folder = Path(options.dir).absolute() / sweep_id
-    refuse_what_optuna_lacks(sweep)
+    spaces_of(sweep)  # it refuses what Optuna does not draw
     if options.resume and not (folder / BEGUN).is_file():
         raise TrainkitError(
             f"trainkit sweep --resume: there is no sweep {sweep_id!r} in "
@@ -143,20 +142,18 @@ def _run_offline(
         running = OfflineSweep(sweep, folder, seed=options.seed or sweep_id, say=_say)
         _say(f"sweep {sweep_id} in {folder}")
         status = running.run(agents=options.agents, count=options.count)
-    return status, folder, running.trials
-
-
-def _run_online(
-    sweep: SweepFile, options: argparse.Namespace
-) -> tuple[int, Path, list[Trial]]:
-    from trainkit.cli.sweep.online import OnlineSweep
-
-    running = OnlineSweep(sweep, options.resume)
-    folder = Path(options.dir).absolute() / running.id
-    folder.mkdir(parents=True, exist_ok=True)
-    _say(f"sweep {running.path}; its agents write to {folder}")
-    status = running.run(folder, agents=options.agents, count=options.count)
-    return status, folder, running.trials()
+    trials = running.trials
+    if options.json:
+        print(as_json(sweep, trials, id=sweep_id, folder=str(folder)))
+    else:
+        print(table(sweep, trials))
+        print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
+    if status:
+        return status, sweep_id
+    if lacks := lacking(sweep, trials):
+        _say(lacks)
+    has_failed = lacks or all(trial.state != "finished" for trial in trials)
+    return int(bool(has_failed)), sweep_id
 
 
 def _say(text: str) -> None:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.process import (
-    TrialProcess,
-    end_orphan,
+    KILL_DELAY,
     environment,
     noted_signals,
+    started,
+    wait_for_orphan,
 )
 from trainkit.cli.sweep.search import is_poor, propose
-from trainkit.cli.sweep.sweep_file import SweepFile, nested
+from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import State, Trial, lacking
 from trainkit.cli.sweep.whole_config import PARAMETERS, write_parameters
 from trainkit.cli.words import quoted
@@ -77,9 +80,7 @@ class OfflineSweep:
         self.trials = [Trial(**json.loads(each.read_text())) for each in files]
         self._sweep, self._folder, self._seed = sweep, folder, begun["seed"]
         self._say = say
-        self._running: list[TrialProcess] = []
         self._num_crashed = 0
-        self._look_at = 0.0
 
     def run(self, *, agents: int = 1, count: int | None = None) -> int:
         """Run the sweep until every trial is over.
@@ -91,25 +92,23 @@ class OfflineSweep:
         Returns:
             0, or 130 or 143 if a signal ended it.
         """
-        self._recover()
+        for trial in self.trials:
+            if trial.state == "running":  # when the sweep was killed
+                wait_for_orphan(Path(trial.folder), self._say)
+                trial.state = "waiting"
         left = math.inf if count is None else count
+        running: list[Iterator[None]] = []
         with noted_signals() as came:
             while True:
-                for process in [p for p in self._running if p.poll() is not None]:
-                    self._take(process)
-                for process in self._running if came else ():
-                    if process.becomes is None:
-                        name = process.trial.name
-                        self._say(f"stopping {name}; Ctrl-C again kills it")
-                    process.stop("waiting", at_once=len(came) > 1)
-                while not came and len(self._running) < agents and left > 0:
+                running = [each for each in running if next(each, "over") is None]
+                while not came and len(running) < agents and left > 0:
                     if (trial := self._next()) is None:
                         break
                     left -= 1
-                    self._start(trial)
-                if not self._running:
+                    self.save(trial, "running")
+                    running.append(self._run(trial, came))
+                if not running:
                     return 128 + came[0] if came else 0
-                self._stop_the_poor()
                 time.sleep(_TICK)
 
     def propose(self) -> Trial | None:
@@ -121,19 +120,11 @@ class OfflineSweep:
             self.trials.append(trial)
         return trial
 
-    def save(self, trial: Trial) -> None:
-        """Write a trial's file whole."""
+    def save(self, trial: Trial, state: State, note: str = "") -> None:
+        """Write a trial's file whole, with its new state."""
+        trial.state, trial.note = state, note
         text = json.dumps(asdict(trial)) + "\n"
         write_atomically(self._folder / f"{trial.name}.json", text)
-
-    def _recover(self) -> None:
-        """Queue the trials that were running when the sweep was killed."""
-        for trial in self.trials:
-            if trial.state == "running":
-                if end_orphan(trial):
-                    self._say(f"{trial.name} was still running, and has been stopped")
-                trial.state = "waiting"
-                self.save(trial)
 
     def _next(self) -> Trial | None:
         """The trial to start now, if there is one."""
@@ -143,20 +134,48 @@ class OfflineSweep:
         waiting = (trial for trial in self.trials if trial.state == "waiting")
         return next(waiting, None) or self.propose()
 
-    def _start(self, trial: Trial) -> None:
-        trial.state, trial.pid, trial.note = "running", None, ""
-        self.save(trial)
-        arguments = nested(self._sweep.parameters, trial.arguments)
-        command = self._command(trial, arguments)
-        env = self._env(trial, arguments)
+    def _run(self, trial: Trial, came: Sequence[int]) -> Iterator[None]:
+        """Run a trial; each step of the iterator looks at it once.
+
+        Args:
+            trial: the trial.
+            came: the signals for the sweep: the first one asks it to end, with SIGTERM
+                and some time, and the next one ends it at once.
+        """
         self._say(str(trial))
+        command, env = self._command(trial), self._env(trial)
+        becomes: State | None = None
+        look_at, end_at = 0.0, math.inf
         try:
-            self._running.append(TrialProcess(trial, command, env))
-            self.save(trial)
+            process = started(command, env, Path(trial.folder))
         except OSError as error:
             self._end(trial, "crashed", f"{command[0]}: {error.strerror}")
+            return
+        while (code := process.poll()) is None:
+            now = time.monotonic()
+            if becomes is None and came:
+                becomes = "waiting"
+                self._say(f"stopping {trial.name}; Ctrl-C again kills it")
+            elif becomes is None and self._sweep.early_terminate and now > look_at:
+                trial.read(read_rows(trial), self._sweep.metric_name)
+                look_at = time.monotonic() + _LOOK_EVERY
+                if is_poor(self._sweep, trial, self.trials):
+                    becomes = "stopped"
+            if becomes is not None and end_at == math.inf:
+                end_at = now + KILL_DELAY
+                process.terminate()
+            if len(came) > 1 or now > end_at:
+                os.killpg(process.pid, signal.SIGKILL)
+            yield
+        trial.read(read_rows(trial), self._sweep.metric_name)
+        if becomes is not None:
+            self._end(trial, becomes, f"stopped after {len(trial.metric)} values")
+        elif code:
+            self._end(trial, "crashed", f"exit {code}: {last_words(trial)}")
+        else:
+            self._end(trial, "finished")
 
-    def _command(self, trial: Trial, arguments: dict[str, Any]) -> list[str]:
+    def _command(self, trial: Trial) -> list[str]:
         """The words of a trial, whose folder is empty, or has its checkpoint."""
         folder, more, checkpoint = Path(trial.folder), [], None
         if self._sweep.runs_trainkit:
@@ -168,9 +187,9 @@ class OfflineSweep:
             # The rows of an earlier attempt must not be uploaded as well.
             shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-        return command_line(self._sweep, arguments, folder, more=more)
+        return command_line(self._sweep, trial.arguments, folder, more=more)
 
-    def _env(self, trial: Trial, arguments: dict[str, Any]) -> dict[str, str]:
+    def _env(self, trial: Trial) -> dict[str, str]:
         """The environment of a trial that logs to W&B on this disk.
 
         `WANDB_SWEEP_ID` is not set, since the server will know no such sweep when the
@@ -180,34 +199,19 @@ class OfflineSweep:
         for key in ("project", "entity"):
             if value := getattr(self._sweep, key):
                 env.setdefault(f"WANDB_{key.upper()}", str(value))
-        if self._sweep.early_terminate is not None:
-            env.setdefault(_FLUSH, "1")  # the default of 15 s comes too late for a stop
+        env.setdefault(
+            _FLUSH, "1"
+        )  # 15 s, the default, is too late for stops and kills
         return env | {
             "WANDB_MODE": "offline",
             "WANDB_RUN_ID": trial.name,
             "WANDB_RUN_GROUP": self._folder.name,
             "WANDB_DIR": trial.folder,
-            PARAMETERS: str(write_parameters(arguments, Path(trial.folder))),
+            PARAMETERS: str(write_parameters(trial.arguments, Path(trial.folder))),
         }
 
-    def _take(self, process: TrialProcess) -> None:
-        """Note how a trial has ended."""
-        self._running.remove(process)
-        trial = process.trial
-        trial.read(read_rows(trial), self._sweep.metric_name)
-        trial.exit_code = process.poll()
-        if process.becomes is not None:
-            note = f"stopped after {len(trial.metric)} values"
-            self._end(trial, process.becomes, note)
-        elif trial.exit_code:
-            note = f"exit {trial.exit_code}: {last_words(trial)}"
-            self._end(trial, "crashed", note)
-        else:
-            self._end(trial, "finished")
-
     def _end(self, trial: Trial, state: State, note: str = "") -> None:
-        trial.state, trial.note, trial.pid = state, note, None
-        self.save(trial)
+        self.save(trial, state, note)
         value = [f"{self._sweep.metric_name} {each:.6g}" for each in trial.metric[-1:]]
         self._say(", ".join(filter(None, [str(trial), *value, note])))
         has_good = any(each.state in ("finished", "stopped") for each in self.trials)
@@ -215,16 +219,6 @@ class OfflineSweep:
             self._num_crashed += 1
             if self._num_crashed == _MOST_CRASHES:
                 self._say(f"the first trials crashed, so no more start: {trial.folder}")
-
-    def _stop_the_poor(self) -> None:
-        if self._sweep.early_terminate is None or time.monotonic() < self._look_at:
-            return
-        for process in self._running:
-            process.trial.read(read_rows(process.trial), self._sweep.metric_name)
-        for process in self._running:
-            if is_poor(self._sweep, process.trial, self.trials):
-                process.stop("stopped")
-        self._look_at = time.monotonic() + _LOOK_EVERY
 
 
 def command_line(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from bisect import bisect
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Any
 
 import optuna
@@ -15,6 +13,7 @@ from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
     FloatDistribution,
+    IntDistribution,
 )
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
@@ -27,18 +26,36 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 _NUM_RANDOM = 5
 """How many trials of a bayes search are random, before there is something to learn."""
 
-_EDGE = 1e-9
+
+def spaces_of(sweep: SweepFile) -> dict[str, BaseDistribution]:
+    """What Optuna draws for each parameter that is not constant.
+
+    Of a list that is the place; a value of `q_...` is rounded afterwards.
+
+    Raises:
+        TrainkitError: a distribution that only W&B's server draws.
+    """
+    every = sweep.parameters.items()
+    return {name: _space(name, p) for name, p in every if p.kind != "constant"}
 
 
-def refuse_what_optuna_lacks(sweep: SweepFile) -> None:
-    """Refuse a distribution that only W&B's server draws."""
-    for name, parameter in sweep.leaves.items():
-        if parameter.kind.endswith("beta"):
-            raise TrainkitError(
-                f"trainkit sweep --offline parameters.{name}: distribution "
-                f"{parameter.kind} is drawn by W&B's server only. Choose another, or "
-                f"leave --offline out."
-            )
+def _space(name: str, parameter: Parameter) -> BaseDistribution:
+    low, high = parameter.min, parameter.max
+    kind = parameter.kind.removeprefix("q_")
+    if kind == "categorical":
+        return CategoricalDistribution(range(len(parameter.values)))
+    if kind == "int_uniform":
+        return IntDistribution(low, high)
+    if kind == "uniform":
+        return FloatDistribution(low, high)
+    if kind == "log_uniform_values":
+        return FloatDistribution(low, high, log=True)
+    if kind == "log_uniform":
+        return FloatDistribution(math.exp(low), math.exp(high), log=True)
+    raise TrainkitError(
+        f"trainkit sweep --offline parameters.{name}: distribution {parameter.kind} is "
+        f"drawn by W&B's server only. Choose another, or leave --offline out."
+    )
 
 
 def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | None:
@@ -46,36 +63,26 @@ def propose(sweep: SweepFile, trials: Sequence[Trial], seed: str) -> Trial | Non
 
     Its arguments depend only on the seed, and on how the trials before it have ended.
     """
-    count, leaves = len(trials), sweep.leaves
+    count, parameters = len(trials), sweep.parameters
     if count == sweep.run_cap:
         return None
-    drawn: dict[str, Any] = {}
     if sweep.method == "grid":
-        every = itertools.product(*map(_all_values, leaves.values()))
-        point = next(itertools.islice(every, count, None), None)
-        if point is None:
-            return None
-        values = dict(zip(leaves, point, strict=True))
-    else:
-        drawn = _drawn(sweep, trials, random.Random(f"{seed}/{count}").getrandbits(32))
-        values = {name: _value(each, drawn.get(name)) for name, each in leaves.items()}
+        every = itertools.product(*(each.listed for each in parameters.values()))
+        for point in itertools.islice(every, count, count + 1):
+            values = dict(zip(parameters, point, strict=True))
+            return Trial(name="", arguments=values)
+        return None
+    drawn = _drawn(sweep, trials, random.Random(f"{seed}/{count}").getrandbits(32))
+    values = {name: _value(each, drawn.get(name)) for name, each in parameters.items()}
     return Trial(name="", arguments=values, drawn=drawn)
 
 
 def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, Any]:
-    """What Optuna draws; a trial that was stopped counts with its last value.
+    """What Optuna draws, by a study of its own that is made of all results.
 
-    Each proposal has a study of its own, made of all results. Optuna draws the place in
-    a list, and of any other distribution a share from 0 to 1.
+    A trial that was stopped counts with its last value.
     """
-    share = FloatDistribution(_EDGE, 1 - _EDGE)
-    spaces: dict[str, BaseDistribution] = {
-        name: CategoricalDistribution(range(len(each.values)))
-        if each.kind == "categorical"
-        else share
-        for name, each in sweep.leaves.items()
-        if each.kind != "constant"
-    }
+    spaces = spaces_of(sweep)
     sampler: BaseSampler = RandomSampler(seed=seed)
     if sweep.method == "bayes":
         sampler = TPESampler(seed=seed, n_startup_trials=_NUM_RANDOM)
@@ -88,40 +95,14 @@ def _drawn(sweep: SweepFile, trials: Sequence[Trial], seed: int) -> dict[str, An
     return study.ask(spaces).params
 
 
-def _all_values(parameter: Parameter) -> Sequence[Any]:
-    """The values of a list, a constant or a range in a grid.
-
-    >>> _all_values(Parameter(distribution="q_uniform", min=0, max=1, q=0.5))
-    [0.0, 0.5, 1.0]
-    """
-    if not parameter.kind.endswith("uniform"):
-        return parameter.listed
-    num_steps = math.floor((parameter.max - parameter.min) / parameter.q + _EDGE)
-    return [parameter.min + parameter.q * n for n in range(num_steps + 1)]
-
-
 def _value(parameter: Parameter, drawn: Any) -> Any:
     """The value of a parameter for what was drawn."""
-    kind, least, most = parameter.kind, parameter.min, parameter.max
-    if kind == "constant":
+    if parameter.kind == "constant":
         return parameter.value
-    if kind == "categorical":
+    if parameter.kind == "categorical":
         return parameter.values[drawn]
-    if kind == "categorical_w_probabilities":
-        *limits, _ = itertools.accumulate(parameter.probabilities)
-        return parameter.values[bisect(limits, drawn)]
-    if kind == "int_uniform":
-        return least + int(drawn * (most - least + 1))
-    if kind.endswith("normal"):
-        value = NormalDist(parameter.mu, parameter.sigma).inv_cdf(drawn)
-    elif kind.endswith("uniform_values"):
-        value = least * (most / least) ** drawn
-    else:
-        value = least + drawn * (most - least)
-    if kind.endswith(("log_uniform", "log_normal")):  # of exponents of e
-        value = math.exp(-value if kind.startswith("inv") else value)
-    is_rounded = kind.startswith("q_")
-    return round(value / parameter.q) * parameter.q if is_rounded else value
+    is_rounded = parameter.kind.startswith("q_")
+    return round(drawn / parameter.q) * parameter.q if is_rounded else drawn
 
 
 def is_poor(sweep: SweepFile, trial: Trial, trials: Sequence[Trial]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,16 +37,7 @@ _KEYS = {
 """The distributions of W&B's own schema, and the keys that each takes."""
 
 _HAVE_DEFAULTS = {"mu", "sigma", "a", "b", "q"}
-_IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-_EXAMPLES = {
-    "method": "method: random",
-    "parameters": "parameters: {optimizer.lr: {values: [0.1, 0.01]}}",
-    "metric": "metric: {name: val/loss, goal: minimize}",
-    "early_terminate": "early_terminate: {type: hyperband, min_iter: 3}",
-    "command": 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]',
-    "run_cap": "run_cap: 20",
-}
 
 
 def is_number(value: Any) -> bool:
@@ -55,18 +45,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _refuse_if(is_wrong: bool, rule: str, remedy: str = "") -> None:
+def _refuse_if(is_wrong: bool, rule: str) -> None:
     """Refuse a value or a section; `_message` adds the place and the value."""
     if is_wrong:
-        raise ValueError(rule, remedy)
+        raise ValueError(rule)
 
 
 def _no_number_in_text(value: Any) -> Any:
     """Refuse `1e-4`: YAML 1.1, which W&B reads, wants a point, as in `1.0e-4`."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         fixed = yaml.safe_dump(float(value)).split()[0].removesuffix(".0")
-        rule = f"{value} looks like a number, and YAML reads it as text"
-        raise ValueError(rule, f"Write {fixed}.")
+        raise ValueError(f"must be written {fixed}, since YAML reads a text here")
     return value
 
 
@@ -88,7 +77,7 @@ class _Section(BaseModel):
 
 
 class Parameter(_Section):
-    """One parameter, with its values, its distribution, or parameters inside."""
+    """One parameter, with its values or its distribution."""
 
     value: Value = None
     values: Annotated[list[Value], Field(min_length=1)] = []
@@ -101,7 +90,6 @@ class Parameter(_Section):
     a: Number = 1
     b: Number = 1
     q: Number = 1
-    parameters: Annotated[dict[Name, Parameter], Field(min_length=1)] = {}
 
     @property
     def kind(self) -> str:
@@ -123,17 +111,12 @@ class Parameter(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Parameter:
-        if self.parameters:
-            return self
-        kind, known, shares = self.kind, [*_KEYS], self.probabilities
-        rule = f"distribution must be one of {', '.join(known)}"
-        _refuse_if(kind not in known, rule, did_you_mean(kind, known))
+        kind, shares = self.kind, self.probabilities
+        known = f"{', '.join(_KEYS)}.{did_you_mean(kind, _KEYS)}"
+        _refuse_if(kind not in [*_KEYS], f"distribution must be one of {known}")
         keys, given = _KEYS[kind], self.model_fields_set - {"distribution"}
-        _refuse_if(
-            not keys - _HAVE_DEFAULTS <= given <= keys,
-            f"distribution {kind} takes {' and '.join(sorted(keys))}",
-            "Give it value, values, min and max, or parameters." * (not given),
-        )
+        takes = f"distribution {kind} takes {' and '.join(sorted(keys))}"
+        _refuse_if(not keys - _HAVE_DEFAULTS <= given <= keys, takes)
         _refuse_if("min" in keys and not self.min < self.max, "min must be below max")
         _refuse_if(
             kind == "int_uniform" and isinstance(self.min + self.max, float),
@@ -142,8 +125,7 @@ class Parameter(_Section):
         # https://docs.wandb.ai/guides/sweeps: log_uniform's bounds are exponents of e.
         _refuse_if(
             kind.endswith("log_uniform") and 0 < self.min < self.max <= 1,
-            f"{kind} takes exponents of e",
-            f"Write distribution: {kind}_values for bounds of the value.",
+            f"{kind} takes exponents of e, and {kind}_values bounds of the value",
         )
         _refuse_if(
             kind.endswith("uniform_values") and self.min <= 0,
@@ -248,34 +230,28 @@ class SweepFile(_Section):
         return any(Path(a).name == "trainkit" and b == "train" for a, b in pairs)
 
     @property
-    def leaves(self) -> dict[str, Parameter]:
-        """The parameters that have values, nested or not, by dotted name."""
-        return _leaves(self.parameters)
-
-    @property
-    def varied(self) -> dict[str, Parameter]:
-        """The parameters that differ between trials, by dotted name."""
-        every = self.leaves.items()
-        return {n: p for n, p in every if p.kind != "constant" and len(p.values) != 1}
+    def varied(self) -> list[str]:
+        """The names of the parameters that differ between trials."""
+        every = self.parameters.items()
+        return [n for n, p in every if p.kind != "constant" and len(p.values) != 1]
 
     @model_validator(mode="after")
     def _check(self) -> SweepFile:
         needs_metric = self.method == "bayes" or self.early_terminate is not None
         _refuse_if(
             needs_metric and self.metric is None,
-            "metric: method: bayes and early_terminate need one, and it is missing",
-            f"Write {_EXAMPLES['metric']}.",
+            "metric: method: bayes and early_terminate need one, and it is missing: "
+            "write metric: {name: val/loss, goal: minimize}",
         )
-        for name, each in self.leaves.items():
+        for name, each in self.parameters.items():
             _refuse_if(
-                self.method == "grid" and each.kind not in _IN_A_GRID,
-                f"parameters.{name}: a grid needs values, received {each.kind}",
-                "List them as values: [...], or choose method: random or bayes.",
+                self.method == "grid" and each.kind not in ("constant", "categorical"),
+                f"parameters.{name}: a grid needs values: [...], and this is "
+                f"{each.kind}, for method: random or bayes",
             )
         _refuse_if(
             "${program}" in (self.command or ["${program}"]) and not self.program,
             "program: must name the program of a trial, and is missing",
-            f"Write program: train.py, or {_EXAMPLES['command']}.",
         )
         is_ours = self.runs_trainkit or Path(str(self.program)).name == "trainkit"
         passes_on = {"${args_no_hyphens}", "${args_override_hydra}"} & {*self.words}
@@ -284,48 +260,26 @@ class SweepFile(_Section):
             is_ours and not passes_on,
             f"command: `trainkit train` takes key=value without hyphens, so it needs "
             f"${{args_no_hyphens}}, received {' '.join(self.words)!r}",
-            f"Write {_EXAMPLES['command']}.",
         )
         return self
 
 
-def _leaves(parameters: Mapping[str, Parameter], at: str = "") -> dict[str, Parameter]:
-    found: dict[str, Parameter] = {}
-    for name, each in parameters.items():
-        inner = _leaves(each.parameters, f"{at}{name}.")
-        found |= inner or {f"{at}{name}": each}
-    return found
-
-
-def nested(
-    parameters: Mapping[str, Parameter], values: Mapping[str, Any], at: str = ""
-) -> dict[str, Any]:
-    """Values by dotted name, as arguments that are nested as in the file."""
-    return {
-        name: nested(each.parameters, values, f"{at}{name}.")
-        if each.parameters
-        else values[f"{at}{name}"]
-        for name, each in parameters.items()
-    }
-
-
 def _message(error: ValidationError) -> str:
-    """The first error in a line: the place, the rule, the value, and what to do."""
+    """The first error in a line: the place, the rule, and the value."""
     detail: Any = error.errors(include_url=False)[0]
-    value, place = detail["input"], detail["loc"]
-    parts = [each for each in place if isinstance(each, str)]
+    value, parts = detail["input"], [p for p in detail["loc"] if isinstance(p, str)]
     at = ".".join(each for each in parts if each not in ("list", "dict", "[key]"))
-    rule = re.sub(" or instance of .*", "", detail["msg"])
+    rule = re.sub("^Value error, | or instance of .*", "", detail["msg"])
     rule = rule.replace("Input should be", "must be")
-    example = _EXAMPLES.get(str(place[0]) if place else "")
-    remedy = f"Write, for example, {example}." if example else ""
-    if detail["type"] == "value_error":
-        rule, remedy = detail["ctx"]["error"].args
-    elif detail["type"] == "extra_forbidden":
-        rule = "W&B knows no such key"
+    more = ""
+    if detail["type"] == "extra_forbidden":
+        rule = "trainkit takes no such key"
         models = (Parameter, Metric, Hyperband, SweepFile)
-        known = [key for model in models for key in model.model_fields]
-        remedy = did_you_mean(parts[-1], known) or remedy
+        more = did_you_mean(
+            parts[-1], [k for each in models for k in each.model_fields]
+        )
+        if parts[-1] == "parameters":
+            more = " Write a nested parameter by its dotted name: optimizer.lr"
     # The rule about the whole file says what it is about.
-    received = "" if not at and isinstance(value, dict) else f", received {value!r}"
-    return f"{at}{': ' * bool(at)}{rule}{received}. {remedy.strip()}".rstrip()
+    received = "" if not at and isinstance(value, dict) else f", received {value!r}."
+    return f"{at}{': ' * bool(at)}{rule}{received}{more}"

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainkit.cli.console import aligned
@@ -25,9 +25,6 @@ class Trial:
         arguments: the proposed values, by dotted name.
         metric: the metric's values, in the order in which they were logged.
         logged: the names that it logged with numbers.
-        rows: how many rows it logged.
-        exit_code: the exit status of its process.
-        pid: the number of its process, while it runs.
         note: a remark, for example why it crashed.
         folder: the folder of its files.
         drawn: what Optuna has drawn, by the dotted names of parameters.
@@ -38,9 +35,6 @@ class Trial:
     state: State = "waiting"
     metric: list[float] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
-    rows: int = 0
-    exit_code: int | None = None
-    pid: int | None = None
     note: str = ""
     folder: str = ""
     drawn: dict[str, float] = field(default_factory=dict)
@@ -65,8 +59,8 @@ class Trial:
 
         >>> trial = Trial(name="t", arguments={})
         >>> trial.read([{"loss": 2, "_step": 0}, {"loss": "NaN", "a": "b"}], "loss")
-        >>> trial.metric, trial.logged, trial.rows
-        ([2.0, nan], ['loss'], 2)
+        >>> trial.metric, trial.logged
+        ([2.0, nan], ['loss'])
         """
         signless = ("NaN", "Infinity", "-Infinity")  # JSON has no sign for them
         numbers = [
@@ -78,7 +72,6 @@ class Trial:
         self.metric = [value for name, value in numbers if name == metric]
         names = dict.fromkeys(name for name, _ in numbers)
         self.logged = [name for name in names if not name.startswith("_")]
-        self.rows = len(rows)
 
 
 def ranked(sweep: SweepFile, trials: Sequence[Trial]) -> list[Trial]:
@@ -93,44 +86,30 @@ def best_of(sweep: SweepFile, trials: Sequence[Trial]) -> Trial | None:
     return next(iter(ranked(sweep, ended)), None)
 
 
-def table(sweep: SweepFile, trials: Sequence[Trial]) -> list[str]:
-    """The lines of the table, with aligned columns."""
-    best = best_of(sweep, trials)
-    rows = [
-        ["", "trial", "state", sweep.metric_name or "metric", *sweep.varied, "note"]
-    ]
+def table(sweep: SweepFile, trials: Sequence[Trial]) -> str:
+    """The table, with aligned columns."""
+    best, names = best_of(sweep, trials), sweep.varied
+    rows = [["", "trial", "state", sweep.metric_name or "metric", *names, "note"]]
     for trial in ranked(sweep, trials):
-        values = [trial.arguments.get(name, "") for name in sweep.varied]
-        cells = map(brief, [trial.metric[-1] if trial.metric else "", *values])
+        values = [trial.metric[-1] if trial.metric else ""]
+        values += [trial.arguments[name] for name in names]
+        cells = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in values]
         note = trial.note if trial.state != "finished" or not trial.metric else ""
         mark = "*" if trial is best else ""
         rows.append([mark, trial.name, trial.state, *cells, note])
-    return aligned(rows)
+    return "\n".join(aligned(rows))
 
 
 def as_json(sweep: SweepFile, trials: Sequence[Trial], **about: Any) -> str:
     """The table as JSON; a metric that is not a finite number is null."""
     best = best_of(sweep, trials)
-    content: dict[str, Any] = {
-        **about,
-        "metric": sweep.metric_name,
-        "goal": "maximize" if sweep.maximizes else "minimize",
-        "best": best.name if best else None,
-        "trials": [{**asdict(t), "value": t.number} for t in ranked(sweep, trials)],
-    }
-    for trial in content["trials"]:
-        for name in ("metric", "logged", "pid", "drawn"):
-            del trial[name]
-    return json.dumps(content, indent=2, allow_nan=False)
-
-
-def brief(value: Any) -> str:
-    """The text of a value in a table.
-
-    >>> brief(0.00012345678), brief("sqrt"), brief(8)
-    ('0.000123457', 'sqrt', '8')
-    """
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    keys = ("name", "arguments", "state", "note", "folder")
+    rows = [
+        {**{key: getattr(trial, key) for key in keys}, "value": trial.number}
+        for trial in ranked(sweep, trials)
+    ]
+    about |= {"metric": sweep.metric_name, "best": best and best.name, "trials": rows}
+    return json.dumps(about, indent=2, allow_nan=False)
 
 
 def lacking(sweep: SweepFile, trials: Sequence[Trial]) -> str:

@@ -2,9 +2,10 @@
 
 An agent, and a sweep without a server, write a trial's arguments to a file, with their
 types. When an agent resumes a trial, after a preemption, it hands over the run's whole
-configuration instead: each top-level entry that was ever logged, with dictionaries in
-Python's notation (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
-https://github.com/wandb/wandb/issues/4237).
+configuration instead: each top-level entry that was ever logged
+(https://github.com/wandb/wandb/issues/9143, and `_wandb`:
+https://github.com/wandb/wandb/issues/4237). A run of a sweep therefore logs all it has
+in one entry, and what stands beside that is the sweep's.
 """
 
 from __future__ import annotations
@@ -19,55 +20,33 @@ from trainkit.cli.words import quoted
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
 """The environment variable with the path of the file of arguments."""
 
-_OWN = ("hydra", "paths", "ckpt_path")
-"""Keys of a run's folders and checkpoint, which are new in a resumed run."""
+LOGGED = "trainkit"
+"""The entry of what a run has logged."""
+
+
+def as_logged(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration as a run logs it: under a sweep in one entry."""
+    return {LOGGED: config} if PARAMETERS in os.environ else config
 
 
 def for_train(argv: list[str]) -> list[str]:
-    """The words after `trainkit train`, without an agent's that are not overrides.
+    """The words after `trainkit train`, as Hydra reads them.
 
-    Words of the sweep's own `command` stay. Of those that the agent has made:
-
-    - One is dropped if the configuration does not have its key (a logged fact), if its
-      key is `hydra`, `paths` or `ckpt_path`, or if it chooses None of a group.
-    - A dictionary with a `_target_` inside is a section that was logged, and is
-      dropped. Another dictionary is a nested parameter, and becomes dotted overrides.
-    - A value changes from Python's notation to Hydra's (`None` to `null`).
-
-    So a resumed trial has the arguments with which it was started.
+    Of those that an agent has made, what was logged is dropped, and a value changes
+    from Python's notation to Hydra's (`None` to `null`). So a resumed trial has the
+    arguments with which it was started. Words of the sweep's own `command` stay.
     """
-    given = _given()
-    if not given:
-        return argv
-    from omegaconf import OmegaConf
-
-    from trainkit.cli.composition import Composition
-    from trainkit.config.targets import targets_of
-
-    fixed = [word for word in argv if not _is_given(word, given)]
-    texts = {key for key, v in given.items() if v is None or isinstance(v, str)}
-    options = Composition(fixed).options
-    groups = {key: options(key) for key in texts if options(key)}
-    chosen = [f"{key}={given[key]}" for key in groups if given[key] in groups[key]]
-    config = Composition([*fixed, *chosen]).config
-    known = {*_keys(OmegaConf.to_container(config, resolve=False)), *groups}
-    is_swept = "WANDB_SWEEP_ID" not in os.environ  # nothing logged, without a server
-    kept: list[str] = []
+    given, kept = _given(), []
     for word in argv:
-        if word in fixed:
-            kept.append(word)
-            continue
-        name = word.partition("=")[0]
+        name, _, text = word.partition("=")
         key = name.lstrip("+")
-        value = given[key]
-        is_own = key.partition(".")[0] in _OWN or (value is None and key in groups)
-        if is_own or any(True for _ in targets_of(value)):
-            continue
-        kept += [
-            f"{name.removesuffix(key)}{dotted}={hydra_text(each)}"
-            for dotted, each in flatten({key: value}).items()
-            if is_swept or dotted in known
-        ]
+        value = given.get(key)
+        # An agent may list a dictionary in another order.
+        is_dictionary = isinstance(value, Mapping) and text.startswith("{")
+        if key not in given or not (is_dictionary or text == str(value)):
+            kept.append(word)
+        elif key not in (LOGGED, "_wandb"):
+            kept.append(f"{name}={hydra_text(value)}")
     return kept
 
 
@@ -84,15 +63,6 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def without_swept(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the top-level entries that the sweep has set.
-
-    W&B locks these, and warns "locked by 'sweep'" if one is logged again.
-    """
-    given = _given()
-    return {key: value for key, value in config.items() if key not in given}
 
 
 def write_parameters(arguments: Mapping[str, Any], folder: Path) -> Path:
@@ -116,22 +86,6 @@ def _given() -> dict[str, Any]:
         for key, entry in entries.items()
         if isinstance(entry, Mapping) and "value" in entry
     }
-
-
-def _is_given(word: str, given: Mapping[str, Any]) -> bool:
-    """Whether the agent made the word. It may list a dictionary in another order."""
-    key, _, text = word.lstrip("+").partition("=")
-    is_dictionary = isinstance(given.get(key), Mapping) and text.startswith("{")
-    return key in given and (is_dictionary or str(given[key]) == text)
-
-
-def _keys(section: Any, prefix: str = "") -> list[str]:
-    """The dotted names of all values and sections of a configuration."""
-    found = []
-    for name, value in section.items():
-        inner = _keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
-        found += [f"{prefix}{name}", *inner]
-    return found
 
 
 def hydra_text(value: Any) -> str:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
-from trainkit.cli.evaluate.evaluation import TestAtEnd
+from trainkit.cli.evaluate.evaluation import refuse_no_test, test_best
 from trainkit.cli.report.page import report_of_training
 from trainkit.cli.report.run import throughput_of
 from trainkit.cli.report.step_times import StepTimes
@@ -136,7 +136,8 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         trains=True,
     )
     make_repeatable(overrides, folder)
-    test = TestAtEnd(training, folder) if config.test else None
+    if config.test:
+        refuse_no_test(training)
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact(overrides), log)
     trainer: Any = training.trainer
@@ -156,7 +157,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            metrics = _fit_and_report(training, config, beginning, stop, ending, test)
+            metrics = _fit_and_report(training, config, beginning, stop, ending)
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
@@ -199,7 +200,6 @@ def _fit_and_report(
     beginning: Beginning,
     stop: GracefulStop,
     ending: Ending,
-    test: TestAtEnd | None,
 ) -> dict[str, Any]:
     """Train and test, then write and show the summary, even after an error.
 
@@ -227,12 +227,12 @@ def _fit_and_report(
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
         try:
-            if test is not None:
+            if config.test:
                 facts["test"] = None
-                is_wanted = status == "finished" and beginning.has_trained
-                is_wanted = is_wanted and not ending.signals.heard
-                facts["test"] = test.run(is_wanted=is_wanted)
-                metrics.update(trainer.callback_metrics)
+                is_over = status == "finished" and beginning.has_trained
+                if is_over and not ending.signals.heard:
+                    facts["test"] = test_best(training, folder)
+                    metrics.update(trainer.callback_metrics)
         finally:
             _write_and_show(facts, config, beginning, trainer)
     return metrics

@@ -32,9 +32,8 @@ from trainkit.cli.words import (
     options_first,
     refuse_another_app,
 )
-from trainkit.config._compat import main_options, without_group
+from trainkit.config._compat import VERSION_BASE, without_group
 from trainkit.config.conf import PACKAGE, found_first, register
-from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
 
 _ONLY_SHOWS = {"--help", "--hydra-help", "--cfg", "--info"}
@@ -61,9 +60,7 @@ def main(argv: list[str]) -> int:
     argv = completed(argv)
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
     own = found_first(option(argv, CONFIG_DIR))
-    app = hydra.main(
-        config_path=PACKAGE, config_name="train", **main_options(allowed_packages())
-    )
+    app = hydra.main(config_path=PACKAGE, config_name="train", **VERSION_BASE)
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     with own, no_sweep, compared_even_if_some_fail() as compared:
         try:
