@@ -11,14 +11,14 @@ def run_of(logger: Any) -> Any:
     return logger._experiment
 
 
-def set_run(logger: Any, run: Any) -> None:
-    """Give a `WandbLogger` its run, which does not exist yet when it is constructed."""
-    logger._experiment = run
+def without_run(logger: Any) -> dict[str, Any]:
+    """Let a `WandbLogger` open a run at its next use.
 
-
-def is_attached(logger: Any) -> bool:
-    """Whether a `WandbLogger` was unpickled here and logs to another process's run."""
-    return getattr(logger, "_attach_id", None) is not None
+    Returns:
+        what it will give to `wandb.init`; changes hold.
+    """
+    logger._experiment = None
+    return logger._wandb_init
 
 
 def is_finished(run: Any) -> bool:

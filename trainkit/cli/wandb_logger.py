@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -17,8 +16,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
-from trainkit.cli.runs.folder import remember_wandb_run, wandb_run_of
+from trainkit.cli._compat import is_finished, run_of, without_run
+from trainkit.cli.runs.folder import wandb_run_of
 from trainkit.cli.sweep.whole_config import as_logged
 from trainkit.config.redact import redact
 from trainkit.core.plan.options import check_choice, is_positive_number
@@ -39,10 +38,11 @@ class WandbRunLogger(WandbLogger):
     - **No account is needed.** With `mode="auto"`, `WANDB_MODE` or `wandb offline`
       decides. Without them the run is online under a sweep's agent or with a login, and
       else offline; `wandb sync` uploads it at any time. Nothing is asked.
-    - **One run per folder.** `save_dir` keeps the run's id, so a training that resumes
-      there continues its W&B run; `WANDB_RUN_ID` takes precedence. W&B cannot delete
-      rows: steps that a killed training had logged after its checkpoint are there
-      twice, and the later row belongs to the weights. (`metrics.csv` has them once.)
+    - **One run per folder.** A training that resumes in `save_dir` continues the W&B
+      run whose files are there, in `wandb/`; `WANDB_RUN_ID` takes precedence. W&B
+      cannot delete rows: steps that a killed training had logged after its checkpoint
+      are there twice, and the later row belongs to the weights. (`metrics.csv` has
+      them once.)
     - **Nothing waits for long.** Without a server at the start, the run is offline. If
       the server dies, what was not uploaded in `finish_timeout` seconds stays on disk,
       and the command that uploads it is printed.
@@ -62,7 +62,7 @@ class WandbRunLogger(WandbLogger):
         tags: the run's tags.
         job_type: the run's role in its group.
         notes: a text about the run.
-        save_dir: the folder of the run; None keeps no id and writes to `./wandb`.
+        save_dir: the folder of the run; None writes to `./wandb`, a new run each time.
         id: the run's id; default: the folder's, or a new one.
         mode: `"auto"`, `"online"`, `"offline"` or `"disabled"`.
         log_model: checkpoints as artifacts: False, True (when training ends), or
@@ -92,10 +92,8 @@ class WandbRunLogger(WandbLogger):
     ) -> None:
         check_choice("WandbRunLogger mode", mode, get_args(Mode))
         if not isinstance(log_model, bool):
-            true_or_false = ", true or false"
-            check_choice(
-                "WandbRunLogger log_model", log_model, ["all"], or_else=true_or_false
-            )
+            name, others = "WandbRunLogger log_model", ", true or false"
+            check_choice(name, log_model, ["all"], or_else=others)
         for option, value in (("init", init_timeout), ("finish", finish_timeout)):
             if not is_positive_number(value):
                 raise TrainkitError(
@@ -108,103 +106,67 @@ class WandbRunLogger(WandbLogger):
             save_dir=save_dir,  # type: ignore[arg-type]  # None is allowed
             id=id,
             log_model=log_model,
+            entity=entity,
+            group=group,
+            tags=None if tags is None else list(tags),
+            job_type=job_type,
+            notes=notes,
+            settings={
+                "console": "auto" if console else "off",
+                "disable_code": True,
+                "disable_git": True,
+                "x_disable_meta": True,  # the command line, SLURM's variables
+                "init_timeout": init_timeout,
+                "finish_timeout": finish_timeout,
+                "finish_timeout_raises": True,
+            },
         )
         self._mode: Mode = mode
-        self._describes = {
-            "entity": entity,
-            "group": group,
-            "tags": None if tags is None else list(tags),
-            "job_type": job_type,
-            "notes": notes,
-        }
-        self._console = console
-        self._init_timeout = init_timeout
-        self._finish_timeout = finish_timeout
-        self._wanted_id = id
-        self.stays_open = False
         self._has_opened = False
         self._logged: dict[str, Any] = {}
-
-    # ---- the run ---------------------------------------------------------------------
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The W&B run, opened at its first use, and again if it was finished."""
         run = run_of(self)
-        if run is None and is_attached(self):
-            return super().experiment
-        if run is None or is_finished(run):
-            run = self._open()
-            set_run(self, run)
-        return run
-
-    def _open(self) -> Any:
-        import wandb
-
-        self._has_opened = wandb.run is None
-        run = wandb.run  # opened by the user's script, or by another logger
-        if run is None:
-            run = self._start(resolve_mode(self._mode))
-        run.define_metric("trainer/global_step")
-        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-        return run
-
-    def _start(self, mode: str) -> Any:
+        if run is not None and not is_finished(run):
+            return run
         import wandb
         from wandb.errors import AuthenticationError, CommError
 
-        if self.save_dir is not None:
-            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
-        known = self._wanted_id or os.environ.get("WANDB_RUN_ID")
-        known = known or wandb_run_of(self.save_dir)
-        name = known or secrets.token_hex(4)
-        # With resume="allow" for a new run that a dying server has half uploaded,
-        # `wandb sync` would append all rows to those on the server.
-        resume = "allow" if known else None
+        self._has_opened = wandb.run is None  # else it is the user's, or a logger's
+        options = without_run(self)
+        if run is not None:
+            options["id"] = run.id
+        if self._has_opened:
+            self._choose_run(options)
         try:
-            run = self._init(mode, name, resume)
+            return super().experiment
         except CommError as error:
-            if mode != "online" or isinstance(error, AuthenticationError):
+            if options["mode"] != "online" or isinstance(error, AuthenticationError):
                 raise
             wandb.teardown()  # frees the id
-            run = self._init("offline", name, resume)
+            options["mode"] = "offline"
+            run = super().experiment
             _say(
                 f"no W&B server ({_first_line(error)}): the run is offline. To upload "
                 f"it: wandb sync {_folder(run)}"
             )
-        self._wanted_id = run.id
-        if mode != "disabled":
-            remember_wandb_run(self.save_dir, run.id)
-        return run
+            return run
 
-    def _init(self, mode: str, name: str, resume: str | None) -> Any:
-        import wandb
-
-        settings = wandb.Settings(
-            console="auto" if self._console else "off",
-            disable_code=True,
-            disable_git=True,
-            x_disable_meta=True,  # the command line, SLURM's variables
-            init_timeout=self._init_timeout,
-            finish_timeout=self._finish_timeout,
-            finish_timeout_raises=True,
-        )
-        options = {k: v for k, v in self._describes.items() if v is not None}
-        options |= {"project": self.name, "id": name}
+    def _choose_run(self, options: dict[str, Any]) -> None:
+        """Complete the options of `wandb.init`: the mode, and which run it is."""
+        options["mode"] = resolve_mode(self._mode)
+        if self.save_dir is not None:
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        known = options["id"] or os.environ.get("WANDB_RUN_ID")
+        options["id"] = known or wandb_run_of(self.save_dir)
+        # With resume="allow" for a new run that a dying server has half uploaded,
+        # `wandb sync` would append all rows to those on the server.
+        options["resume"] = "allow" if options["id"] else None
         if "WANDB_SWEEP_ID" in os.environ:  # the agent has set these
-            for option in ("project", "entity", "id"):
-                options.pop(option, None)
-        return wandb.init(
-            **options,
-            name=self._name,
-            dir=self.save_dir,
-            mode=mode,  # type: ignore[arg-type]  # a literal
-            resume=resume,  # type: ignore[arg-type]  # a literal
-            settings=settings,
-        )
-
-    # ---- logging ---------------------------------------------------------------------
+            options.update(project=None, entity=None, id=None)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
@@ -221,30 +183,20 @@ class WandbRunLogger(WandbLogger):
         self._logged.update(entries)
         super().log_hyperparams(dict(as_logged(self._logged)))
 
-    # ---- the end ---------------------------------------------------------------------
-
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Log checkpoints if `log_model` says so, and finish the run.
 
-        With `stays_open` a training that succeeded leaves the run open for a test.
-        """
-        super().finalize(status)
-        if self.stays_open and status == "success":
-            return
-        self.finish(exit_code=_exit_code(status))
-
-    def finish(self, *, exit_code: int = 0) -> None:
-        """Finish the run within `finish_timeout`, if this logger has opened it.
-
-        Args:
-            exit_code: 0 marks the run as finished, any other number as failed.
+        It waits for `finish_timeout`. A run that this logger has not opened stays open.
         """
         run = run_of(self)
-        if run is None or is_finished(run) or not self._has_opened:
+        if run is None or is_finished(run):
+            return
+        super().finalize(status)
+        if not self._has_opened:
             return
         try:
-            run.finish(exit_code=exit_code)
+            run.finish(exit_code=_exit_code(status))
         except Exception as error:  # a training must not fail because of W&B
             folder = _folder(run)
             _say(

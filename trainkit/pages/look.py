@@ -1,16 +1,10 @@
-"""How pages and pictures look: their frame, tables, colours, numbers and axes."""
+"""How pages and pictures look: their frame, tables, colours and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-
 
 LIGHT = {
     "paper": "#ffffff",
@@ -27,20 +21,6 @@ LIGHT = {
 """Colours by Okabe and Ito, or like them: people who are colour-blind can tell them
 apart. `page.css` has them for dark systems."""
 
-_WIDE = 30
-"""An axis is logarithmic if the largest value is more than 30 times the least."""
-_MOST = 6
-"""How many powers of ten a logarithmic axis may name."""
-
-
-def is_wide(least: float, most: float) -> bool:
-    """Whether values between these two need a logarithmic axis.
-
-    >>> is_wide(0.01, 1.0), is_wide(1.0, 2.0), is_wide(0.0, 1.0)
-    (True, False, False)
-    """
-    return least > 0 and most / least > _WIDE
-
 
 def number(value: float) -> str:
     """A number in at most six digits.
@@ -53,28 +33,6 @@ def number(value: float) -> str:
     if 1e6 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value + 0.0:,.6g}"
-
-
-def tidy(panel: Axes, *, grid: str = "both") -> None:
-    """Draw a faint grid behind the data, and no frame above and on the right."""
-    panel.grid(axis=grid, color=LIGHT["faint"], linewidth=0.6)  # type: ignore[arg-type]
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def label_decades(axis: Axis) -> None:
-    """Label a logarithmic axis with numbers that do not run into each other.
-
-    On a short axis matplotlib writes labels such as 6x10^-2, one over the other.
-    """
-    from matplotlib import ticker
-
-    low, high = sorted(axis.get_view_interval())
-    digits = (1, 2, 5) if high / low < 100 else (1,)
-    several = ticker.LogLocator(subs=digits, numticks=_MOST)
-    axis.set_minor_locator(ticker.NullLocator())
-    axis.set_major_locator(ticker.MaxNLocator(4) if high / low < 5 else several)
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
 
 
 # The page fetches and runs nothing, whatever a metric or a module is called.

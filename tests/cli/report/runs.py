@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.report.charts import Chart
-from trainkit.cli.report.page import write_report
-from trainkit.cli.report.run import read_run
+from trainkit.cli.report.page import read_run, write_report
+from trainkit.cli.runs import summary
 from trainkit.cli.runs.folder import RunFolder
 
 WINDOW = {
@@ -54,6 +54,13 @@ def run_folder(path: Path, rows: Iterable[Mapping[str, Any]]) -> RunFolder:
     lines += [",".join(str(row.get(name, "")) for name in names) for row in rows]
     (path / "metrics.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return RunFolder(path)
+
+
+def ended(path: Path, **facts: Any) -> dict[str, Any]:
+    """Write the summary of a run of four steps, but for these facts."""
+    whole = {**SUMMARY, **facts}
+    summary.write(whole, RunFolder(path))
+    return whole
 
 
 def page_of(folder: RunFolder, *, pictures: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from html import escape
@@ -14,11 +13,11 @@ import yaml
 
 from tests.cli.fresh import fresh
 from tests.cli.report.runs import (
-    SUMMARY,
     WINDOW,
     cells,
     charts_of,
     drawn,
+    ended,
     legends,
     run_folder,
     titles,
@@ -44,8 +43,6 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 RUNS = ("a", "multi/0", "multi/1", "single/0")
 DAMAGED = {
     "bytes/metrics.csv": b"step,val/loss\n0,\xff\n",
-    "times/step_times.csv": b"step,seconds\n1,x\n",
-    "noseconds/step_times.csv": b"time\n2\n",
     "list/config.yaml": b"- 1",
     "yaml/config.yaml": b"a: [\n b: }",
     "json/summary.json": b"{",
@@ -144,8 +141,7 @@ def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None
 def test_numbers_of_a_run_that_ended_are_from_its_summary(tmp_path: Path) -> None:
     """The folders of the runs are no difference."""
     runs = [made(tmp_path / name, {"seed": 0}) for name in "ab"]
-    facts = {**SUMMARY, "metrics": {"test/acc": 0.5}, "steps": 3}
-    (runs[0] / "summary.json").write_text(json.dumps(facts))
+    ended(runs[0], metrics={"test/acc": 0.5}, steps=3)
     page = page_of(*runs, to=tmp_path / "page.html")
     assert "configurations that differ: 0" in page
     rows = cells(page, "runs")
@@ -158,8 +154,7 @@ def test_runs_with_other_units_share_no_chart(tmp_path: Path) -> None:
     for unit in ("tokens", "samples", "more"):
         rows = [{"step": 1, "window/weight": 8, "acc": 1}]
         run_folder(tmp_path / unit, rows)
-        facts = {**SUMMARY, "unit": unit.replace("more", "samples")}
-        (tmp_path / unit / "summary.json").write_text(json.dumps(facts))
+        ended(tmp_path / unit, unit=unit.replace("more", "samples"))
     page = page_of(tmp_path, to=tmp_path / "page.html")
     shown = {title: list(lines) for title, lines in legends(page).items()}
     assert shown["Window weight, in tokens"] == ["tokens"]

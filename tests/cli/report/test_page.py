@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from html import unescape
@@ -14,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.report.runs import (
-    SUMMARY,
     WINDOW,
     cells,
     charts_of,
     drawn,
+    ended,
     legends,
     page_of,
     run_folder,
@@ -28,9 +27,8 @@ from tests.cli.training import summary_of, the_run, train
 from trainkit.cli.main import main
 from trainkit.cli.report.charts import Line
 from trainkit.cli.report.page import report_of_training
-from trainkit.cli.report.run import STEP_TIMES, read_step_times
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.runs.summary_rows import throughput_text
+from trainkit.cli.runs.summary import throughput_text
 from trainkit.pages import look
 from trainkit.pages.look import LIGHT, number
 
@@ -70,7 +68,8 @@ def test_a_thousand_values_are_all_drawn_and_more_are_a_mean_in_a_band(
     assert num_points > 800 if count == 1000 else 100 < num_points <= 250
     assert page.count("fill-opacity: 0.25") == (2 if count > 1000 else 0)
     assert cells(page, "numbers")["metric"][5] == "9.5"  # the peak is in the numbers
-    assert max(Line("", [*range(count)], values).thinned().high or values) == 9.5
+    *_, high = Line("", [*range(count)], values).thinned()
+    assert max(high or values) == 9.5
     assert max(values[::4]) < 9.5  # the control: what thinning must not be
     assert len(page.encode()) < 100_000
 
@@ -161,23 +160,30 @@ def test_a_report_that_cannot_be_drawn_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("last_step", "summary", "said"),
+    ("last_step", "facts", "said"),
     [
-        (4, SUMMARY, ("training", "finished after 4 optimizer steps")),
-        (4, SUMMARY, ("plain accumulation", "off by 5.8% of their size")),
-        (4, SUMMARY, ("last step", "batch 4 x accumulation 4 x ranks 2 = 32 samples")),
-        (9, SUMMARY, ("since then", "resumed, up to step 9")),
-        (3, {}, ("training", "has not ended, or was killed; its last row is of step")),
-        (3, {}, ("val/loss", "2.5 at step 3")),
-        (3, {**SUMMARY, "effective_batch": None}, ("training", "finished after 4")),
+        (4, {}, ("training", "finished after 4 optimizer steps")),
+        (4, {}, ("plain accumulation", "off by 5.8% of their size")),
+        (4, {}, ("last step", "batch 4 x accumulation 4 x ranks 2 = 32 samples")),
+        (4, {}, ("time", "10.6 s")),
+        (4, {}, ("versions", "torch 2.13.0")),
+        (4, {"git_commit": "abc+"}, ("commit", "abc+")),
+        (9, {}, ("since then", "resumed, up to step 9")),
+        (
+            3,
+            None,
+            ("training", "has not ended, or was killed; its last row is of"),
+        ),
+        (3, None, ("val/loss", "2.5 at step 3")),
+        (3, {"effective_batch": None}, ("training", "finished after 4")),
     ],
 )
 def test_the_table_on_top_is_the_summary(
-    last_step: int, summary: dict[str, Any], said: tuple[str, str], tmp_path: Path
+    last_step: int, facts: dict[str, Any] | None, said: tuple[str, str], tmp_path: Path
 ) -> None:
     folder = run_folder(tmp_path, [{"step": last_step, "val/loss": 2.5}])
-    if summary:
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    if facts is not None:
+        ended(tmp_path, **facts)
     top = cells(page_of(folder), "summary")
     assert said[1] in top[said[0]][0]
     assert ("since then" in top) == (last_step == 9)
@@ -207,25 +213,15 @@ def lines(run: Path, title: str) -> dict[str, list[tuple[float, float]]]:
 
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert titles(page)[:9] == [
-        *("Loss", "Window weight, in tokens", "Throughput, in tokens per second"),
-        *("Throughput, in samples per second", "Imbalance", "Learning rate"),
+    assert titles(page)[:7] == [
+        *("Loss", "Window weight, in tokens", "Imbalance", "Learning rate"),
         *("Accumulation", "Gradient norm", "Padding"),
     ]
     assert set(lines(run, "Loss")) == {"window/loss", "val/loss"}
     windows = lines(run, "Accumulation")["window/micro_batches"]
     assert [value for _, value in windows] == [1, 1, 4, 4]
     assert "finished after 4 optimizer steps" in page
-    rates = lines(run, "Throughput, in tokens per second")["tokens per second"]
-    assert len(rates) < 4  # the time before the first step is not known
-    speed = summary_of(run)["throughput"]
-    assert throughput_text(**speed) in unescape(page)
-    times = read_step_times(run / STEP_TIMES)
-    seconds = dict(zip(times["step"], times["seconds"], strict=True))
-    mean = sum(rate * seconds[step] for step, rate in rates) / speed["seconds"]
-    assert mean == pytest.approx(speed["tokens_per_second"])
-    assert speed["seconds"] == pytest.approx(sum(seconds[step] for step, _ in rates))
-    assert rates[-1][1] > 0
+    assert throughput_text(summary_of(run)["throughput"]) in unescape(page)
     names = {path.stem for path in (run / "pictures").iterdir()}
     assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
 
@@ -244,7 +240,7 @@ def test_a_resumed_run_has_each_step_once(
     monkeypatch.chdir(run)
     where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
-    assert summary_of(run)["throughput"]["steps"] == 3 + 1  # of both processes
+    assert summary_of(run)["throughput"]["steps"] == 1  # of this process
     after = lines(run, "Learning rate")
     assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.startup import ended
 from trainkit import TrainkitError
-from trainkit.cli.runs.folder import RunFolder, only_one, remember_wandb_run
+from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.resume import as_trial, expand, quoted
 from trainkit.config import register
 
@@ -82,6 +82,8 @@ def test_which_run_goes_on_and_with_which_words(
     made("a", ["seed=1"], at=200, checkpoints=("last.ckpt", "step=5.ckpt"))
     made("b", ["seed=2", "+x=1", "debug=default", "ckpt_path=x"], at=300)
     made("c", ["seed=3"], at=100)
+    failed = made("d", ["seed=4"], at=400, checkpoints=())
+    failed.write_json(failed.SUMMARY, {"status": "failed"})  # and cannot go on
     Path("some where").mkdir()
     elsewhere = Path("some where/it's.ckpt")
     elsewhere.touch()
@@ -138,48 +140,46 @@ def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
 AUTO = "ckpt_path=auto"
 
 
-def of_torchrun(monkeypatch: pytest.MonkeyPatch, count: int, job: str = "job") -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+GIVEN = "paths.run_dir=outputs/code_lm/a"
 
 
-def test_auto_begins_a_run_and_goes_on_with_it_by_the_same_command() -> None:
-    assert expand(["seed=1", AUTO]) == ["seed=1"]
-    folder = made("a", ["seed=1", AUTO], at=1)
-    place, last = folder.path, f"{folder.path}/checkpoints/last.ckpt"
-    goes_on = ["seed=1", f"hydra.run.dir='{place}'", f"ckpt_path='{last}'"]
-    assert expand(["seed=1", AUTO]) == goes_on
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_auto_knows_the_folder_of_the_job_on_every_node(
-    count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("runs", "attempt", "words", "expected"),
+    [
+        # The same command begins a run, and goes on with it.
+        ({}, None, ["seed=1"], ["seed=1"]),
+        ({"a": 1}, None, ["seed=1"], ["seed=1", *resumed("a")]),
+        # The folder of the job comes first, on every node: they count restarts for
+        # themselves, https://github.com/pytorch/pytorch/issues/108158
+        ({"other": 1}, 0, ["seed=1"], ["seed=1", resumed("torchrun-job")[0]]),
+        ({"other": 1}, 2, ["seed=1"], ["seed=1", resumed("torchrun-job")[0]]),
+        ({"other": 1, "torchrun-job": 1}, 0, [], ["seed=1", *resumed("torchrun-job")]),
+        ({"other": 1, "torchrun-job": 1}, 2, [], ["seed=1", *resumed("torchrun-job")]),
+        ({"torchrun-job": 0}, 1, [], ["seed=1", resumed("torchrun-job")[0]]),
+        # A folder that is given comes before it.
+        ({"a": 1}, 1, [GIVEN], ["seed=1", GIVEN, *resumed("a")]),
+        ({}, 1, [GIVEN], [GIVEN, resumed("a")[0]]),
+        ({"a": -1}, 1, [GIVEN], [GIVEN, resumed("a")[0]]),  # somebody's checkpoint
+    ],
+)
+def test_auto_begins_a_run_or_goes_on_with_it(
+    runs: dict[str, int],
+    attempt: int | None,
+    words: list[str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nodes count restarts for themselves: https://github.com/pytorch/pytorch/issues/108158"""
-    made("of_another_job", ["seed=2"], at=9)
-    of_torchrun(monkeypatch, count)
-    where = Path("outputs/code_lm/torchrun-job").absolute()
-    assert expand(["seed=1", AUTO]) == ["seed=1", f"hydra.run.dir='{where}'"]
-    made("torchrun-job", ["seed=1"], at=1)
-    assert expand(["seed=1", AUTO])[-1] == f"ckpt_path='{where}/checkpoints/last.ckpt'"
-
-
-def test_auto_takes_a_folder_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torchrun(monkeypatch, 1)
-    folder = made("a", ["seed=1"], at=1)
-    given = f"paths.run_dir={folder.path}"
-    assert expand([given, AUTO])[-1].startswith(f"ckpt_path='{folder.path}")
-    new = Path("new").absolute()
-    words = [f"paths.run_dir={new}"]
-    assert expand([*words, AUTO]) == [*words, f"hydra.run.dir='{new}'"]
-
-
-def test_auto_without_a_checkpoint_begins_again_in_the_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    of_torchrun(monkeypatch, 1)
-    folder = made("torchrun-job", ["seed=1"], at=1, checkpoints=())
-    assert expand(["seed=1", AUTO]) == ["seed=1", f"hydra.run.dir='{folder.path}'"]
+    if attempt is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    for name, number in runs.items():
+        last = ("last.ckpt",) * abs(number)
+        folder = made(name, ["seed=1", AUTO], at=9, checkpoints=last)
+        if number < 0:  # of no run
+            (folder.path / folder.OVERRIDES).unlink()
+    here = str(Path().absolute())
+    assert expand([*words, AUTO]) == [each.replace(THERE, here) for each in expected]
     assert capsys.readouterr().out == ""  # each rank would say it
 
 
@@ -192,7 +192,7 @@ def test_auto_leaves_the_newest_trial_to_its_own_sweep(
     assert as_trial(["seed=2", AUTO]) == ["seed=2", AUTO]
     assert expand(["seed=2", AUTO]) == ["seed=2"]
     own = made("own_trial", ["seed=2"], at=2)
-    remember_wandb_run(str(own.path), "mine")
+    (own.path / "wandb/offline-run-20260131_120000-mine").mkdir(parents=True)
     assert as_trial(["seed=2", AUTO])[-1] == (
         f"ckpt_path='{own.path}/checkpoints/last.ckpt'"
     )

@@ -33,7 +33,7 @@ from tests.cli.training import (
 )
 from tests.helpers import trainer
 from trainkit import AccumulationCallback, PerSample, PerToken, warmup_cosine
-from trainkit.cli.runs.summary_rows import rows
+from trainkit.cli.runs.summary import rows
 
 
 def test_a_run_leaves_its_folder(

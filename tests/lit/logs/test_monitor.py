@@ -109,6 +109,7 @@ class Fused(TokenModule):
 
 
 double = partial(TokenModule, dtype=torch.float64)
+SUMS, FUSED = partial(double, reduction="sum"), partial(Fused, dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:SGD.fused=True. under a gradient scaler")
@@ -119,22 +120,10 @@ double = partial(TokenModule, dtype=torch.float64)
         (double, PerToken(), dict, 3, 1e-12),
         # The norm is that before clipping, after which the next window is another.
         (double, PerToken(), lambda: {"gradient_clip_val": 1e-3}, 1, 1e-12),
-        (
-            partial(double, reduction="sum"),
-            PerToken(loss_reduction="sum"),
-            dict,
-            1,
-            1e-12,
-        ),
+        (SUMS, PerToken(loss_reduction="sum"), dict, 1, 1e-12),
         # A fused optimizer's gradients are still scaled when the hook runs.
         (double, PerToken(), lambda: scaled(256.0), 3, 1e-6),
-        (
-            partial(Fused, dtype=torch.float64),
-            PerToken(),
-            lambda: scaled(256.0),
-            3,
-            1e-6,
-        ),
+        (FUSED, PerToken(), lambda: scaled(256.0), 3, 1e-6),
         (Manual, None, dict, 3, 1e-12),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from operator import itemgetter
@@ -38,8 +38,6 @@ class Line:
         name: of the column, or what the legend calls it.
         steps: the steps of its values, rising.
         values: one for each step; NaN is a gap.
-        low: the lower edge of a band around it, at each step, or empty.
-        high: the upper edge, or empty.
         colour: a name in `LIGHT`.
         dash: "solid", "dashed" or "dotted", as both matplotlib and CSS call it.
     """
@@ -47,8 +45,6 @@ class Line:
     name: str
     steps: Sequence[float]
     values: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
     colour: str = "train"
     dash: str = "solid"
 
@@ -58,28 +54,29 @@ class Line:
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
-    def thinned(self) -> Line:
-        """The line as it is drawn.
+    def thinned(self) -> list[Sequence[float]]:
+        """What is drawn: steps, values, and the lower and upper edges of a band.
 
         Of more than `MOST` values, equally many stretches are one point each: the mean,
-        in a band from the least to the largest value.
+        in a band from the least to the largest value. Else there is no band.
         """
         if len(self.steps) <= MOST:
-            return self
-
-        def each(of: Callable[[Any], Any], numbers: Sequence[float]) -> list[float]:
-            stretches = np.array_split(np.asarray(numbers), MOST // 4)
-            return [float(of(stretch)) for stretch in stretches]
-
+            return [self.steps, self.values, (), ()]
+        steps, values = (
+            np.array_split(np.asarray(each), MOST // 4)
+            for each in (self.steps, self.values)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a stretch may be one gap
-            return replace(
-                self,
-                steps=each(np.max, self.steps),
-                values=each(np.nanmean, self.values),
-                low=each(np.nanmin, self.values),
-                high=each(np.nanmax, self.values),
-            )
+            return [
+                [float(of(stretch)) for stretch in stretches]
+                for of, stretches in (
+                    (np.max, steps),
+                    (np.nanmean, values),
+                    (np.nanmin, values),
+                    (np.nanmax, values),
+                )
+            ]
 
 
 def read_lines(rows: Sequence[Row]) -> dict[str, Line]:
@@ -91,10 +88,11 @@ def read_lines(rows: Sequence[Row]) -> dict[str, Line]:
     """
     columns: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        step = _number(row.get("step"))
-        for name, cell in row.items():
-            value = _number(cell)
-            if step is not None and value is not None and name not in ("step", "epoch"):
+        numbers = {name: _number(cell) for name, cell in row.items()}
+        step = numbers.pop("step", None)
+        numbers.pop("epoch", None)
+        for name, value in numbers.items():
+            if step is not None and value is not None:
                 is_drawn = abs(value) <= LARGEST  # false for NaN, too
                 point = (step, value if is_drawn else math.nan)
                 columns.setdefault(name, []).append(point)
@@ -127,7 +125,6 @@ class Chart:
             far apart.
         as_stairs: whether a value holds until the next one.
         is_share: whether values are shown as a percentage.
-        note: a remark below it.
         lines: at least one, if it is drawn.
     """
 
@@ -138,7 +135,6 @@ class Chart:
     from_zero: bool = False
     as_stairs: bool = False
     is_share: bool = False
-    note: str = ""
     lines: Sequence[Line] = ()
 
     def text(self, value: float) -> str:
@@ -163,16 +159,6 @@ _CHARTS = (
         "Window weight{unit}",
         "How much each optimizer step counted, as the strategy weighs.",
         from_zero=True,
-    ),
-    *(
-        Chart(
-            f"{counted}_per_second",
-            f"Throughput, in {counted} per second",
-            "What was trained on in a second, without validations and checkpoints.",
-            f"{counted} per second",
-            from_zero=True,
-        )
-        for counted in ("tokens", "samples")
     ),
     Chart(
         "imbalance",
@@ -215,8 +201,8 @@ _CHARTS = (
     Chart(
         "noise_scale",
         "Noise scale",
-        "The window in samples whose noise is as large as its gradient.",
-        note="This is a model's estimate, good to about a factor of 2.",
+        "The window, in samples, whose noise equals its gradient; good to a factor of "
+        "2.",
     ),
 )
 

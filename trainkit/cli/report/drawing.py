@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cli.report.charts import Chart
-from trainkit.pages.look import LIGHT, is_wide, label_decades, number, tidy
+from trainkit.pages.look import LIGHT, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +24,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.2, 0.2, 0.42
 """Inches around what is drawn."""
 _FEW = 40
 """A line of at most so many points has a dot at each."""
+_WIDE = 30
+"""An axis is logarithmic if the largest value is more than 30 times the least."""
 _MARGIN = 0.06
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _HEAD = re.compile(r'^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', re.DOTALL)
@@ -66,52 +67,56 @@ def figure_of(chart: Chart, width: float = _WIDTH) -> Figure:
     place = (_LEFT / width, _BOTTOM / _HEIGHT, across / width, up / _HEIGHT)
     panel = figure.add_axes(place)
     panel.patch.set_visible(False)  # the page has a colour of its own
-    for line in (each.thinned() for each in chart.lines):
+    for line in chart.lines:
+        steps, values, low, high = line.thinned()
         colour = LIGHT[line.colour]
-        if line.low:
+        if len(low):
             see_through = 0.5 / (1 + len(chart.lines))  # bands lie on each other
             band = {"color": colour, "alpha": see_through, "linewidth": 0}
-            panel.fill_between(line.steps, line.low, line.high, **band)
+            panel.fill_between(steps, low, high, **band)
         panel.plot(
-            line.steps,
-            line.values,
+            steps,
+            values,
             color=colour,
             linewidth=1.2,
             linestyle=line.dash,
             drawstyle="steps-post" if chart.as_stairs else "default",
-            marker="o" if len(line.steps) <= _FEW else None,
+            marker="o" if len(steps) <= _FEW else None,
             markersize=3,
         )
-    steps = {"steps": [1, 2, 5, 10], "integer": True, "min_n_ticks": 1}
-    panel.xaxis.set_major_locator(MaxNLocator(round(1.4 * width), **steps))
+    whole = {"steps": [1, 2, 5, 10], "integer": True, "min_n_ticks": 1}
+    panel.xaxis.set_major_locator(MaxNLocator(round(1.4 * width), **whole))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
     _set_values(panel, chart)
     panel.set_xlabel("step", loc="right", fontsize=8, color=LIGHT["quiet"])
     panel.tick_params(labelsize=8, colors=LIGHT["quiet"], left=False, bottom=False)
-    tidy(panel, grid="y")
-    panel.spines["left"].set_visible(False)
+    panel.grid(axis="y", color=LIGHT["faint"], linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
     panel.spines["bottom"].set_color(LIGHT["quiet"])
     return figure
 
 
 def _set_values(panel: Axes, chart: Chart) -> None:
-    """Set the limits of the axis of values, and its labels."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    """Set the limits of the axis of values, and labels that do not meet."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    edges = [each for x in chart.lines for each in (x.values, x.low, x.high)]
-    values = [value for each in edges for value in each if math.isfinite(value)]
+    values = [value for line in chart.lines for _, value in line.shown]
     least, most = min(values), max(values)
-    if not chart.from_zero and is_wide(least, most):
+    axis = panel.yaxis
+    if not chart.from_zero and least > 0 and most / least > _WIDE:
         panel.set_yscale("log")
         panel.margins(y=_MARGIN)
-        label_decades(panel.yaxis)
-        return
-    panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
-    room = _MARGIN * (most - least) or 0.1 * abs(most) or 1.0
-    is_floor = chart.from_zero and least >= 0
-    panel.set_ylim(0.0 if is_floor else least - room, most + room)
+        digits = (1, 2, 5) if most / least < 100 else (1,)
+        axis.set_major_locator(LogLocator(subs=digits, numticks=6))
+        axis.set_minor_locator(NullLocator())  # its labels, 6x10^-2, would meet
+    else:
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        room = _MARGIN * (most - least) or 0.1 * abs(most) or 1.0
+        is_floor = chart.from_zero and least >= 0
+        panel.set_ylim(0.0 if is_floor else least - room, most + room)
+    axis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
 
 
 def _svg(figure: Figure, chart: Chart, name: str) -> str:
@@ -135,18 +140,12 @@ def _svg(figure: Figure, chart: Chart, name: str) -> str:
 
 def _save(figure: Figure, chart: Chart, png: Path) -> None:
     """Write the figure with its title, and its lines' names in their colours."""
-    from matplotlib.transforms import Bbox
-
-    texts, up = [], 1.0
-    for line in reversed(chart.lines):
-        said = f"{line.name}  {chart.last(line)}"
-        style = {"fontsize": 7, "color": LIGHT[line.colour]}
-        texts.append(figure.text(_LEFT / _WIDTH, up, said, parse_math=False, **style))
+    said = [(f"{x.name}  {chart.last(x)}", 7, x.colour) for x in chart.lines]
+    up = 1.0
+    for text, size, colour in reversed([(chart.title, 10, "ink"), *said]):
+        style = {"fontsize": size, "color": LIGHT[colour], "parse_math": False}
+        figure.text(_LEFT / _WIDTH, up, text, **style)
         up += 0.07
-    title = figure.text(_LEFT / _WIDTH, up, chart.title, fontsize=10, parse_math=False)
     png.parent.mkdir(exist_ok=True)
-    # A training waits for its pictures: "tight" would draw each once more to measure
-    # it, and strong compression takes as long as the drawing.
-    right = max(text.get_window_extent().x1 for text in (title, *texts)) / figure.dpi
-    box = Bbox([[0, 0], [max(_WIDTH, right + _RIGHT), (up + 0.1) * _HEIGHT]])
-    figure.savefig(png, dpi=150, bbox_inches=box, pil_kwargs={"compress_level": 1})
+    # Strong compression takes as long as the drawing.
+    figure.savefig(png, bbox_inches="tight", pil_kwargs={"compress_level": 1})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit.cli.console import Arguments
-from trainkit.cli.report.page import comparison, write_report
-from trainkit.cli.report.run import read_run
+from trainkit.cli.report.page import comparison, read_run, write_report
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 from trainkit.pages.atomic_file import write_atomically
@@ -17,8 +16,8 @@ multirun: one page with a line for each run and a table of what differs in their
 configurations.
 
 A page needs no other file and no network. It is drawn from metrics.csv, and from
-summary.json, config.yaml and step_times.csv if they exist. A run may be under way, or
-may have been killed.
+summary.json and config.yaml if they exist. A run may be under way, or may have been
+killed.
 """
 _PAGE = "runs.html"
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
 import yaml
 
-from trainkit.cli.report.charts import METRIC, MOST, Chart, Line
+from trainkit.cli.report.charts import (
+    METRIC,
+    MOST,
+    Chart,
+    Line,
+    choose,
+    read_lines,
+)
 from trainkit.cli.report.drawing import draw_all
-from trainkit.cli.report.run import Run, read_run
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.sweep.whole_config import flatten
+from trainkit.lit.logs.metric_file import read_rows
 from trainkit.pages.look import framed, number, table
 
 _COLOURS = ("train", "validation", "other1", "other2", "other3", "other4")
@@ -27,6 +34,72 @@ _LONG = (
     f"Of a line with more than {MOST:,} values, each stretch of steps is drawn as its "
     f"mean, in a band from its least to its largest."
 )
+_HEADS = ["", "values", "not finite", "first", "last", "least", "largest", "steps"]
+
+
+# ---- what the folder of a run tells --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the folder of a run tells; the run may be under way.
+
+    Attributes:
+        name: how its configuration calls it.
+        charts: none if no number was logged yet.
+        left_out: the columns that no chart shows.
+        rows: the table of how it ended.
+    """
+
+    folder: RunFolder
+    name: str
+    charts: list[Chart]
+    left_out: list[str]
+    rows: list[tuple[str, str]]
+
+
+def read_run(folder: RunFolder) -> Run:
+    """Read the folder of a run.
+
+    Raises:
+        TrainkitError: a file of it is damaged.
+    """
+    columns = folder.read(folder.METRICS, lambda path: read_lines(read_rows(path)))
+    facts = folder.read_summary()
+    last = max((line.shown[-1][0] for line in columns.values()), default=0.0)
+    charts, left_out = choose(columns, unit=facts.get("unit", ""))
+    if facts:
+        found = folder.read(
+            folder.SUMMARY, lambda _: [(k, v) for k, v in facts["table"]]
+        )
+        if last > facts["steps"]:
+            found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
+    else:  # it was killed, or is under way
+        said = f"has not ended, or was killed; its last row is of step {last:,.0f}"
+        lines = [(chart, line) for chart in charts for line in chart.lines]
+        ends = [(x.name, c.last(x)) for c, x in lines if x.colour == "validation"]
+        found = [("training", said), *ends]
+    name = str(facts.get("name") or folder.path.name)
+    return Run(folder, name, charts, left_out, found)
+
+
+def _config(folder: RunFolder) -> dict[str, str]:
+    """The configuration by dotted keys, with RUN_DIR for the run's own folder."""
+
+    def texts(path: Path) -> dict[str, str]:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        config = dict(yaml.safe_load(text) or {})
+        own = str((config.pop("paths", None) or {}).get("run_dir") or folder.path)
+        said = {
+            key: each if isinstance(each, str) else json.dumps(each, default=str)
+            for key, each in flatten(config).items()
+        }
+        return {key: each.replace(own, "RUN_DIR") for key, each in said.items()}
+
+    return folder.read(folder.CONFIG, texts)
+
+
+# ---- the pages -----------------------------------------------------------------------
 
 
 def write_report(run: Run, *, pictures: bool = True) -> None:
@@ -59,15 +132,21 @@ def comparison(runs: Sequence[Run], *, left_out: Sequence[str]) -> str:
     configs = [_config(run.folder) for run in runs]
     ends = [dict(run.rows) for run in runs]
     differing = _differing(configs)
-    rows = [["", *names]]
+    lines = [["", *names]]
     for texts, keys in (configs, differing), (ends, ["training", *_differing(ends)]):
         for key in dict.fromkeys(keys):
-            rows.append([key, *(of.get(key, _NONE) for of in texts)])
+            lines.append([key, *(of.get(key, _NONE) for of in texts)])
     said = f"Values of their configurations that differ: {len(differing)}"
-    top = f"<details open><summary>{said}</summary>{table(rows, 'runs')}</details>"
+    top = f"<details open><summary>{said}</summary>{table(lines, 'runs')}</details>"
     labels = [_label(*of, differing) for of in zip(names, configs, strict=True)]
     parts = _parts(_together(runs, labels), top, left_out)
     return framed(parts, title=f"{len(runs)} runs", where=where)
+
+
+def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys under which not all have the same text."""
+    keys = dict.fromkeys(key for each in found for key in each)
+    return [key for key in keys if len({each.get(key) for each in found}) > 1]
 
 
 def _label(name: str, config: Mapping[str, str], differing: Sequence[str]) -> str:
@@ -95,32 +174,9 @@ def _together(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
             chart,
             title=title if titles.count(title) == 1 else f"{title}: {name}",
             lines=lines,
-            note="",
         )
         for (title, name), (chart, lines) in found.items()
     ]
-
-
-def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys under which not all have the same text."""
-    keys = dict.fromkeys(key for each in found for key in each)
-    return [key for key in keys if len({each.get(key) for each in found}) > 1]
-
-
-def _config(folder: RunFolder) -> dict[str, str]:
-    """The configuration by dotted keys, with RUN_DIR for the run's own folder."""
-
-    def texts(path: Path) -> dict[str, str]:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        config = dict(yaml.safe_load(text) or {})
-        own = str((config.pop("paths", None) or {}).get("run_dir") or folder.path)
-        said = {
-            key: each if isinstance(each, str) else json.dumps(each, default=str)
-            for key, each in flatten(config).items()
-        }
-        return {key: each.replace(own, "RUN_DIR") for key, each in said.items()}
-
-    return folder.read(folder.CONFIG, texts)
 
 
 def _parts(
@@ -133,29 +189,28 @@ def _parts(
     figures = map(_figure, charts, draw_all(charts, pictures))
     said = [f"Left out: {escape('; '.join(left_out))}."] if left_out else []
     notes = [f'<p class="left-out">{each}</p>' for each in (*said, _LONG)]
-    heads = ["", "values", "not finite", "first", "last", "least", "largest", "steps"]
-    rows = [heads, *(_row(chart, line) for chart in charts for line in chart.lines)]
-    numbers = table(rows, "numbers")
-    last = f"<details><summary>The lines in numbers</summary>{numbers}</details>"
-    return "\n".join([top, "<main>", *figures, "</main>", *notes, last])
+    numbers = [_HEADS, *(_numbers(chart, x) for chart in charts for x in chart.lines)]
+    last = f"<summary>The lines in numbers</summary>{table(numbers, 'numbers')}"
+    main = ("<main>", *figures, "</main>")
+    return "\n".join([top, *main, *notes, f"<details>{last}</details>"])
 
 
 def _figure(chart: Chart, drawing: str) -> str:
     legend = "".join(
-        f'<span><i class="mark {line.colour}" style="border-top-color:'
-        f'var(--{line.colour});border-top-style:{line.dash}"></i>{escape(line.name)}'
+        f'<span><i class="mark" style="border-top:2px {line.dash} '
+        f'var(--{line.colour})"></i>{escape(line.name)}'
         f"<b>{escape(chart.last(line))}</b></span>"
         for line in chart.lines
     )
     return (
         f"<figure><h2>{escape(chart.title)}</h2>"
         f'<p class="says">{escape(chart.caption)}</p>'
-        f'<p class="legend">{legend}</p>{drawing}'
-        f'<p class="note">{escape(chart.note)}</p></figure>'
+        f'<p class="legend">{legend}</p>{drawing}</figure>'
     )
 
 
-def _row(chart: Chart, line: Line) -> list[str]:
+def _numbers(chart: Chart, line: Line) -> list[str]:
+    """The row of a line, below `_HEADS`."""
     steps, values = zip(*line.shown, strict=True)
     texts = map(chart.text, (values[0], values[-1], min(values), max(values)))
     counts = [len(values), len(line.values) - len(values)]

@@ -40,7 +40,6 @@ class RunFolder:
     CHECKPOINTS = "checkpoints"
     REPORT = "report.html"
     PICTURES = "pictures"
-    WANDB_RUN = "wandb_run.json"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -154,28 +153,10 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
         lock.release()
 
 
-def remember_wandb_run(save_dir: str | None, run_id: str) -> None:
-    """Save the id, so that the next run in this folder resumes this W&B run."""
-    if save_dir is not None:
-        RunFolder(save_dir).write_json(RunFolder.WANDB_RUN, {"id": run_id})
-
-
-def wandb_run_of(save_dir: str | None) -> str | None:
-    """The id of the folder's earlier run, or None.
-
-    Raises:
-        TrainkitError: the folder's file cannot be read.
-    """
-    path = Path(save_dir or ".", RunFolder.WANDB_RUN)
-    if save_dir is None or not path.exists():
+def wandb_run_of(save_dir: str | Path | None) -> str | None:
+    """The id of the newest W&B run that has left its files in a folder, or None."""
+    if save_dir is None:
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["id"]
-        if isinstance(found, str):
-            return found
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise TrainkitError(
-        f"WandbRunLogger save_dir: {path} must hold the id of a W&B run, received "
-        f"{path.read_text(errors='replace')[:80]!r}. Delete it to start a new run."
-    )
+    names = (each.name for each in Path(save_dir, "wandb").glob("*run-*-*"))
+    started = [name.removeprefix("offline-run-").removeprefix("run-") for name in names]
+    return max(started).partition("-")[2] if started else None

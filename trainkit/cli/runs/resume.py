@@ -49,24 +49,16 @@ def expand(argv: list[str]) -> list[str]:
         folder = _run_of(rest, may_begin=wanted == AUTO)
         if folder is None:
             return rest
-        if not folder.is_of_a_run():
-            return [*rest, f"hydra.run.dir={quoted(folder.path)}"]
-        checkpoint = folder.newest_checkpoint()
+        checkpoint = folder.newest_checkpoint() if folder.is_of_a_run() else None
+        if checkpoint is None and wanted == LAST:
+            print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
     else:
         folder, checkpoint = _of_file(wanted)
-        if folder is None:
-            return [*rest, f"{KEY}={quoted(checkpoint)}"]
-    if checkpoint is None and wanted == LAST:
-        print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
-    return _resumed(folder, checkpoint, rest)
-
-
-def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
-    words = words_of_run(folder, given)
-    words.append(f"hydra.run.dir={quoted(folder.path)}")
-    if checkpoint is not None:
-        words.append(f"{KEY}={quoted(checkpoint)}")
-    return words
+    words = rest
+    if folder is not None:
+        words = words_of_run(folder, rest) if folder.is_of_a_run() else rest
+        words = [*words, f"hydra.run.dir={quoted(folder.path)}"]
+    return words if checkpoint is None else [*words, f"{KEY}={quoted(checkpoint)}"]
 
 
 def _run_of(given: list[str], *, may_begin: bool) -> RunFolder | None:
@@ -94,9 +86,14 @@ def _run_of(given: list[str], *, may_begin: bool) -> RunFolder | None:
 
 
 def _newest_in(where: Path) -> RunFolder | None:
+    """The newest run below a folder, without those that have failed too early."""
     runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
-    runs = [run for run in runs if not _came_to_nothing(run)]
-    return max(runs, key=lambda each: each.started(), default=None)
+    resumable = (
+        run
+        for run in runs
+        if run.read_summary().get("status") != "failed" or run.newest_checkpoint()
+    )
+    return max(resumable, key=RunFolder.started, default=None)
 
 
 def as_trial(argv: list[str]) -> list[str]:
@@ -109,19 +106,12 @@ def as_trial(argv: list[str]) -> list[str]:
     given = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in words}
     if "WANDB_SWEEP_ID" not in os.environ or run_id is None or given:
         return argv
-    for path in Path(_paths(argv).output_dir).rglob(RunFolder.WANDB_RUN):
-        folder = RunFolder(path.parent)
-        checkpoint = folder.newest_checkpoint()
-        if checkpoint is not None and wandb_run_of(str(path.parent)) == run_id:
+    for path in Path(_paths(argv).output_dir).rglob("wandb"):
+        checkpoint = RunFolder(path.parent).newest_checkpoint()
+        if checkpoint is not None and wandb_run_of(path.parent) == run_id:
             print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
             return [*argv, f"{KEY}={quoted(checkpoint)}"]
     return argv
-
-
-def _came_to_nothing(run: RunFolder) -> bool:
-    """Whether the run failed before its first checkpoint and cannot be resumed."""
-    failed = run.read_summary().get("status") == "failed"
-    return failed and run.newest_checkpoint() is None
 
 
 def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
@@ -171,10 +161,6 @@ def words_of_run(folder: RunFolder, given: list[str], *, but: str = "") -> list[
         but: a group of which nothing is taken.
     """
     saved = [w for w in folder.overrides() if key_of(w).partition(".")[0] != but]
-    return [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
-
-
-def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
     again = {key_of(word) for word in given} | {KEY}
     wanted = [word for word in saved if key_of(word) not in again]
     for word in wanted:
@@ -183,11 +169,9 @@ def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
                 f"{key_of(word)}: is a secret, so its value was not saved in the run's "
                 f"folder. Give it again on the command line: {key_of(word)}=..."
             )
+    # `++` replaces a key that the run has added with `+`.
+    added = {key_of(word) for word in saved if word.startswith("+")}
+    for word in given:
+        is_plain = not word.startswith(("+", "~", "-"))
+        wanted.append(f"++{word}" if is_plain and key_of(word) in added else word)
     return wanted
-
-
-def _replacing(word: str, saved: list[str]) -> str:
-    """The override with `++` if the run added its key with `+`: it replaces that."""
-    is_plain = not word.startswith(("+", "~", "-"))
-    was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
-    return f"++{word}" if is_plain and was_added else word

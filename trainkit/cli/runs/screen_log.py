@@ -31,24 +31,17 @@ class ScreenLog:
     """
 
     def __init__(self) -> None:
+        self._path: Path | None = None
         self._lines: list[str] = []
         self._rest = ""
         self._lock = threading.RLock()
-        self._file: Any = None
         self._process = os.getpid()
         self._is_over = False
 
-    def __reduce__(self) -> Any:
-        return ScreenLog, ()  # in a process of its own, where nothing is shown through
-
     def open(self, path: Path) -> None:
-        """Append to a file; does nothing if it is open."""
-        if self._file is None and not self._is_over:
-            try:
-                self._file = path.open("ab", buffering=0)
-                self._save()
-            except OSError as error:
-                self._fail(error)
+        """Append to a file, first what was shown before."""
+        self._path = path
+        self._save()
 
     def write(self, text: str) -> None:
         """Add a text, without showing it."""
@@ -60,28 +53,24 @@ class ScreenLog:
             drawn = map(_last_drawn, lines[: max(0, len(lines) - text.count(_UP))])
             # What begins with a return is a bar of tqdm.
             self._lines += [_CODES.sub("", each) for each in drawn if "\r" not in each]
-            try:
-                self._save()
-            except OSError as error:
-                self._fail(error)
+            self._save()
 
     def close(self) -> None:
         if self._rest:
             self.write("\n")
-        if self._file is not None and os.getpid() == self._process:
-            self._file.close()
         self._is_over = True
 
     def _save(self) -> None:
-        if self._file is None:
+        if self._path is None or self._is_over:
             return
         text = "".join(f"{line.rstrip()}\n" for line in self._lines)
         self._lines = []
-        self._file.write(text.encode(errors="backslashreplace"))
-
-    def _fail(self, error: OSError) -> None:
-        self._is_over = True  # a training must not fail because of its log
-        print(f"trainkit | train.log: is not written: {error}", file=sys.stderr)
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(text.encode(errors="backslashreplace"))
+        except OSError as error:  # a training must not fail because of its log
+            self._is_over = True
+            print(f"trainkit | train.log: is not written: {error}", file=sys.stderr)
 
 
 def _last_drawn(line: str) -> str:

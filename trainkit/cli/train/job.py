@@ -22,14 +22,12 @@ from trainkit.cli.door import spoken
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.evaluation import refuse_no_test, test_best
 from trainkit.cli.report.page import report_of_training
-from trainkit.cli.report.run import throughput_of
-from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import does_not_fit, was_restoring
 from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
-from trainkit.cli.runs.summary_rows import counted_steps
+from trainkit.cli.runs.throughput import Throughput
 from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger import WandbFacts
 from trainkit.cli.words import of_this_job, to_paste
@@ -131,7 +129,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         config.paths.run_dir = str(folder.path)
     training = build(
         config,
-        callbacks=[OneStep(), StepTimes(folder), WandbFacts()],
+        callbacks=[OneStep(), Throughput(), WandbFacts()],
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
@@ -223,7 +221,6 @@ def _fit_and_report(
         folder = beginning.folder
         trainer = training.trainer
         facts = summary.collect(training, config, folder, ending.window)
-        facts.update(throughput=throughput_of(folder))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
         try:
@@ -247,16 +244,17 @@ def _write_and_show(
     folder, is_over = beginning.folder, facts["status"] == "finished"
     if beginning.has_trained:
         with nullcontext() if is_over else suppress(OSError):  # of a full disk
-            folder.write_json(folder.SUMMARY, facts)
+            summary.write(facts, folder)
             if config.report:
                 report_of_training(folder, pictures=config.pictures)
         if facts["status"] != "failed" or facts["steps"]:
             summary.show(facts, folder)
     elif is_over:
+        done = summary.counted_steps(trainer.global_step)
         print(
-            f"trainkit | training: nothing to do: the run had finished after "
-            f"{counted_steps(trainer.global_step)}; to train longer, resume it with a "
-            f"larger trainer.max_steps, max_epochs or max_time",
+            f"trainkit | training: nothing to do: the run had finished after {done}; "
+            f"to train longer, resume it with a larger trainer.max_steps, max_epochs "
+            f"or max_time",
             flush=True,
         )
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.checks import LateReading
 from trainkit.core.gradients import parameters_of, total_norm
-from trainkit.core.nested import Path, lookup_tensor
+from trainkit.core.nested import lookup_tensor
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
@@ -41,8 +41,10 @@ class WindowMonitor(Callback):
     - `window/micro_batch_size`: what each was limited to, where that is found while the
       training runs, in tokens, or in rows where batches have no lengths;
     - `window/imbalance`: the largest share of a micro-batch times their number;
-    - `window/padding`: the share of tokens that only pad; in split windows after the
-      cut, by the lengths that it goes by;
+    - `window/padding`: the share of tokens that only pad, by the batch's
+      `attention_mask`, or else by what the strategy's labels or mask leave out, a
+      masked prompt included; in split windows after the cut, by the lengths that it
+      goes by;
     - `window/grad_norm`: the exact gradient's 2-norm, before clipping;
     - `window/seen`: the weights of all windows so far, in the strategy's unit;
     - `window/samples_seen`: the samples of all windows so far, where every batch tells
@@ -60,20 +62,14 @@ class WindowMonitor(Callback):
 
     Args:
         every_n_steps: how often; by n = 10 the windows 1, 10, 20, 30.
-        attention_mask: path of the batch's 0/1 mask by which padding is counted.
-            Default: `"attention_mask"` where the batch has it, else what the strategy's
-            labels or mask leave out, a masked prompt included.
     """
 
-    def __init__(
-        self, every_n_steps: int = 50, *, attention_mask: Path | None = None
-    ) -> None:
+    def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__()
         check_whole_number(
             "WindowMonitor every_n_steps", every_n_steps, hint="1 logs every window."
         )
         self.every_n_steps = every_n_steps
-        self.attention_mask = attention_mask
         self._begin(None)
 
     def _begin(self, windows: Any) -> None:
@@ -119,10 +115,8 @@ class WindowMonitor(Callback):
         newest = {prefix + name: getattr(stats, of) for name, of in _OF_EACH.items()}
         add_callback_metrics(trainer, newest)
         if self._is_due(accumulator.num_windows - 1):
-            account, size = (
-                self._windows.ledger.of(index),
-                self._windows.micro_batch_size,
-            )
+            account = self._windows.ledger.of(index)
+            size = self._windows.micro_batch_size
             numbers = {
                 **{name: getattr(stats, of) for name, of in _OF_LOGGED.items()},
                 "seen": None if account is None else account.weight,
@@ -153,13 +147,13 @@ class WindowMonitor(Callback):
 
     def _what_counts(self, batch: Any) -> Tensor | None:
         """Which of a micro-batch's tokens are no padding; None if nothing tells it."""
-        path, strategy = self.attention_mask, self._windows.strategy
-        if path is None and isinstance(batch, Mapping) and "attention_mask" in batch:
+        path, strategy = None, self._windows.strategy
+        if isinstance(batch, Mapping) and "attention_mask" in batch:
             path = "attention_mask"
-        if path is None and isinstance(strategy, PerToken | PerSample):
+        elif isinstance(strategy, PerToken | PerSample):
             path = strategy.mask
         if path is not None:
-            return lookup_tensor(batch, path, role="WindowMonitor attention_mask") != 0
+            return lookup_tensor(batch, path, role="mask") != 0
         if isinstance(strategy, PerToken):
             labels = lookup_tensor(batch, strategy.labels, role="labels")
             return labels.long() != strategy.ignore_index

@@ -44,7 +44,7 @@ class StepProgress(ProgressBar):
         super().__init__()
         check_whole_number("StepProgress every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
-        self._is_enabled = True
+        self.is_enabled = True  # `LightningModule.print` asks for it
         self._bar: StepBar | None = None
         self._begin(0, None)
 
@@ -53,28 +53,23 @@ class StepProgress(ProgressBar):
         self._late = LateNumbers()
         self._last_update = 0.0
 
-    @property
-    def is_enabled(self) -> bool:
-        """Whether it shows something; `LightningModule.print` asks for it."""
-        return self._is_enabled
-
     def enable(self) -> None:
-        self._is_enabled = True
+        self.is_enabled = True
 
     def disable(self) -> None:
-        self._is_enabled = False
+        self.is_enabled = False
 
     # ---- training --------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(trainer.global_step, _end_of(trainer))
-        if self._is_enabled and _is_terminal():
+        if self.is_enabled and _is_terminal():
             self._bar = StepBar(self._total)
             self._bar.draw(self._last_step, [])
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         step, before = trainer.global_step, self._last_step
-        if self._is_enabled:
+        if self.is_enabled:
             self._last_step = step
             if step != before and self._is_due(step, before):
                 self._add(trainer, self._shown(trainer), is_line=True)
@@ -82,7 +77,7 @@ class StepProgress(ProgressBar):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if self._is_enabled and is_within:
+        if self.is_enabled and is_within:
             self._add(trainer, self._shown(trainer))
             self._late.serve(wait=True)
 
@@ -140,7 +135,8 @@ class StepProgress(ProgressBar):
     def _show(
         self, step: int, names: list[str], found: dict[str, float], losses: Any
     ) -> None:
-        texts = _texts(dict(zip(names, losses, strict=True)) | found)
+        shown = dict(zip(names, losses, strict=True)) | found
+        texts = [f"{name} {number:.4g}" for name, number in shown.items()]
         if self._bar is not None:
             self._bar.draw(self._last_step, texts)
             return
@@ -192,10 +188,6 @@ def _is_terminal() -> bool:
     """Whether the standard output is a terminal; there may be none at all."""
     isatty = getattr(sys.stdout, "isatty", None)
     return isatty is not None and isatty()
-
-
-def _texts(numbers: dict[str, float]) -> list[str]:
-    return [f"{name} {number:.4g}" for name, number in numbers.items()]
 
 
 def _end_of(trainer: Any) -> int | None:
