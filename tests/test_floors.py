@@ -118,7 +118,7 @@ def floors() -> list[set[str]]:
     return loaded_by(
         "from trainkit.data import *",
         USE_OF_CORE,
-        "from trainkit.lit import *; import trainkit.lit.resume.graceful_stop",
+        "from trainkit.lit import *; import trainkit.lit.resume.first_signal",
         "import trainkit.config.build",
     )
 
@@ -171,8 +171,8 @@ def test_every_public_name_resolves_and_is_the_same_at_the_top(package: str) -> 
 
 def test_the_top_lists_what_a_beginner_needs_and_knows_the_rest() -> None:
     assert len(dir(trainkit)) == 22
-    assert "RunCheckpoint" not in dir(trainkit)
-    assert trainkit.RunCheckpoint.__name__ == "RunCheckpoint"
+    assert "MetricsCSVLogger" not in dir(trainkit)
+    assert trainkit.MetricsCSVLogger.__name__ == "MetricsCSVLogger"
     assert trainkit.WandbRunLogger.__name__ == "WandbRunLogger"
     with pytest.raises(AttributeError, match="No trainkit attribute Nothing"):
         _ = trainkit.Nothing  # type: ignore[attr-defined]

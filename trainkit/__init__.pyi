@@ -33,7 +33,6 @@ from .lit.front.callbacks import (
 from .lit.front.check import check as check
 from .lit.front.exact_resume import ExactResume as ExactResume
 from .lit.front.mixin import AccumulationMixin as AccumulationMixin
-from .lit.logs.metrics_csv import MetricRows as MetricRows
 from .lit.logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .lit.logs.monitor import WindowMonitor as WindowMonitor
 from .lit.logs.rows import LearningRates as LearningRates
@@ -45,10 +44,6 @@ from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
 from .lit.proof.report import Report as Report
 from .lit.rates.lr_scaling import LRScaling as LRScaling
-from .lit.resume.graceful_stop import GracefulStop as GracefulStop
-from .lit.resume.per_rank import EpochSums as EpochSums
-from .lit.resume.per_rank import RandomState as RandomState
-from .lit.resume.run_checkpoint import RunCheckpoint as RunCheckpoint
 from .lit.schedule import AccumulationSchedule as AccumulationSchedule
 
 __version__: str

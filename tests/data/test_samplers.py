@@ -116,7 +116,8 @@ def test_drop_last_leaves_out_less_than_a_round(
     rows, num_batches = real_rows(shares), sum(map(len, shares))
     assert len(rows) == len(set(rows))
     if kind in BY_LENGTH:
-        assert num_batches == make().num_batches // num_ranks * num_ranks
+        [alone] = read_by_all(make, 1, epoch=epoch)
+        assert num_batches == len(alone) // num_ranks * num_ranks
     else:
         assert len(rows) == len(lengths) // stretch * stretch
     if kind not in ("token budget", "few rows"):
@@ -143,7 +144,7 @@ def test_resumed_epoch_is_the_rest(
     with rank_of(0, num_ranks):
         order = make().sampler
         for _ in range(min(given_out, len(whole[0]))):
-            position = order.after(position)
+            position += 1
         assert (position == order.end) == (given_out >= len(whole[0]))
     rest = read_by_all(make, num_ranks, epoch=epoch, start=position)
     assert rest == [batches[given_out:] for batches in whole]

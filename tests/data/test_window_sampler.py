@@ -17,7 +17,7 @@ from tests.data.sharing import Batches, fillers, real_rows
 from tests.data.test_window_plan import computed, log_normal
 from trainkit import ResumableLoader, TrainkitError, WindowSampler
 from trainkit.data.length_sampler import write_lengths
-from trainkit.data.window_plan import WINDOWS
+from trainkit.data.window_sampler import WINDOWS_TIMED as WINDOWS
 
 LENGTHS = log_normal(1000)
 
@@ -183,7 +183,7 @@ def test_state_of_an_ended_epoch_begins_the_next_with_any_plan() -> None:
     for other in (loader(1), loader(2, window=100), loader(2, flattened=True)):
         other.load_state_dict(first.state_dict())
         state = other.state_dict()
-        assert state["position"] >= state["end"]
+        assert state["batches"] >= state["end"]
         assert len(read(other, 1)) == len(other)
     ended = first.state_dict()
     del ended["plan"]
@@ -209,7 +209,8 @@ def test_as_few_micro_batches_as_keep_to_the_budget(monkeypatch: Any) -> None:
 
         def longest(each: WindowSampler, epoch: int = 0) -> int:
             each.set_epoch(epoch)
-            return max(computed(LENGTHS, b, each.flattened) for b in each.batches())
+            batches = itertools.chain(*each.rounds(0))
+            return max(computed(LENGTHS, b, each.flattened) for b in batches)
 
         assert all(longest(sampler, epoch) <= 4096 for epoch in range(5))
         how["micro_batches"] = sampler.micro_batches - 1 or 1
@@ -293,7 +294,7 @@ def test_measured_cost_plans_later_windows_and_is_saved(
     prefetch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("trainkit.data.window_plan._now", lambda: clock[0])
+    monkeypatch.setattr("trainkit.data.window_sampler.now", lambda: clock[0])
     lengths = log_normal(6000)
 
     def made(cost: Any = "measured") -> ResumableLoader:

@@ -245,7 +245,7 @@ def _exit_code(status: str) -> int:
     """The exit code for a status of Lightning's, which calls a stop by SIGTERM failed.
 
     Such a stop, as a sweep's early stop makes it, is a SystemExit: Lightning's own has
-    no status, `GracefulStop`'s has one. It marks the run as finished.
+    no status, `ExactResume`'s has one. It marks the run as finished.
     """
     if status != "failed":
         return 0

@@ -72,10 +72,7 @@ def _read(name: str, path: Path) -> Any:
 class LengthSampler(EpochOrder):
     """A batch sampler that uses the lengths of rows.
 
-    The number of ranks does not change the epoch's batches. In each round every rank is
-    given one batch, so all ranks have equally many; a position counts rounds. If
-    batches are lacking in the last round, some of its batches are split, so that every
-    row is read once.
+    In each round every rank is given one batch, so all ranks have equally many.
 
     In a loop of your own give it to a `DataLoader` as `batch_sampler`, and call
     `set_epoch` before each epoch; with Lightning give it to a `ResumableLoader`.
@@ -85,73 +82,52 @@ class LengthSampler(EpochOrder):
         self,
         lengths: Iterable[int] | Tensor | str | os.PathLike[str],
         *,
+        tokens: int,
         shuffle: bool,
         seed: int,
         drop_last: bool,
         process_group: Any,
     ) -> None:
-        self.lengths = checked_lengths(type(self).__name__, lengths)
+        name = type(self).__name__
+        check_whole_number(f"{name} tokens", tokens)
+        self.lengths = checked_lengths(name, lengths)
         super().__init__(
             self.lengths, shuffle=shuffle, seed=seed, process_group=process_group
         )
-        self.leaves_out_last = bool(drop_last)
+        self.tokens, self.leaves_out_last = tokens, bool(drop_last)
+        longest = max(self.lengths, default=0)
+        if longest > tokens:
+            raise TrainkitError(
+                f"{name} tokens: must hold the longest row, received {tokens:,}, and "
+                f"row {self.lengths.index(longest)} has {longest:,}. Raise it, or "
+                f"shorten the row."
+            )
 
     @property
     def sampler(self) -> LengthSampler:
         """Itself: Lightning calls `set_epoch` on what it finds here."""
         return self
 
-    @property
     @abstractmethod
-    def num_batches(self) -> int:
-        """How many batches every epoch has, over all ranks, before any are split."""
-
-    @abstractmethod
-    def batches(self) -> list[Batch]:
-        """The batches of this epoch, over all ranks, before any are split."""
+    def rounds(self, start: int) -> Iterator[list[Batch]]:
+        """The epoch's rounds from one on, each with a batch for each rank."""
 
     @property
     def end(self) -> int:
         return len(self)
-
-    @property
-    def gives_fillers(self) -> bool:
-        return self.fills and len(self) * self.ranks[1] > self.num_rows
-
-    def after(self, position: int) -> int:
-        return position + 1
 
     def described(self) -> dict[str, Any]:
         return {
             "dataset": len(self.lengths),
             "sum of lengths": sum(self.lengths),
             "drop_last": self.leaves_out_last,
-            "ranks": self.ranks[1],
             **super().described(),
         }
-
-    def __len__(self) -> int:
-        """How many batches each rank is given in an epoch."""
-        full, left = divmod(self.num_batches, self.ranks[1])
-        return full + bool(left and not self.leaves_out_last)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """This rank's batches, from the position `start` on."""
         rank, _ = self.ranks
         return (batches[rank] for batches in self.rounds(self.start))
-
-    def rounds(self, start: int) -> Iterator[list[Batch]]:
-        """The epoch's rounds from one on, each with a batch for each rank."""
-        num_ranks, batches = self.ranks[1], self.batches()
-        end = len(self) * num_ranks
-        if batches and not self.leaves_out_last:
-            batches = part(batches, end, first=end - num_ranks)
-            if lacking := end - len(batches):
-                batches += self._fillers(
-                    lacking, f"{self.num_rows} rows do not make {end} batches"
-                )
-        for first in range(start * num_ranks, end, num_ranks):
-            yield batches[first : first + num_ranks]
 
     def _fillers(self, number: int, why: str) -> list[Batch]:
         """So many batches of a row that weighs nothing, if that may be."""
@@ -162,16 +138,6 @@ class LengthSampler(EpochOrder):
                 f"drop_last=True, or give the ResumableLoader weigh_nothing=."
             )
         return [[Filler(0)] for _ in range(number)]
-
-    def _refuse_longer(self, tokens: int) -> None:
-        """Refuse a row that does not fit in a batch."""
-        longest = max(self.lengths, default=0)
-        if longest > tokens:
-            raise TrainkitError(
-                f"{type(self).__name__} tokens: must hold the longest row, received "
-                f"{tokens:,}, and row {self.lengths.index(longest)} has {longest:,}. "
-                f"Raise it, or shorten the row."
-            )
 
 
 def part(batches: Sequence[Batch], number: int, *, first: int) -> list[Batch]:
@@ -211,7 +177,9 @@ class TokenBudgetSampler(LengthSampler):
 
     Rows with similar lengths make a bucket, and batches are cut from buckets. Which
     rows meet in a batch is drawn anew in each epoch. The number of batches is fixed, so
-    that a Trainer's count of them stays right.
+    that a Trainer's count of them stays right, and the number of ranks does not change
+    them. If batches are lacking in the last round, some of its batches are split, so
+    that every row is read once.
 
     Such batches have similar numbers of tokens, but not equal ones. Weigh them by
     `PerToken`; otherwise a row counts less in a batch of many rows.
@@ -238,28 +206,47 @@ class TokenBudgetSampler(LengthSampler):
         drop_last: bool = False,
         process_group: Any = None,
     ) -> None:
-        check_whole_number("TokenBudgetSampler tokens", tokens)
         if size is not None:
             check_whole_number("TokenBudgetSampler size", size)
         super().__init__(
             lengths,
+            tokens=tokens,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             process_group=process_group,
         )
-        self._refuse_longer(tokens)
-        self.tokens, self.size = tokens, size
+        self.size = size
         self._buckets = buckets(self.lengths, tokens=tokens, size=size)
 
     @property
-    def num_batches(self) -> int:
-        return sum(number for _, number in self._buckets)
+    def gives_fillers(self) -> bool:
+        return self.fills and len(self) * self.ranks[1] > self.num_rows
 
     def described(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "size": self.size, **super().described()}
+        own = {"tokens": self.tokens, "size": self.size, "ranks": self.ranks[1]}
+        return {**own, **super().described()}
 
-    def batches(self) -> list[Batch]:
+    def __len__(self) -> int:
+        """How many batches each rank is given in an epoch."""
+        num_batches = sum(number for _, number in self._buckets)
+        full, left = divmod(num_batches, self.ranks[1])
+        return full + bool(left and not self.leaves_out_last)
+
+    def rounds(self, start: int) -> Iterator[list[Batch]]:
+        num_ranks, batches = self.ranks[1], self._batches()
+        end = len(self) * num_ranks
+        if batches and not self.leaves_out_last:
+            batches = part(batches, end, first=end - num_ranks)
+            if lacking := end - len(batches):
+                batches += self._fillers(
+                    lacking, f"{self.num_rows} rows do not make {end} batches"
+                )
+        for first in range(start * num_ranks, end, num_ranks):
+            yield batches[first : first + num_ranks]
+
+    def _batches(self) -> list[Batch]:
+        """The batches of this epoch, over all ranks, before any are split."""
         found = []
         for place, (rows, number) in enumerate(self._buckets):
             order = [rows[n] for n in self.permuted(len(rows), place)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.core.plan.options import check_kind, check_whole_number
 from trainkit.core.split.partition import first_fit
-from trainkit.data.padding import as_tensor, can_hold
+from trainkit.data.padding import as_tensor, can_hold, columns_of
 from trainkit.errors import TrainkitError
 
 
@@ -72,23 +72,38 @@ class PackCollate:
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         documents = [self._document(sample) for sample in samples]
-        if not documents:
-            raise TrainkitError(
-                "PackCollate: needs at least one sample, received none."
+        columns = columns_of("PackCollate", documents)
+        own = [len(ids) for ids in columns["input_ids"]]
+        tokens = [name for name in columns if _have_tokens(columns[name], own)]
+        for labels in columns["labels"] if "labels" in tokens else ():
+            labels[0] = self.ignore_index
+        bins, length = self._bins(own)
+        filled = {"input_ids": self.fill, "labels": self.ignore_index}
+        batch: dict[str, Any] = {}
+        for name, column in columns.items():
+            rows = [[column[place] for place in places] for places in bins]
+            if name in tokens:
+                batch[name] = _joined(rows, length, filled.get(name, 0))
+            else:
+                batch[name] = _stacked(name, [value for row in rows for value in row])
+        lengths = [[own[place] for place in places] for places in bins]
+        positions = [[torch.arange(n) for n in row] for row in lengths]
+        batch["position_ids"] = _joined(
+            positions, length, 0
+        )  # a model may know no more
+        numbers = [
+            torch.arange(len(row) + 1, dtype=torch.int32).repeat_interleave(
+                torch.tensor([*row, length - sum(row)])
             )
-        own = [len(each["input_ids"]) for each in documents]
-        for each in documents:
-            if lacks := sorted(documents[0].keys() ^ each.keys()):
-                raise TrainkitError(
-                    f"PackCollate: every sample must have the fields of the first, "
-                    f"received one that differs in {', '.join(lacks)}. Give it to all "
-                    f"of them, or to none."
-                )
-        tokens = [name for name in documents[0] if _have_tokens(name, documents)]
-        for each in documents if "labels" in tokens else ():
-            each["labels"][0] = self.ignore_index
+            for row in lengths
+        ]
+        batch["seq_idx"] = torch.stack(numbers)
+        return batch if self.lengths else batch | _offsets(own)
+
+    def _bins(self, own: list[int]) -> tuple[list[list[int]], int]:
+        """The documents of each row, and the length of the rows."""
         if not self.lengths:
-            return self._row(documents, tokens, own) | self._offsets(own)
+            return [[*range(len(own))]], sum(own)
         if max(own) > self.lengths[-1]:
             raise TrainkitError(
                 f"PackCollate length: a document must fit in a row of "
@@ -97,15 +112,7 @@ class PackCollate:
             )
         bins = first_fit(own, self.lengths[-1])
         enough = (n for n in self.lengths if n >= sum(own))
-        length = next(enough) if len(bins) == 1 else self.lengths[-1]
-        rows = []
-        for places in bins:
-            of = [documents[place] for place in places]
-            lengths = [own[place] for place in places]
-            missing = length - sum(lengths)
-            of += [self._filler(of[0], tokens, missing)] * (missing > 0)
-            rows.append(self._row(of, tokens, lengths, missing))
-        return {name: _together([row[name] for row in rows]) for name in rows[0]}
+        return bins, next(enough) if len(bins) == 1 else self.lengths[-1]
 
     def _document(self, sample: Any) -> dict[str, Any]:
         """The fields of a document, with tensors where there are numbers."""
@@ -135,56 +142,32 @@ class PackCollate:
             )
         return {**document, "labels": labels.clone()}
 
-    def _filler(
-        self, like: Mapping[str, Any], tokens: Collection[str], length: int
-    ) -> dict[str, Any]:
-        """A document of so many tokens that counts nothing."""
-        filler, filled = {}, {"input_ids": self.fill, "labels": self.ignore_index}
-        for name in tokens:
-            shape = (length, *like[name].shape[1:])
-            filler[name] = like[name].new_full(shape, filled.get(name, 0))
-        return filler
 
-    def _row(
-        self,
-        of: Sequence[Any],
-        tokens: Collection[str],
-        lengths: list[int],
-        missing: int = 0,
-    ) -> Any:
-        """One row of documents, the last of which may fill it."""
-        row: dict[str, Any] = {}
-        for name in of[0]:
-            column = [each[name] for each in of if name in each]
-            if name in tokens:
-                row[name] = torch.cat(column)[None]
-            else:
-                row[name] = _stacked(name, column)
-        positions = [torch.arange(length) for length in lengths]
-        positions.append(torch.zeros(missing).long())  # a model may know no more
-        number = torch.arange(len(lengths) + 1, dtype=torch.int32)
-        number = number.repeat_interleave(torch.tensor([*lengths, missing]))
-        row["position_ids"], row["seq_idx"] = torch.cat(positions)[None], number[None]
-        return row
-
-    def _offsets(self, lengths: Sequence[int]) -> dict[str, Any]:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        longest = max(lengths)
-        return {
-            "cu_seq_lens_q": offsets,
-            "cu_seq_lens_k": offsets,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+def _offsets(lengths: Sequence[int]) -> dict[str, Any]:
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
-def _have_tokens(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
+def _have_tokens(column: Sequence[Any], lengths: Sequence[int]) -> bool:
     """Whether a field has an entry for each token, in all documents."""
-    pairs = [(each[name], each["input_ids"]) for each in documents]
     return all(
-        isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(ids)
-        for value, ids in pairs
+        isinstance(value, Tensor) and value.ndim > 0 and len(value) == length
+        for value, length in zip(column, lengths, strict=True)
     )
+
+
+def _joined(rows: Sequence[Sequence[Tensor]], length: int, fill: float) -> Tensor:
+    """The tokens of each row's documents, filled up to one length."""
+    joined = [torch.cat(list(row)) for row in rows]
+    missing = [(length - len(row), *row.shape[1:]) for row in joined]
+    pairs = zip(joined, missing, strict=True)
+    return torch.stack([torch.cat([row, row.new_full(n, fill)]) for row, n in pairs])
 
 
 def _stacked(name: str, column: list[Any]) -> Any:
@@ -199,10 +182,3 @@ def _stacked(name: str, column: list[Any]) -> Any:
             f"in the data set, or leave it out there."
         )
     return torch.stack(column)
-
-
-def _together(column: Sequence[Any]) -> Any:
-    """The rows of several bins, or the entries of all of their documents."""
-    if isinstance(column[0], Tensor):
-        return torch.cat(list(column))
-    return [value for each in column for value in each]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from numbers import Number
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core.plan.options import check_kind, check_whole_number
+from trainkit.core.plan.options import check_kind
 from trainkit.errors import TrainkitError
 
 Columns = dict[Any, list[Any]]
@@ -18,7 +18,7 @@ Columns = dict[Any, list[Any]]
 
 
 class PadCollate:
-    """A `collate_fn` that pads ragged fields, and can add a mask.
+    """A `collate_fn` that pads ragged fields at their ends, and can add a mask.
 
         PadCollate({"labels": -100})     # all other fields are padded with 0
 
@@ -34,9 +34,6 @@ class PadCollate:
     Args:
         fill: the padding value of each field, by name, or by index in a tuple.
             Default: 0.
-        side: where the padding goes.
-        multiple_of: fields that are as long as the samples, also one whose size never
-            changes, are padded to a multiple of this length.
         mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
     """
 
@@ -44,22 +41,14 @@ class PadCollate:
         self,
         fill: Mapping[Any, float] | None = None,
         *,
-        side: Literal["right", "left"] = "right",
-        multiple_of: int = 1,
         mask: str | None = None,
     ) -> None:
-        if side not in ("right", "left"):
-            raise TrainkitError(
-                f'PadCollate side: must be "right" or "left", received {side!r}.'
-            )
-        check_whole_number("PadCollate multiple_of", multiple_of)
         fill = {} if fill is None else fill
         check_kind("PadCollate fill", fill, Mapping, "a dict, as {'labels': -100}")
         self.fill, self.mask = dict(fill), mask
-        self.side, self.multiple_of = side, multiple_of
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        columns = _columns(samples)
+        columns = columns_of("PadCollate", samples)
         self._check_names(columns, is_named=isinstance(samples[0], Mapping))
         batch = self._batch(columns)
         if isinstance(samples[0], Mapping):
@@ -75,11 +64,9 @@ class PadCollate:
         for name, column in columns.items():
             found = _as_tensors(name, column)
             if found is not None:
-                has_length = all(each.ndim for each in found)
-                own = [len(each) for each in found] if has_length else None
-                lengths = lengths or own
-                is_as_long = has_length and own == lengths
-                batch[name] = self._stacked(name, found, is_as_long=is_as_long)
+                if lengths is None and all(each.ndim for each in found):
+                    lengths = [len(each) for each in found]
+                batch[name] = self._stacked(name, found)
         if self.mask is not None:
             if lengths is None:
                 raise TrainkitError(
@@ -88,10 +75,10 @@ class PadCollate:
                     "mask out."
                 )
             ones = [torch.ones(length, dtype=torch.long) for length in lengths]
-            batch[self.mask] = self._stacked(self.mask, ones, is_as_long=True)
+            batch[self.mask] = self._stacked(self.mask, ones)
         return batch
 
-    def _stacked(self, name: Any, found: list[Tensor], *, is_as_long: bool) -> Tensor:
+    def _stacked(self, name: Any, found: list[Tensor]) -> Tensor:
         if len({each.ndim for each in found}) > 1:
             shapes = sorted({str(tuple(each.shape)) for each in found})
             raise TrainkitError(
@@ -99,13 +86,11 @@ class PadCollate:
                 f"sample, received the shapes {', '.join(shapes)}."
             )
         shape = [max(sizes) for sizes in zip(*(t.shape for t in found), strict=True)]
-        if is_as_long:
-            shape[0] += -shape[0] % self.multiple_of
         batch = torch.full(
             (len(found), *shape), self.fill.get(name, 0), dtype=self._dtype(name, found)
         )
         for row, each in zip(batch, found, strict=True):
-            row[self._place(each.shape, shape)] = each
+            row[tuple(map(slice, each.shape))] = each
         return batch
 
     def _dtype(self, name: Any, found: list[Tensor]) -> torch.dtype:
@@ -120,12 +105,6 @@ class PadCollate:
                 f"another type."
             )
         return dtype
-
-    def _place(self, shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-        if self.side == "right":
-            return tuple(slice(size) for size in shape)
-        pairs = zip(shape, whole, strict=True)
-        return tuple(slice(full - size, None) for size, full in pairs)
 
     def _check_names(self, columns: Columns, *, is_named: bool) -> None:
         for name in self.fill:
@@ -157,9 +136,10 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
     return limits.min <= value <= limits.max and value == int(value)
 
 
-def _columns(samples: Sequence[Any]) -> Columns:
+def columns_of(collate: str, samples: Sequence[Any]) -> Columns:
+    """Each field of all samples, which must have the same ones."""
     if not samples:
-        raise TrainkitError("PadCollate: needs at least one sample, received none.")
+        raise TrainkitError(f"{collate}: needs at least one sample, received none.")
     first = samples[0]
     if _is_one_field(first):
         return {0: list(samples)}
@@ -168,7 +148,7 @@ def _columns(samples: Sequence[Any]) -> Columns:
         own = list(sample if isinstance(first, Mapping) else range(len(sample)))
         if {*own} != {*names}:
             raise TrainkitError(
-                f"PadCollate: every sample must have the fields of the first and no "
+                f"{collate}: every sample must have the fields of the first and no "
                 f"others, {', '.join(map(repr, names))}, received one with "
                 f"{', '.join(map(repr, own)) or 'none'}."
             )

@@ -124,7 +124,7 @@ class ResumableLoader(DataLoader[Any]):
         self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
             # This pass's own count: another pass may have read a batch in between.
-            position = order.after(position)
+            position += 1
             self._place = (epoch, position)
             with order.timed(position, self.num_workers * (self.prefetch_factor or 0)):
                 yield batch
@@ -134,7 +134,7 @@ class ResumableLoader(DataLoader[Any]):
         """How many batches of the epoch this rank has read, with a `WindowSampler`:
         on another number of ranks Lightning would not know it; else None."""
         counts = isinstance(self._order, WindowSampler)
-        return self.state_dict()["position"] if counts else None
+        return self.state_dict()["batches"] if counts else None
 
     @property
     def gives_fillers(self) -> bool:
@@ -142,7 +142,7 @@ class ResumableLoader(DataLoader[Any]):
         return self._order.gives_fillers
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the position of all ranks in it, and the options of the order."""
+        """The epoch, the batches of it that are read, and the options of the order."""
         if self._resumed is not None:
             return dict(self._resumed)
         epoch, position = self._place
@@ -150,7 +150,7 @@ class ResumableLoader(DataLoader[Any]):
             position = 0  # set_epoch() has only announced the epoch
         return {
             "epoch": self._order.epoch,
-            "position": position,
+            "batches": position,
             "end": self._order.end,
             **self._order.described(),
             **self._order.plan(position),
@@ -158,7 +158,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the rows that were read; refuse a state that does not fit."""
-        missing = {"epoch", "position", "end"} - state_dict.keys()
+        missing = {"epoch", "batches", "end"} - state_dict.keys()
         if missing:
             _refuse(
                 "load_state_dict",
@@ -166,7 +166,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"{', '.join(sorted(missing))}. Use the loader that the checkpoint was "
                 f"written with, or begin a new run.",
             )
-        if 0 < state_dict["position"] < state_dict["end"]:
+        if 0 < state_dict["batches"] < state_dict["end"]:
             for name, value in self._order.described().items():
                 saved = state_dict.get(name, "another sampler")
                 if saved != value:
@@ -195,8 +195,8 @@ class ResumableLoader(DataLoader[Any]):
                 f"setup_dataloaders, which counts epochs from 0, and move batches by "
                 f"fabric.to_device.",
             )
-        if state["position"] < state["end"]:
-            return state["position"]
+        if state["batches"] < state["end"]:
+            return state["batches"]
         # The epoch may resume because of a longer loader beside this one, which has
         # ended. If set_epoch() was not called, another epoch begins.
         return self._order.end if self._order.is_told else 0

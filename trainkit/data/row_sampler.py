@@ -20,8 +20,8 @@ class EpochOrder(DistributedSampler[Any], ABC):
     """The base of trainkit's samplers: an order of rows that the ranks share.
 
     It is a `DistributedSampler` so that Lightning does not replace it. It looks up the
-    ranks when rows are read, not when it is made. A position counts what all ranks have
-    been given in the epoch; each sampler chooses the unit.
+    ranks when rows are read, not when it is made. A position counts the batches that
+    each rank has been given in the epoch.
 
     Attributes:
         epoch: the epoch whose order it gives.
@@ -49,10 +49,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
     @property
     def ranks(self) -> tuple[int, int]:
         """This rank's index, and how many ranks share the rows."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return 0, 1
-        group = self.process_group
-        return dist.get_rank(group), dist.get_world_size(group)
+        return rank_and_size(self.process_group)
 
     @property
     def num_rows(self) -> int:
@@ -61,16 +58,12 @@ class EpochOrder(DistributedSampler[Any], ABC):
     @property
     @abstractmethod
     def end(self) -> int:
-        """The position at which an epoch ends."""
+        """How many batches an epoch has on each rank."""
 
     @property
     @abstractmethod
     def gives_fillers(self) -> bool:
         """Whether an epoch has fillers, on this rank or on another."""
-
-    @abstractmethod
-    def after(self, position: int) -> int:
-        """The position after one more batch on every rank."""
 
     def described(self) -> dict[str, Any]:
         """The options that must not change while a position is to keep its meaning."""
@@ -145,6 +138,10 @@ class RowSampler(EpochOrder):
 
     @property
     def end(self) -> int:
+        return -(-self.num_read // self.stretch)
+
+    @property
+    def num_read(self) -> int:
         """How many rows of the dataset an epoch has, over all ranks."""
         left = self.num_rows % self.stretch
         is_enough = self.fills or left >= self.ranks[1]
@@ -153,10 +150,7 @@ class RowSampler(EpochOrder):
 
     @property
     def gives_fillers(self) -> bool:
-        return self.fills and 0 < self.end % self.stretch < self.ranks[1]
-
-    def after(self, position: int) -> int:
-        return min(position + self.stretch, self.end)
+        return self.fills and 0 < self.num_read % self.stretch < self.ranks[1]
 
     def described(self) -> dict[str, Any]:
         return {
@@ -167,32 +161,31 @@ class RowSampler(EpochOrder):
 
     def __len__(self) -> int:
         """How many rows this rank reads in an epoch, fillers included."""
-        full, left = divmod(self.end, self.stretch)
+        full, left = divmod(self.num_read, self.stretch)
         last = max(len(share(left, *self.ranks)), 1) if left else 0
         return full * self.batch_size + last
 
     def __iter__(self) -> Iterator[int]:
         """This rank's rows, from the position `start` on."""
         self._check_rows()
-        order, begin = self.permuted(self.num_rows), self.start
-        while begin < self.end:
-            stretch = order[begin : self.after(begin)]
+        order = self.permuted(self.num_rows)[: self.num_read]
+        for begin in range(self.start * self.stretch, len(order), self.stretch):
+            stretch = order[begin : begin + self.stretch]
             rows = share(len(stretch), *self.ranks)
             yield from (stretch[row] for row in rows)
             if not rows:
                 yield Filler(stretch[0])
-            begin += len(stretch)
 
     def _check_rows(self) -> None:
         num_rows, (rank, num_ranks) = self.num_rows, self.ranks
-        if num_rows and not self.end:
+        if num_rows and not self.num_read:
             raise TrainkitError(
                 f"ResumableLoader: every rank must have a row in every batch, and "
                 f"{num_rows} rows give not one batch of {self.batch_size} on "
                 f"{num_ranks} ranks with drop_last={self.leaves_out_last}. Lower "
                 f"batch_size, use fewer ranks, or give weigh_nothing=."
             )
-        left = num_rows - self.end
+        left = num_rows - self.num_read
         if left and not (self.leaves_out_last or rank or self._has_warned):
             self._has_warned = True
             warnings.warn(
@@ -203,6 +196,24 @@ class RowSampler(EpochOrder):
                 f"nothing.",
                 stacklevel=2,
             )
+
+
+def rank_and_size(group: Any = None) -> tuple[int, int]:
+    """This process's rank, and how many there are in its group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def of_all_ranks(value: Any, group: Any = None, *, alone: bool = False) -> list[Any]:
+    """The values of all ranks, each of which must ask; None of the others if it asks
+    alone."""
+    rank, size = rank_and_size(group)
+    values: list[Any] = [None] * size
+    values[rank] = value
+    if size > 1 and not alone:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def share(num_rows: int, rank: int, num_ranks: int) -> range:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -16,6 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from trainkit.data.row_sampler import of_all_ranks, rank_and_size
 from trainkit.errors import TrainkitError
 
 _NOTHING = object()
@@ -119,7 +119,7 @@ class ResumableStream:
 
     def __iter__(self) -> Iterator[Any]:
         # Here and not with the first batch: what the loader draws at random must be
-        # drawn before RandomState restores the generators.
+        # drawn before ExactResume restores the generators.
         self._refuse_same_rows()
         if self._is_litdata and not self._is_loaded:
             # It resumes until a pass has ended, and Lightning lets none end.
@@ -163,7 +163,10 @@ class ResumableStream:
             is_ahead = self.is_waiting is not None and self.is_waiting(self._last)
             place = self._before if is_ahead else self._after
         self._warn_without_state()
-        return {"epoch": self._epoch, "places": self._of_all_ranks(place)}
+        return {
+            "epoch": self._epoch,
+            "places": of_all_ranks(place, alone=self.is_alone()),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the batch that training was given."""
@@ -174,7 +177,7 @@ class ResumableStream:
                 "places. Use the loader that the checkpoint was written with, or begin "
                 "a new run.",
             )
-        rank, size = _rank_and_size()
+        rank, size = rank_and_size()
         places, epoch = state_dict["places"], state_dict["epoch"]
         if len(places) != size:
             _refuse(
@@ -217,17 +220,6 @@ class ResumableStream:
         self._last, self._before, self._is_loaded = batch, self._after, False
         self._after = copy.deepcopy(self.loader.state_dict())
 
-    def _of_all_ranks(self, place: Any) -> list[Any]:
-        """The places of all ranks, each of which must ask; those that are not there
-        have None."""
-        rank, size = _rank_and_size()
-        places: list[Any] = [None] * size
-        if size == 1 or self.is_alone():
-            places[rank] = place
-        else:
-            dist.all_gather_object(places, place)
-        return places
-
     def _part(self, name: str) -> Any:
         return getattr(self.loader, name, None)
 
@@ -256,7 +248,7 @@ class ResumableStream:
 
     def _refuse_same_rows(self) -> None:
         loader = self.loader
-        if _rank_and_size()[1] == 1 or not isinstance(loader, DataLoader):
+        if rank_and_size()[1] == 1 or not isinstance(loader, DataLoader):
             return
         if isinstance(loader.sampler, RandomSampler | SequentialSampler):
             _refuse(
@@ -282,8 +274,3 @@ def _lightning_asks() -> bool:
     """Whether Lightning asks for the state, and no loop that reads batch by batch."""
     asks = sys._getframe(2).f_globals.get("__name__", "")
     return asks.endswith(".utilities.combined_loader")
-
-
-def _rank_and_size() -> tuple[int, int]:
-    is_alone = not (dist.is_available() and dist.is_initialized())
-    return (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())

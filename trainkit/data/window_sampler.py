@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
 
 from trainkit.core.plan.options import (
     check_whole_number,
-    check_whole_numbers,
     is_positive_number,
 )
 from trainkit.data.length_sampler import Batch, LengthSampler
-from trainkit.data.window_plan import CostFit, planned, rounds_needed
+from trainkit.data.row_sampler import of_all_ranks
+from trainkit.data.window_plan import fitted, now, planned, rounds_needed
 from trainkit.errors import TrainkitError
 
 EPOCHS_TRIED, ROWS_TRIED = 10, 200_000
 """The number of micro-batches is enough for all windows of so many epochs, or rows."""
+WINDOWS_TIMED = 8
+"""How many windows are timed, after one in which the device becomes warm."""
 
 
 class WindowSampler(LengthSampler):
@@ -77,7 +79,7 @@ class WindowSampler(LengthSampler):
         drop_last: bool = False,
         process_group: Any = None,
     ) -> None:
-        check_whole_numbers("WindowSampler", window=window, tokens=tokens)
+        check_whole_number("WindowSampler window", window)
         if cost not in ("measured", 0) and not is_positive_number(cost):
             raise TrainkitError(
                 f"WindowSampler cost: must be a number of at least 0, the cost of a "
@@ -86,17 +88,22 @@ class WindowSampler(LengthSampler):
             )
         super().__init__(
             lengths,
+            tokens=tokens,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             process_group=process_group,
         )
-        self.window, self.tokens, self.flattened = window, tokens, bool(flattened)
+        self.window, self.flattened = window, bool(flattened)
         self.num_ranks, self._rank = _ranks(num_replicas, rank, super().ranks[1])
-        self._fit = CostFit(0.0 if cost == "measured" else float(cost))
         self._measures, self._has_warned = cost == "measured", False
+        # The cost, and where it was measured: the found one, and from which epoch and
+        # window on it is used.
+        self._cost: list[Any] = [0.0 if cost == "measured" else float(cost)]
+        self._lengths_at: dict[int, list[int]] = {}  # by position, until they train
+        self._times: list[tuple[float, ...]] = []
+        self._windows_timed = 0
         self._begun: list[Any] = []  # epoch, window, micro-batches and rows read
-        self._refuse_longer(tokens)
         if micro_batches is not None:
             check_whole_number("WindowSampler micro_batches", micro_batches)
         self.micro_batches = micro_batches or self._needed()
@@ -123,18 +130,12 @@ class WindowSampler(LengthSampler):
         return rank, number
 
     @property
-    def num_batches(self) -> int:
-        return len(self) * self.num_ranks
-
-    @property
     def gives_fillers(self) -> bool:
         full, left = divmod(len(self.lengths), self.window)
         return self.fills and not self.leaves_out_last and 0 < left < self.num_ranks
 
     def described(self) -> dict[str, Any]:
-        described = super().described()
-        del described["ranks"]  # it may change between windows
-        return {"window": self.window, **described}
+        return {"window": self.window, **super().described()}
 
     def plan(self, position: int) -> dict[str, Any]:
         """How windows are cut, and what is read of one that is not over."""
@@ -151,9 +152,9 @@ class WindowSampler(LengthSampler):
         """A state whose position counts this plan's micro-batches."""
         if "plan" not in state:
             return state  # another sampler's, at the end of an epoch
-        old, position = state["plan"], state["position"]
+        old, position = state["plan"], state["batches"]
         if self._measures:
-            self._fit.restore(old["cost"])
+            self._cost = [*old["cost"]]
         window, inside = divmod(position, old["micro_batches"])
         if position >= state["end"]:
             position = self.end
@@ -164,14 +165,14 @@ class WindowSampler(LengthSampler):
             if inside:
                 position += self._begin(window, old["read"])
         plan = {**old, **self._options(), "begun": self._begun}
-        return {**state, "position": position, "end": self.end, "plan": plan}
+        return {**state, "batches": position, "end": self.end, "plan": plan}
 
     def _options(self) -> dict[str, Any]:
         return {
             "ranks": self.num_ranks,
             "tokens": self.tokens,
             "flattened": self.flattened,
-            "cost": self._fit.saved(),
+            "cost": [*self._cost],
             "micro_batches": self.micro_batches,
         }
 
@@ -207,29 +208,41 @@ class WindowSampler(LengthSampler):
             return 0, []
         return self._begun[2], self._begun[3]
 
-    def timed(self, position: int, ahead: int) -> AbstractContextManager[None]:
-        """A context in which the micro-batch at a position trains.
+    # ---- the measured cost -----------------------------------------------------------
 
-        Args:
-            position: after this micro-batch.
-            ahead: how many micro-batches are read ahead of it.
-        """
-        if not self._measures or self._fit.is_done:
-            return nullcontext()
+    @property
+    def _is_measuring(self) -> bool:
+        return self._measures and len(self._cost) == 1
+
+    def _attention(self, window: int) -> float:
+        """The cost of a squared length with which to plan a window."""
+        first, *found = self._cost
+        return found[0] if found and [self.epoch, window] >= found[1:] else first
+
+    @contextmanager
+    def timed(self, position: int, ahead: int) -> Iterator[None]:
+        """A context in which the micro-batch before a position trains; the loader reads
+        so many ahead of it."""
+        if not self._is_measuring:
+            yield
+            return
+        lengths = self._lengths_at.pop(position, None)  # None: timed by another pass
         window, nth = divmod(position - 1, self.micro_batches)
+        later = [self.epoch, window + 2 + ahead // self.micro_batches]
+        closes, began = nth + 1 == self.micro_batches, now()
+        yield
         # Between two windows there are validation, checkpoints and the optimizer.
-        counts = nth + 1 < self.micro_batches or self.micro_batches == 1
-        later = (self.epoch, window + 2 + ahead // self.micro_batches)
-        closes = nth + 1 == self.micro_batches
-        return self._fit.timed(
-            position,
-            counts=counts,
-            later=later if closes else None,
-            group=self.process_group,
-        )
+        counts = self._windows_timed and (not closes or self.micro_batches == 1)
+        if counts and lengths is not None:
+            squares = sum(length**2 for length in lengths)
+            self._times.append((sum(lengths), squares, now() - began))
+        self._windows_timed += closes
+        if closes and self._windows_timed > WINDOWS_TIMED:
+            of_ranks = of_all_ranks(self._times, self.process_group)  # all find one
+            found = fitted([each for times in of_ranks for each in times])
+            self._cost[1:] = [found, *later]
 
-    def batches(self) -> list[Batch]:
-        return [batch for each in self.rounds(0) for batch in each]
+    # ---- rounds ----------------------------------------------------------------------
 
     def __len__(self) -> int:
         """How many micro-batches each rank is given in an epoch."""
@@ -237,8 +250,8 @@ class WindowSampler(LengthSampler):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         for position, batch in enumerate(super().__iter__(), self.start + 1):
-            if self._measures and not self._fit.is_done:
-                self._fit.note(position, self._computed(batch))
+            if self._is_measuring:
+                self._lengths_at[position] = self._computed(batch)
             yield batch
 
     def rounds(self, start: int) -> Iterator[list[Batch]]:
@@ -279,7 +292,7 @@ class WindowSampler(LengthSampler):
             num_ranks=self.num_ranks,
             rounds=self._rounds_of(window) - done,
             tokens=self.tokens,
-            attention=self._fit.at(self.epoch, window),
+            attention=self._attention(window),
             flattened=self.flattened,
         )
         rounds = [[[rows[n] for n in batch] for batch in each] for each in found]

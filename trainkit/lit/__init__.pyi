@@ -4,7 +4,6 @@ from .front.callbacks import AccumulationCallback as AccumulationCallback
 from .front.check import check as check
 from .front.exact_resume import ExactResume as ExactResume
 from .front.mixin import AccumulationMixin as AccumulationMixin
-from .logs.metrics_csv import MetricRows as MetricRows
 from .logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .logs.monitor import WindowMonitor as WindowMonitor
 from .logs.rows import LearningRates as LearningRates
@@ -16,8 +15,4 @@ from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
 from .proof.report import Report as Report
 from .rates.lr_scaling import LRScaling as LRScaling
-from .resume.graceful_stop import GracefulStop as GracefulStop
-from .resume.per_rank import EpochSums as EpochSums
-from .resume.per_rank import RandomState as RandomState
-from .resume.run_checkpoint import RunCheckpoint as RunCheckpoint
 from .schedule import AccumulationSchedule as AccumulationSchedule

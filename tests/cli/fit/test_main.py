@@ -239,8 +239,10 @@ def test_the_checkpoint_of_a_stop_is_beside_lightnings_own_or_the_users(
     is_own: bool, monkeypatch: Any, capsys: Any
 ) -> None:
     stopped_at(monkeypatch, 5, signal.SIGTERM)
-    own = ["--trainer.callbacks+=trainkit.GracefulStop"]
-    own.append("--trainer.callbacks.dirpath=mine")
+    own = ["--trainer.callbacks+=trainkit.ExactResume"]
+    own += ["--trainer.callbacks.dirpath=mine"]
+    own += ["--trainer.callbacks.every_n_train_steps=null"]
+    own += ["--trainer.callbacks.warns=false"]
     assert fit(*own * is_own) == 143
     assert "--ckpt_path=" in capsys.readouterr().out
     found = {str(path) for path in Path().rglob("*.ckpt")}  # there was no end of one

@@ -23,8 +23,8 @@ from tests.cli.training import (
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.runs.folder import RunFolder, only_one
 from trainkit.cli.train.job import _leave
+from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
-from trainkit.lit.resume.graceful_stop import GracefulStop
 
 TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
 LAST = 7
@@ -205,7 +205,7 @@ def test_the_status_says_who_stopped_it(
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     if sweep is not None:
         monkeypatch.setenv("WANDB_SWEEP_ID", sweep)
-    stop = GracefulStop(tmp_path)
+    stop = ExactResume()
     stop.stopped_by, stop.checkpoint_path = number, "/a b/last.ckpt"
     with pytest.raises(SystemExit) as left:
         _leave(stop, RunFolder(tmp_path), is_first=True)
@@ -221,7 +221,7 @@ def test_the_status_says_who_stopped_it(
 def test_another_rank_leaves_the_word_to_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop = GracefulStop(tmp_path)
+    stop = ExactResume()
     stop.stopped_by = signal.SIGTERM
     with pytest.raises(SystemExit) as left:
         _leave(stop, RunFolder(tmp_path), is_first=False)

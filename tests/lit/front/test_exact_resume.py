@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers import loader, quiet_lightning, trainer
 from tests.lit.resume.interrupting import (
-    FIVE,
     TRAIN,
     Dropping,
     KillAt,
     Killed,
-    alone,
     ask,
     close,
     differing,
@@ -37,17 +34,12 @@ from tests.zoo.callbacks import SENT, told
 from tests.zoo.modules import old_trainer
 from trainkit import (
     AccumulationCallback,
-    EpochSums,
     ExactResume,
-    GracefulStop,
-    MetricRows,
     MetricsCSVLogger,
     PerToken,
-    RandomState,
-    RunCheckpoint,
     TrainkitError,
 )
-from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.front.exact_resume import add_exact_resume, find_stop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning"),
@@ -56,7 +48,8 @@ pytestmark = [
 ]
 
 
-BARE = [*FIVE, "AccumulationCallback", "WindowMonitor"]
+WITHOUT: dict[str, Any] = {"without": ["ExactResume"]}
+BARE = {"without": ["AccumulationCallback", "WindowMonitor"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The state and the rows of the run that nobody interrupted, without callbacks
     that save anything."""
     folder = tmp_path_factory.mktemp("whole")
-    return state_of(*train(folder, without=FIVE)), rows(folder)
+    return state_of(*train(folder, **WITHOUT)), rows(folder)
 
 
 def is_whole(whole: Any, found: Any, folder: Path) -> bool:
@@ -79,65 +72,19 @@ def is_whole(whole: Any, found: Any, folder: Path) -> bool:
     return not state and not close(whole[1], rows(folder))
 
 
-@pytest.mark.parametrize(
-    ("hook", "batch", "dies"),
-    [
-        ("on_train_batch_start", 8, True),  # inside a window, as most of them
-        ("on_after_backward", 4, False),
-        ("on_train_batch_end", 6, True),
-        ("on_validation_end", 8, True),
-        ("on_train_epoch_end", 10, False),
-    ],
-)
-def test_interrupted_run_equals_the_whole_one(
-    whole: Any, tmp_path: Path, hook: str, batch: int, dies: bool
-) -> None:
-    """Killed or asked to stop, in every hook. Each way in each hook is for the parts
-    that it brings, which are tested by themselves."""
-    kill, every = (KillAt(hook, batch), 1) if dies else (ask(hook, batch), 100)
-    with suppress(Killed, SystemExit):  # a run may have ended by itself
-        train(kill=kill, **alone(tmp_path, every))
-    assert kill.has_died
-    assert is_whole(whole, train(resume=True, **alone(tmp_path, every)), tmp_path)
-
-
 def test_without_it_the_resumed_run_differs(whole: Any, tmp_path: Path) -> None:
     """Negative control: Lightning's own checkpoint of the very same place."""
 
     def run(**how: Any) -> Any:
         last: dict[str, Any] = {"save_last": True, "save_top_k": 0}
         saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, **last)
-        return train(tmp_path, without=FIVE, others=[saver], **how)
+        return train(tmp_path, **WITHOUT, others=[saver], **how)
 
     with pytest.raises(Killed):
         run(kill=KillAt("on_train_batch_start", 6))
     found = run(resume=True)
     assert ".weights.net.head.weight" in differing(whole[0], state_of(*found))
     assert close(whole[1], rows(tmp_path)) != []
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["then-five", "after-five"])
-def test_checkpoints_of_the_five_are_its_own(
-    whole: Any, tmp_path: Path, is_first: bool
-) -> None:
-    """With the same keys; either way resumes what the other has saved."""
-    ways: list[dict[str, Any]] = [alone(tmp_path), {"folder": tmp_path}]
-    first, second = ways if is_first else ways[::-1]
-    with warnings.catch_warnings():
-        # Lightning's, of a callback whose state is there and which is not
-        warnings.filterwarnings("error", message=".*callbacks used to create")
-        with pytest.raises(SystemExit):
-            train(kill=ask("on_after_backward", 7), **first)
-        keys = keys_in(tmp_path)
-        found = train(resume=True, **second)
-    assert is_whole(whole, found, tmp_path)
-    assert keys == keys_in(tmp_path)
-
-
-def keys_in(folder: Path) -> Any:
-    path = folder / "checkpoints" / "last.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    return sorted(checkpoint), sorted(checkpoint["callbacks"])
 
 
 @pytest.mark.parametrize("package", [pl, old_pl], ids=lambda each: each.__name__)
@@ -179,21 +126,21 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
-def test_it_brings_its_parts_once_and_in_their_places(tmp_path: Path) -> None:
+def test_it_brings_its_parts_once_and_before_all_that_save(tmp_path: Path) -> None:
     """Also where the module makes it anew for each fit."""
 
     class Brings(Dropping):
         def configure_callbacks(self) -> Any:
             return [ExactResume(dirpath=tmp_path / "brought", every_n_train_steps=1)]
 
-    order = [*("EpochSums", "RandomState", "MetricRows"), "ExactResume", "GracefulStop"]
-    fit: Any = train(**alone(tmp_path))[1]
+    saver = ModelCheckpoint(tmp_path / "best", save_top_k=0)
+    fit: Any = train(tmp_path, others=[saver])[1]
     with pytest.warns(UserWarning, match="the run begins anew, and will replace"):
         fit.fit(Dropping(), shuffled())
     names = [type(each).__name__ for each in fit.callbacks]
-    assert names[-5:] == order
-    assert len(names) == 7
-    fit = train(tmp_path / "other", kind=Brings, without=FIVE)[1]
+    assert names[-4:] == ["PerRank", "MetricRows", "ModelCheckpoint", "ExactResume"]
+    assert len(names) == 6
+    fit = train(tmp_path / "other", kind=Brings, **WITHOUT)[1]
     fit.fit_loop.max_epochs = 3
     saved = tmp_path / "brought" / "last.ckpt"
     fit.fit(Brings(), shuffled(), ckpt_path=saved)
@@ -206,10 +153,10 @@ def test_it_can_be_sent_before_and_after_a_fit(
     way: str, whole: Any, tmp_path: Path
 ) -> None:
     own = SENT[way](ExactResume(every_n_train_steps=1))
-    train(tmp_path / "first", without=FIVE, others=[own], max_epochs=1)
+    train(tmp_path / "first", **WITHOUT, others=[own], max_epochs=1)
     sent = SENT[way](own)
     sent.dirpath = str(tmp_path / "second" / "checkpoints")
-    found = train(tmp_path / "second", without=FIVE, others=[sent])
+    found = train(tmp_path / "second", **WITHOUT, others=[sent])
     assert is_whole(whole, found, tmp_path / "second")
     assert (tmp_path / "second" / "checkpoints" / "last.ckpt").exists()
 
@@ -221,35 +168,21 @@ def test_it_knows_by_what_it_was_stopped(
     own, sent = ExactResume(dirpath=tmp_path), signal.Signals[number]
     kill = ask("on_train_batch_start", 3, sent)
     with pytest.raises(SystemExit) as caught:
-        train(tmp_path, without=FIVE, others=[own], kill=kill)
+        train(tmp_path, **WITHOUT, others=[own], kill=kill)
     assert caught.value.code == status
-    assert own.stop.stopped_by is sent
-    assert own.stop.checkpoint_path == str(tmp_path / "last.ckpt")
+    assert own.stopped_by is sent
+    assert own.checkpoint_path == str(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert "windows" in saved["trainkit"]  # its gradients so far
 
 
-def test_commands_bring_what_is_missing() -> None:
-    def kinds(*present: Any) -> set[str]:
-        return {type(each).__name__ for each in without_checkpoint(present)}
-
-    rest = {"EpochSums", "MetricRows", "RandomState", "GracefulStop"}
-    assert kinds() == rest
-    assert kinds(RunCheckpoint(), RandomState()) == rest - {"RandomState"}
-    assert kinds(ExactResume()) == set()
-    own, stop = ExactResume(), GracefulStop()
-    assert find_stop(pl.Trainer(callbacks=[own], logger=False)) is own.stop
-    assert find_stop(pl.Trainer(callbacks=[stop], logger=False)) is stop
-
-
-@pytest.mark.parametrize(
-    "make", [RandomState, EpochSums, MetricRows, GracefulStop, RunCheckpoint, None]
-)
-def test_what_it_does_itself_is_refused_beside_it(make: Any, tmp_path: Path) -> None:
-    other = make() if make else ExactResume(every_n_train_steps=9)
-    text = f"received another {type(other).__name__} beside it"
-    with pytest.raises(TrainkitError, match=text):
-        train(**alone(tmp_path, others=[other]))
+def test_commands_add_one_where_there_is_none(tmp_path: Path) -> None:
+    own = ExactResume()
+    assert add_exact_resume([own], tmp_path) == [own]
+    both: Any = add_exact_resume([pl.Callback()], tmp_path)
+    assert both[1].num_steps_apart is None
+    assert both[1].dirpath == str(tmp_path)
+    assert find_stop(pl.Trainer(callbacks=both, logger=False)) is both[1]
 
 
 @pytest.mark.parametrize("how", [{"save_last": True}, {"filename": "last"}])
@@ -257,11 +190,11 @@ def test_another_that_writes_the_same_file_is_refused(how: Any, tmp_path: Path) 
     """A second one of its kind is refused by Lightning."""
     other = ModelCheckpoint(tmp_path / "checkpoints", **how)
     with pytest.raises(TrainkitError, match="may write .*last.ckpt, and ModelCheckpo"):
-        train(**alone(tmp_path, others=[other]))
+        train(tmp_path, others=[other])
     elsewhere = ModelCheckpoint(tmp_path / "best", **how)
-    train(**alone(tmp_path, others=[elsewhere], max_epochs=1))
+    train(tmp_path, others=[elsewhere], max_epochs=1)
     with pytest.raises(RuntimeError, match="one stateful callback of type `ExactRes"):
-        pl.Trainer(callbacks=[ExactResume(), ExactResume()])
+        pl.Trainer(callbacks=[ExactResume(), ExactResume(every_n_train_steps=9)])
 
 
 # ---- what is missing -----------------------------------------------------------------
@@ -280,8 +213,8 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
     "nothing": (lambda path: {}, []),
     "loader": (lambda path: PLAIN_LOADER, [ANEW]),
     "trial run": (lambda path: {**PLAIN_LOADER, "fast_dev_run": 2}, []),
-    "windows": (lambda path: {"without": BARE}, [LOST]),
-    "no windows": (lambda path: {"without": BARE, "accumulate_grad_batches": 1}, []),
+    "windows": (lambda path: BARE, [LOST]),
+    "no windows": (lambda path: {**BARE, "accumulate_grad_batches": 1}, []),
     "numbered folder": (
         lambda path: {"logger": CSVLogger(path)},
         [
@@ -292,6 +225,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
     "its own folder": (
         lambda path: {
             "logger": CSVLogger(path),
+            **WITHOUT,
             "others": [ExactResume(dirpath=path / "mine")],
         },
         ["CSVLogger begins its file anew when a run is resumed"],
@@ -303,16 +237,16 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_missing_is_said(name: str, tmp_path: Path) -> None:
     make, expected = CASES[name]
-    found = complaints(**{**alone(tmp_path), **make(tmp_path)})
+    found = complaints(**{"folder": tmp_path, **make(tmp_path)})
     assert len(found) == len(expected)
     assert all(part in said for part, said in zip(expected, found, strict=True))
 
 
 def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:
-    train(**alone(tmp_path, max_epochs=1))
-    (said,) = complaints(**alone(tmp_path))
+    train(tmp_path, max_epochs=1)
+    (said,) = complaints(folder=tmp_path)
     assert "will replace" in said
-    assert complaints(**alone(tmp_path, resume=True, max_epochs=2)) == []
+    assert complaints(folder=tmp_path, resume=True, max_epochs=2) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
@@ -322,8 +256,8 @@ def test_hooks_that_lightning_leaves_out_are_said_without_a_window_callback(
     class Sets(Dropping):
         def on_train_epoch_start(self) -> None: ...
 
-    how: dict[str, Any] = {"kind": Sets, "without": BARE, "accumulate_grad_batches": 1}
+    how: dict[str, Any] = {"kind": Sets, **BARE, "accumulate_grad_batches": 1}
     with pytest.raises(SystemExit):
-        train(kill=ask("on_train_batch_start", 5), **{**alone(tmp_path), **how})
+        train(tmp_path, kill=ask("on_train_batch_start", 5), **how)
     with pytest.warns(UserWarning, match="what Sets sets there is missing"):
-        train(resume=True, **{**alone(tmp_path), **how})
+        train(tmp_path, resume=True, **how)

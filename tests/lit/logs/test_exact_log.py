@@ -28,7 +28,6 @@ from tests.helpers import (
 from tests.lit.resume.interrupting import (
     Exactly,
     KillAt,
-    alone,
     ask,
     close,
     differing,
@@ -43,7 +42,7 @@ from tests.zoo.callbacks import Table
 from tests.zoo.modules import by_hand, hooked
 from trainkit import AccumulationMixin, MicroBatching, PerSample, PerToken
 from trainkit.errors import TrainkitError
-from trainkit.lit.resume.per_rank import EpochSums
+from trainkit.lit.resume.per_rank import PerRank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
@@ -254,7 +253,7 @@ def save_and_resume(rank: int, world: int, path: str) -> list[float]:
     found = []
     for resume in (None, path) if world > 1 else (path,):
         save = [] if resume else [Save(path, after=6)]
-        fit = on_ranks(world, callbacks=[EpochSums(), *save])
+        fit = on_ranks(world, callbacks=[PerRank(), *save])
         data = FromBatch(rank, world, 6 if resume else 0)
         fit.fit(Evaluated(dtype=torch.float64), data, ckpt_path=resume)
         found.append(float(fit.callback_metrics["train/loss"]))
@@ -262,7 +261,7 @@ def save_and_resume(rank: int, world: int, path: str) -> list[float]:
 
 
 def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(tmp_path: Path) -> None:
-    """Also of an epoch that resumes on as many ranks, or on one, with `EpochSums`. On
+    """Also of an epoch that resumes on as many ranks, or on one, with `PerRank`. On
     one of the ranks all weights of a name are zero."""
     path = str(tmp_path / "inside.ckpt")
     cases: Any = {stage: (evaluate_ranks, stage) for stage in ("validate", "fit")}
@@ -281,8 +280,7 @@ def test_logged_mean_on_ranks_equals_the_loss_of_one_batch(tmp_path: Path) -> No
 
 
 def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
-    """To the last bit. The hooks take turns, so that each of them dies in both ways.
-    What is stopped has `ExactResume`, and the others its parts."""
+    """To the last bit. The hooks take turns, so that each of them dies in both ways."""
 
     def exact(folder: Path) -> list[tuple[str, str]]:
         found = [row for row in rows(folder) if row.get("train/exact")]
@@ -301,9 +299,7 @@ def test_interrupted_run_logs_the_same_exact_means(tmp_path: Path) -> None:
         ):
             folder = tmp_path / f"{batch} {dies}"
             kill = KillAt(hook, batch) if dies == "killed" else ask(hook, batch)
-            how: dict[str, Any] = {"folder": folder}
-            how = alone(folder) if dies == "stopped" else how
-            found = interrupted(how.pop("folder"), kill, kind=Exactly, **how)
+            found = interrupted(folder, kill, kind=Exactly)
             assert kill.has_died
             assert differing(whole, state_of(*found)) == []
             assert close(rows(tmp_path), rows(folder)) == []
@@ -320,14 +316,14 @@ PLACES = [
 def test_resumed_epoch_has_the_mean_of_all_its_batches(
     tmp_path: Path, hook: str, at: int, window: int
 ) -> None:
-    """With `EpochSums`, which `ExactResume` brings. Without what the checkpoint holds,
+    """With `PerRank`, which `ExactResume` brings. Without what the checkpoint holds,
     it is that of the rest."""
     path = tmp_path / "inside.ckpt"
 
     def trained(*callbacks: Any, resume: Any = None) -> Any:
         # The loader has given the batch that was under way, too.
         replay = int(resume is not None and hook != "on_train_batch_end")
-        fit = trainer(window, max_epochs=1, callbacks=[EpochSums(), *callbacks])
+        fit = trainer(window, max_epochs=1, callbacks=[PerRank(), *callbacks])
         module = Evaluated(dtype=torch.float64)
         fit.fit(module, Resumable(replay), ckpt_path=resume, weights_only=True)
         return float(fit.callback_metrics["train/loss"])
@@ -335,5 +331,5 @@ def test_resumed_epoch_has_the_mean_of_all_its_batches(
     trained(Saving(path, at, hook))
     assert trained(resume=path) == near(one_batch(SEQUENCES))
     if (hook, at) == ("on_train_batch_end", 3):  # the control
-        strip(path, EpochSums.KEY)
+        strip(path, PerRank.KEY)
         assert trained(resume=path) != pytest.approx(one_batch(SEQUENCES), rel=1e-3)

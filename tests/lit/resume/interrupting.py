@@ -17,15 +17,11 @@ from tests.helpers import QUIET, TokenNet, pad, ragged_sequences
 from trainkit import AccumulationCallback, AccumulationMixin, PerToken, WindowMonitor
 from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.front.exact_resume import ExactResume
-from trainkit.lit.logs.metrics_csv import MetricRows, MetricsCSVLogger, Row
-from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.per_rank import EpochSums, RandomState
-from trainkit.lit.resume.run_checkpoint import RunCheckpoint
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
 
 TRAIN = ragged_sequences(26)
 """Seven batches an epoch: windows of 3, 3 and 1."""
 VALIDATION = ragged_sequences(8, seed=1)
-FIVE = ("RandomState", "EpochSums", "MetricRows", "RunCheckpoint", "GracefulStop")
 
 
 class Killed(BaseException):
@@ -130,7 +126,7 @@ def train(
     without: Sequence[str] = (),
     loader: Any = None,
     logger: Any = None,
-    every: int = 1,
+    every: int | None = 1,
     scheduler: str = "step",
     num_workers: int = 0,
     logs_late: bool = False,
@@ -158,11 +154,7 @@ def train(
     ours: list[pl.Callback] = [
         AccumulationCallback(PerToken(), proof=proof),
         WindowMonitor(every_n_steps=1),
-        RandomState(),
-        EpochSums(),
-        MetricRows(),
-        RunCheckpoint(every_n_train_steps=every),
-        GracefulStop(),
+        ExactResume(every_n_train_steps=every),
     ]
     used = [*others, *(each for each in ours if type(each).__name__ not in without)]
     if kill is not None:
@@ -214,12 +206,6 @@ def unlike(whole: Run, found: Run) -> list[str]:
     read, rest = (getattr(module, "read", []) for module, _ in (whole, found))
     others = [] if rest == read[len(read) - len(rest) :] else ["other rows"]
     return others + differing(state_of(*whole), state_of(*found))
-
-
-def alone(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:
-    """Options of `train` with which `ExactResume` does what the five do."""
-    others = [*options.pop("others", []), ExactResume(every_n_train_steps=every)]
-    return {"folder": folder, "without": FIVE, "others": others, **options}
 
 
 def ask(hook: str, batch: int, *numbers: int) -> KillAt:

@@ -43,6 +43,8 @@ from trainkit import (
     MicroBatching,
     PerToken,
 )
+from trainkit.lit.front import exact_resume
+from trainkit.lit.resume import _compat, per_rank
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -214,39 +216,49 @@ def test_late_log_of_the_module_is_lost_only_in_the_very_moment(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
+@pytest.mark.filterwarnings("ignore:ExactResume. the train_dataloader starts again")
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken inside a window")
-@pytest.mark.parametrize("lacks", ["RandomState", "EpochSums", "loader"])
+@pytest.mark.parametrize("lacks", ["random numbers", "sums", "loader"])
 def test_without_one_of_its_parts_a_run_goes_on_otherwise(
-    whole: Any, tmp_path: Path, lacks: str
+    whole: Any, tmp_path: Path, lacks: str, monkeypatch: Any
 ) -> None:
     """Dropout, the means of an epoch, or the rows: a DataLoader begins again at its
     first."""
-    how: dict[str, Any] = {"without": [lacks]}
-    if lacks == "loader":
+    how: dict[str, Any] = {}
+    if lacks == "random numbers":
+        monkeypatch.setattr(per_rank, "write_states", lambda *_: None)
+    elif lacks == "sums":
+        monkeypatch.setattr(_compat, "add_sum_state", lambda *_: None)
+    else:
         how["loader"] = DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
         whole = state_of(*train(tmp_path / "whole", **how)), rows(tmp_path / "whole")
     folder = tmp_path / "run"
     found = interrupted(folder, KillAt("on_train_batch_start", 6), **how)
     others = " ".join(differing(whole, (state_of(*found), rows(folder))))
-    assert (".weights.net.head.weight" in others) == (lacks != "EpochSums")
+    assert (".weights.net.head.weight" in others) == (lacks != "sums")
     assert "train/mean" in others
     assert "train/loss_epoch" in others
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_without_metric_rows_some_are_twice_or_lost(whole: Any, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:ExactResume. a CSVLogger begins its file anew")
+def test_without_metric_rows_some_are_twice_or_lost(
+    whole: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """A resumed run logs values for the second time, which differ if something else has
     changed. And what Lightning logs after a checkpoint is lost. Lightning's CSVLogger
     forgets all rows before."""
-    without: Any = {"without": ["MetricRows"]}
     kill: Any = KillAt("on_train_batch_start", 9)
+    none = type("None", (pl.Callback,), {})
+    monkeypatch.setattr(exact_resume, "MetricRows", none)
     with pytest.raises(Killed):
-        train(tmp_path / "a", kill=kill, every=2, **without)
+        train(tmp_path / "a", kill=kill, every=2)
     logger = MetricsCSVLogger(tmp_path / "a")
     logger.replace([{**row, "train/loss_step": "9"} for row in logger.rows()])
-    train(tmp_path / "a", resume=True, every=2, **without)
+    train(tmp_path / "a", resume=True, every=2)
     assert len(rows(tmp_path / "a")) > len(whole[1])
-    interrupted(tmp_path / "b", KillAt("on_train_batch_end", 5), last=True, **without)
+    interrupted(tmp_path / "b", KillAt("on_train_batch_end", 5), last=True)
+    monkeypatch.undo()
     assert close(whole[1], rows(tmp_path / "b")) != []
     folder = tmp_path / "c"
     for kill in (KillAt("on_train_batch_start", 11), None):

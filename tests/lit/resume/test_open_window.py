@@ -44,7 +44,7 @@ from tests.lit.split.common import failing
 from tests.lit.windows.rank_cases import Apart, deviations, fit
 from tests.zoo.modules import Manual, Plain, Sharded, hooked, plain_token_loss, whole
 from trainkit import AccumulationCallback, MicroBatching, PerToken
-from trainkit.lit.resume.per_rank import EpochSums
+from trainkit.lit.resume.per_rank import PerRank
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -261,12 +261,14 @@ def logging(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -> None:
-    """With `EpochSums`, of loader batches that are cut."""
-    path = tmp_path / "mid.ckpt"
+    """With `PerRank`, of loader batches that are cut; also where a callback before it
+    saves the resumed run at once."""
+    path, second = tmp_path / "mid.ckpt", tmp_path / "second.ckpt"
     how: dict[str, Any] = {"kind": hooked(Plain, training_step=logging), "cut": CUT}
     how |= {"window": 1, "max_epochs": 1}
-    whole = train(EpochSums(), Saving(path, 4), **how)
-    again = train(EpochSums(), path=path, **how)
+    whole = train(PerRank(), Saving(path, 4), **how)
+    train(Saving(second, 5), PerRank(), path=path, **how)
+    again = train(PerRank(), path=second, **how)
     expected = {k: float(v) for k, v in whole.callback_metrics.items()}
     found = {k: float(v) for k, v in again.callback_metrics.items()}
     assert found == pytest.approx(expected)

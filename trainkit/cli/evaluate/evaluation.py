@@ -30,8 +30,7 @@ from trainkit.cli.words import key_of, options_first
 from trainkit.config.build import Training, build
 from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
-from trainkit.lit.front.exact_resume import find_stop
-from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.front.exact_resume import ExactResume, find_stop
 
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 LOADERS = {verb: f"{verb.removesuffix('idate')}_dataloader" for verb in STEPS}
@@ -228,7 +227,7 @@ def configured(verb: str, folder: RunFolder, words: Sequence[str]) -> Training:
     kept = [each for each in trainer.callbacks if not isinstance(each, unused)]
     has_bar = trainer.progress_bar_callback is not None and sys.stdout.isatty()
     bar = [TQDMProgressBar()] if has_bar else []
-    trainer.callbacks = [*kept, *bar, GracefulStop()]
+    trainer.callbacks = [*kept, *bar, ExactResume()]
     return training
 
 

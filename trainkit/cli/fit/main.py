@@ -20,8 +20,7 @@ from trainkit.cli.words import find_modules_here, to_paste
 from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback
-from trainkit.lit.front.exact_resume import without_checkpoint
-from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.front.exact_resume import ExactResume, add_exact_resume
 
 _FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
 """Values of `--ckpt_path` that are no path: a word that Lightning knows, or a URL."""
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> int:
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             trainer: Any = super().instantiate_trainer(**kwargs)
             # If there is no `ModelCheckpoint`, Lightning has already added its own.
-            trainer.callbacks += without_checkpoint(trainer.callbacks)
+            trainer.callbacks = add_exact_resume(trainer.callbacks)
             trainers.append(trainer)
             return trainer
 
@@ -127,7 +126,7 @@ def _status(end: SystemExit, trainers: list[Trainer], argv: list[str]) -> int:
 
 
 def _say_how_to_resume(trainer: Any, argv: list[str]) -> None:
-    stop = find_callback(trainer, GracefulStop)
+    stop = find_callback(trainer, ExactResume)
     if stop is None or stop.stopped_by is None or not trainer.is_global_zero:
         return
     how = ""

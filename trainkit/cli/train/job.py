@@ -36,10 +36,14 @@ from trainkit.config.check import refuse_other_root
 from trainkit.config.redact import public_config, redact
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size import longest_window
-from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.front.exact_resume import (
+    ExactResume,
+    add_exact_resume,
+    find_stop,
+)
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.rows import OneStep
-from trainkit.lit.resume.graceful_stop import SIGNALS, FirstSignal, GracefulStop
+from trainkit.lit.resume.first_signal import SIGNALS, FirstSignal
 
 
 class Beginning(Callback):
@@ -142,8 +146,7 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     # Every run can be resumed exactly, whatever callbacks are configured.
     keeps = config.trainer.get("enable_checkpointing") is not False
     place = folder.checkpoints if keeps else None
-    trainer.callbacks += without_checkpoint(trainer.callbacks, place)
-    stop = find_stop(trainer)
+    trainer.callbacks = add_exact_resume(trainer.callbacks, place)
     ending = Ending()
     monitors = Monitors(config, overrides)
     first = [ending, monitors]
@@ -155,7 +158,8 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            metrics = _fit_and_report(training, config, beginning, stop, ending)
+            metrics = _fit_and_report(training, config, beginning, ending)
+    stop = find_stop(trainer)
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
@@ -196,7 +200,6 @@ def _fit_and_report(
     training: Training,
     config: DictConfig,
     beginning: Beginning,
-    stop: GracefulStop,
     ending: Ending,
 ) -> dict[str, Any]:
     """Train and test, then write and show the summary, even after an error.
@@ -209,11 +212,11 @@ def _fit_and_report(
     try:
         _fit(training, config.ckpt_path, beginning)
         status = "finished"
-    except SystemExit as end:  # GracefulStop's, or Lightning's after a second Ctrl+C
+    except SystemExit as end:  # ExactResume's, or Lightning's after a second Ctrl+C
         if ending.is_over:
             status = "finished"
             raise Interrupted(signal.SIGINT) from end
-        if stop.stopped_by is None:
+        if find_stop(training.trainer).stopped_by is None:
             raise
         status = "interrupted"
     finally:
@@ -283,7 +286,7 @@ def _refuse_no_batches(trainer: Any) -> None:
         )
 
 
-def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
+def _leave(stop: ExactResume, folder: RunFolder, is_first: bool) -> None:
     assert stop.stopped_by is not None
     if not is_first:  # with another status Lightning kills the first rank
         raise SystemExit(0)

@@ -17,7 +17,6 @@ from trainkit.core.plan.options import check_kind
 from trainkit.lit._compat import logged_at_batch_end, pending_metrics
 from trainkit.lit.logs.metric_file import MetricFile, Row
 from trainkit.lit.logs.rows import row_step
-from trainkit.lit.resume.run_checkpoint import put_in_order
 
 KEY = "trainkit_rows"
 """The entry in a checkpoint."""
@@ -30,7 +29,7 @@ class MetricsCSVLogger(MetricFile, Logger):
     begins another row. A killed process loses no row, and numbers keep all their
     digits.
 
-    With `MetricRows` among the Trainer's callbacks a resumed run continues after the
+    With `ExactResume` among the Trainer's callbacks a resumed run continues after the
     last row that its checkpoint knows: no row is written twice, and none is lost.
 
     Args:
@@ -104,9 +103,6 @@ class MetricRows(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._logged: dict[str, int] = {}
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        put_in_order(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for logger in _loggers(trainer):

@@ -100,6 +100,12 @@ def tell_streams(trainer: Any) -> None:
             loader.is_alone = lambda: trainer.interrupted
 
 
+def ends_epoch(trainer: Any) -> bool:
+    """Whether the batch under way is the last one of its epoch."""
+    num_batches = trainer.num_training_batches
+    return trainer.is_last_batch or trainer.fit_loop.batch_idx + 1 == num_batches
+
+
 def is_ending(trainer: Any) -> bool:
     """Whether training ends after this batch.
 

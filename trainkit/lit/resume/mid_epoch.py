@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -10,13 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.data.streams import ResumableStream, is_litdata
 from trainkit.lit._compat import has_own
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import has_callback, has_schedule, windows_of
 from trainkit.lit.resume._compat import (
     count_batches,
     end_restart,
     leave_ended_epoch,
     restore_loaders,
-    tell_streams,
 )
 
 
@@ -29,7 +29,7 @@ def resume(trainer: Any, pl_module: Any) -> None:
             "at max_steps for instance. Lightning takes that epoch for finished and "
             "begins the next: what the loader had left is not read. Resume from a "
             "checkpoint that a callback wrote during training, such as "
-            "RunCheckpoint's last.ckpt.",
+            "ExactResume's last.ckpt.",
             stacklevel=2,
         )
     loaders = tree_leaves(trainer.train_dataloader)
@@ -47,11 +47,6 @@ def resume(trainer: Any, pl_module: Any) -> None:
             warnings.warn(
                 f"checkpoint: it was taken within an epoch, and {why}.", stacklevel=2
             )
-
-
-def begin_epoch(trainer: Any) -> None:
-    """To be called in `on_train_epoch_start`: an epoch may have new loaders."""
-    tell_streams(trainer)
 
 
 def begin_batch(trainer: Any, pl_module: Any) -> None:
@@ -108,6 +103,20 @@ def why_data_differ(trainer: Any) -> str:
             "Lightning reads such a one a batch ahead; wrap it: ResumableStream(loader)"
         )
     return ""
+
+
+def missing_state(trainer: Any) -> Iterator[str]:
+    """What a checkpoint will not hold; known once training has begun."""
+    if why := why_data_differ(trainer):
+        yield f"{why}. A run that resumes within an epoch reads other rows then."
+    accumulates = trainer.accumulate_grad_batches > 1 or has_schedule(trainer)
+    if accumulates and windows_of(trainer) is None:
+        yield (
+            "Lightning's checkpoints leave out the gradients that a window has summed "
+            "up so far, so a run that is resumed inside a window differs. Add "
+            "AccumulationCallback, or AccumulationMixin to the module, or set "
+            "accumulate_grad_batches=1."
+        )
 
 
 def _reads_ahead(trainer: Any) -> bool:

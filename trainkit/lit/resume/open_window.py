@@ -45,7 +45,19 @@ def save(
         return state
     held = sum(a.num_micro_batches for a in accumulators.values())
     lost = num_torn - 1 if num_torn else held
-    why = _why_not(accumulators, pl_module, num_torn=num_torn, alone=alone)
+    ranks = next(iter(accumulators.values())).ranks
+    no_scale = any(a.num_windows == 0 for a in accumulators.values())
+    reasons = {
+        "a micro-batch is under way": num_torn > 0,
+        "FSDP1 keeps gradients in flat shards that no other run can place": any(
+            isinstance(each, FullyShardedDataParallel) for each in pl_module.modules()
+        ),
+        "the other ranks cannot be asked for theirs": alone and ranks.size > 1,
+        "ranks that no backend sums share no scale before a window has closed": (
+            ranks.size > 1 and not ranks.backend_sums and no_scale
+        ),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
     if why is not None:
         warnings.warn(
             f"checkpoint: taken inside a window. The gradients of its first {lost} "
@@ -58,30 +70,8 @@ def save(
     state["windows"] = {
         i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
     }
-    ranks = next(iter(accumulators.values())).ranks
     state["gradients"] = save_partial(_holders(pl_module, accumulators), ranks)
     return state
-
-
-def _why_not(
-    accumulators: Mapping[int, Accumulator],
-    pl_module: Any,
-    *,
-    num_torn: int,
-    alone: bool,
-) -> str | None:
-    """Why a window's gradients cannot be saved, or None."""
-    ranks = next(iter(accumulators.values())).ranks
-    in_first = any(a.num_windows == 0 for a in accumulators.values())
-    if num_torn:
-        return "a micro-batch is under way"
-    if any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules()):
-        return "FSDP1 keeps gradients in flat shards that no other run can place"
-    if alone and ranks.size > 1:
-        return "the other ranks cannot be asked for theirs"
-    if ranks.size > 1 and not ranks.backend_sums and in_first:
-        return "ranks that no backend sums share no scale before a window has closed"
-    return None
 
 
 def without_state(

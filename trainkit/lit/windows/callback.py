@@ -29,7 +29,8 @@ from trainkit.lit.inside.refusals import refuse_several_unweighed
 from trainkit.lit.proof.report import Proof, checked_proof
 from trainkit.lit.proof.start import first_batches
 from trainkit.lit.resume import open_window
-from trainkit.lit.resume.mid_epoch import begin_batch, begin_epoch, resume
+from trainkit.lit.resume._compat import tell_streams
+from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.split import refusals as of_split
 from trainkit.lit.split.micro_batches import described
 from trainkit.lit.split.pools import Pools
@@ -187,7 +188,7 @@ class WindowCallback(WindowOwner):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.driver is None:
             raise refusals.not_in_fit(pl_module)
-        begin_epoch(trainer)
+        tell_streams(trainer)  # an epoch may have new loaders
         refusals.refuse_unequal_loaders(trainer, self.accumulators[0].ranks)
 
     # ---- a micro-batch ---------------------------------------------------------------

@@ -37,16 +37,15 @@ from tests.lit.resume.interrupting import (
 from trainkit.core.generators import read_states, write_states
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metrics_csv import MetricRows
-from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.per_rank import EpochSums, RandomState
-from trainkit.lit.resume.run_checkpoint import (
-    RunCheckpoint,
-    _put_in_place,
-    put_in_order,
-)
+from trainkit.lit.front.exact_resume import ExactResume
+from trainkit.lit.resume import _compat, per_rank
+from trainkit.lit.resume.last_checkpoint import _put_in_place
+from trainkit.lit.resume.per_rank import PerRank
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    pytest.mark.filterwarnings("ignore:ExactResume. (the train_data|Lightning)"),
+]
 
 SEQUENCES = ragged_sequences(40)
 """Ten batches of four."""
@@ -57,11 +56,11 @@ class Validated(TokenModule):
         self.log("val/loss", self.training_step(batch, batch_idx))
 
 
-class Steps(RunCheckpoint):
+class Steps(ExactResume):
     """Notes when it is written."""
 
-    def __init__(self, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how)
+    def __init__(self, folder: Path, **how: Any) -> None:
+        super().__init__(dirpath=folder, **how)
         self.written: list[tuple[int, int]] = []
 
     def save(self, trainer: Any) -> None:
@@ -72,7 +71,7 @@ class Steps(RunCheckpoint):
 
 
 def fit(
-    saver: RunCheckpoint,
+    saver: ExactResume,
     *others: Callback,
     module: Any = None,
     ckpt_path: Any = None,
@@ -140,10 +139,12 @@ def test_epoch_of_one_batch_is_saved_at_its_end(tmp_path: Path) -> None:
 
 def test_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     whole = TokenModule(optimizer="adamw")
-    fit(RunCheckpoint(tmp_path / "whole"), module=whole, max_epochs=3)
-    fit(RunCheckpoint(tmp_path), module=TokenModule(optimizer="adamw"))
+    fit(ExactResume(dirpath=tmp_path / "whole"), module=whole, max_epochs=3)
+    fit(ExactResume(dirpath=tmp_path), module=TokenModule(optimizer="adamw"))
     longer = TokenModule(optimizer="adamw")
-    each = fit(RunCheckpoint(tmp_path), module=longer, max_epochs=3, ckpt_path="last")
+    each = fit(
+        ExactResume(dirpath=tmp_path), module=longer, max_epochs=3, ckpt_path="last"
+    )
     assert each.global_step == 30
     pairs = zip(whole.parameters(), longer.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
@@ -154,7 +155,7 @@ def test_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
     def run(max_steps: int, **how: Any) -> str:
         best = ModelCheckpoint(tmp_path / "best", monitor="val/loss")
-        saver = RunCheckpoint(tmp_path, every_n_train_steps=1)
+        saver = ExactResume(dirpath=tmp_path, every_n_train_steps=1)
         how |= {"module": Validated(), "val_check_interval": 4}
         each = fit(saver, best, max_steps=max_steps, **how)
         assert each.global_step == max_steps
@@ -165,24 +166,18 @@ def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
     assert run(6, ckpt_path=tmp_path / "last.ckpt") == found
 
 
-def test_savers_come_last() -> None:
-    order: list[Any] = [Callback(), MetricRows()]
-    order += [ModelCheckpoint(), RunCheckpoint(), GracefulStop()]
-    each = SimpleNamespace(callbacks=[order[at] for at in (4, 3, 2, 1, 0)])
-    put_in_order(each)
-    assert each.callbacks == order
-
-
 def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
     """And a `fast_dev_run` writes nothing. The interval is checked."""
-    fit(RunCheckpoint(tmp_path, every_n_train_steps=1), fast_dev_run=3)
+    fit(ExactResume(dirpath=tmp_path, every_n_train_steps=1), fast_dev_run=3)
     assert not list(tmp_path.iterdir())
-    for value in (0, -1, 1.5, True, None):
+    for value in (0, -1, 1.5, True):
         with pytest.raises(TrainkitError, match="every_n_train_steps: must be a whole"):
-            RunCheckpoint(every_n_train_steps=value)  # type: ignore[arg-type]
+            ExactResume(every_n_train_steps=value)  # type: ignore[arg-type]
     with pytest.raises(TrainkitError, match="dirpath: must be a folder, received 3"):
-        RunCheckpoint(3)  # type: ignore[arg-type]
-    saver = RunCheckpoint(tmp_path, every_n_train_steps=2)
+        ExactResume(dirpath=3)  # type: ignore[arg-type]
+    with pytest.raises(TrainkitError, match="warns: must be True or False, received 1"):
+        ExactResume(warns=1)  # type: ignore[arg-type]
+    saver = ExactResume(dirpath=tmp_path, every_n_train_steps=2)
     with pytest.raises(Killed):
         fit(saver, KillAt("on_after_backward", 5))
     assert torch.load(saver.path, weights_only=True)["global_step"] == 4
@@ -191,7 +186,7 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
 def test_missing_checkpoint_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(Trainer, "save_checkpoint", lambda *args, **how: None)
     with pytest.raises(TrainkitError, match="must be written when it has been saved"):
-        fit(RunCheckpoint(tmp_path, every_n_train_steps=1))
+        fit(ExactResume(dirpath=tmp_path, every_n_train_steps=1))
 
 
 def test_sharded_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
@@ -245,15 +240,15 @@ def test_states_go_through_a_file_that_nobody_must_trust(tmp_path: Path) -> None
     assert differing(expected, draw()) != []
 
 
-def test_a_rank_that_was_not_there_is_spoken_of() -> None:
+def test_a_rank_that_was_not_there_is_spoken_of(monkeypatch: Any) -> None:
     """A checkpoint without states changes nothing."""
-    each, module, before = RandomState(), SimpleNamespace(device=CPU), read_states(CPU)
-    none = SimpleNamespace(flattened=[])
-    loop = SimpleNamespace(restarting=False, _combined_loader=none)
+    monkeypatch.setattr(per_rank, "windows_of", bool)
+    each, module, before = PerRank(), SimpleNamespace(device=CPU), read_states(CPU)
     state = SimpleNamespace(fn="fit")
-    trainer: Any = SimpleNamespace(global_rank=1, state=state, fit_loop=loop)
+    trainer: Any = SimpleNamespace(global_rank=1, world_size=2, state=state)
+    saved = [{"random": before, "sums": {}, "metrics": {}}]
     said = pytest.warns(UserWarning, match="of 1 ranks, but not of rank 1")
-    for held, told in (({}, nullcontext()), ({RandomState.KEY: [before]}, said)):
+    for held, told in (({}, nullcontext()), ({PerRank.KEY: saved}, said)):
         each.on_load_checkpoint(trainer, None, held)
         with told:
             each.on_train_start(trainer, module)
@@ -261,10 +256,9 @@ def test_a_rank_that_was_not_there_is_spoken_of() -> None:
 
 
 def test_sums_that_cannot_go_on_are_spoken_of(monkeypatch: Any) -> None:
-    each, trainer = EpochSums(), SimpleNamespace()
-    ours = "trainkit.lit.resume"
-    monkeypatch.setattr(f"{ours}.per_rank.add_callback_metrics", lambda *args: None)
-    monkeypatch.setattr(f"{ours}._compat.epoch_sums", lambda trainer: {})
+    each, trainer = PerRank(), SimpleNamespace(global_rank=0, world_size=1)
+    monkeypatch.setattr(per_rank, "windows_of", bool)
+    monkeypatch.setattr(_compat, "epoch_sums", lambda trainer: {})
     one = {"value": torch.tensor(1.0)}
     each._before = {"training_step.accuracy": [None], "training_step.x": [one]}
     with pytest.warns(UserWarning, match="metric objects of training_step.accuracy"):
@@ -282,8 +276,8 @@ def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
             train(folder, kill=ask("on_train_batch_end", 5))
         path = folder / "checkpoints" / "last.ckpt"
         checkpoint = torch.load(path, weights_only=True)
-        (sums,) = checkpoint[EpochSums.KEY][0]["sums"]["training_step.train/mean"]
-        checkpoint[EpochSums.KEY] *= number
+        (sums,) = checkpoint[PerRank.KEY][0]["sums"]["training_step.train/mean"]
+        checkpoint[PerRank.KEY] *= number
         torch.save(checkpoint, path)
         train(folder, resume=True)
         means = [row["train/mean"] for row in rows(folder) if row.get("train/mean")]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,17 @@ from tests.helpers import (
     raise_rank_errors,
     rank_loader,
     run_cases,
-    trainer,
 )
+from tests.helpers import trainer as make_trainer
 from tests.lit.resume.interrupting import KillAt, ask
 from tests.startup import forked
 from tests.zoo.callbacks import Ending
 from trainkit import ResumableLoader
 from trainkit.lit.callback.base import Stopped
-from trainkit.lit.resume.graceful_stop import PREEMPTION, SIGNALS, GracefulStop
-from trainkit.lit.resume.run_checkpoint import RunCheckpoint
+from trainkit.lit.front.exact_resume import ExactResume
+from trainkit.lit.resume.first_signal import PREEMPTION, SIGNALS
 
+trainer = partial(make_trainer, enable_checkpointing=True)
 SEQUENCES = ragged_sequences(24)
 TERM, INT = signal.SIGTERM, signal.SIGINT
 BACKWARD = "on_after_backward"
@@ -43,6 +45,11 @@ BACKWARD = "on_after_backward"
 
 def steps_in(path: Any) -> int:
     return torch.load(path, weights_only=True)["global_step"]
+
+
+def stopping(folder: Any = None, every: int | None = None) -> ExactResume:
+    """Saves where it is stopped, and nowhere else."""
+    return ExactResume(dirpath=folder, every_n_train_steps=every, warns=False)
 
 
 class Always(Callback):
@@ -96,7 +103,7 @@ def test_a_handler_that_requeues_the_job_runs_once_the_run_is_saved(
     path = tmp_path / "last.ckpt"
     before = signal.signal(number, lambda n, _: found.append((n, steps_in(path))))
     try:
-        stopped(ask(BACKWARD, 2, number, number), GracefulStop(tmp_path))
+        stopped(ask(BACKWARD, 2, number, number), stopping(tmp_path))
         assert found == [(number, 3)]
         signal.raise_signal(number)
         assert found == 2 * [(number, 3)]
@@ -115,7 +122,7 @@ def test_lightning_requeues_under_slurm_with_an_exact_checkpoint(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm = {"plugins": [SLURMEnvironment(auto_requeue=True)]}
     asks = ask(BACKWARD, 2, signal.SIGUSR1)
-    stopped(asks, GracefulStop(tmp_path), default_root_dir=tmp_path, **slurm)
+    stopped(asks, stopping(tmp_path), default_root_dir=tmp_path, **slurm)
     assert steps_in(tmp_path / "hpc_ckpt_1.ckpt") == 3
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
@@ -124,49 +131,46 @@ def in_best(folder: Path) -> list[Callback]:
     return [ModelCheckpoint(folder / "best", save_top_k=0)]
 
 
-def every_step(folder: Path) -> list[Callback]:
-    return [RunCheckpoint(folder, every_n_train_steps=1)]
-
-
 NO_SANITY = {"num_sanity_val_steps": 0}
 FIRST, LAST, BEST = ("last.ckpt", 2), ("last.ckpt", 3), ("best/last.ckpt", 3)
 DRY: dict[str, Any] = {"fast_dev_run": 4}
-# The hook, its signals, whether a folder is given, others that save, options; the
-# status, and the file that is saved with its step.
+# The hook, its signals, the steps between two checkpoints (False: no folder is given
+# either), others that save, options; the status, and the file that is saved with its
+# step.
 STOPS: list[Any] = [
-    (BACKWARD, [INT], True, None, {}, 130, LAST),
-    (BACKWARD, [TERM], True, None, {}, 143, LAST),
-    (BACKWARD, [signal.SIGUSR1], True, None, {}, 138, LAST),
-    (BACKWARD, [signal.SIGUSR2], True, None, {}, 140, LAST),
+    (BACKWARD, [INT], None, None, {}, 130, LAST),
+    (BACKWARD, [TERM], None, None, {}, 143, LAST),
+    (BACKWARD, [signal.SIGUSR1], None, None, {}, 138, LAST),
+    (BACKWARD, [signal.SIGUSR2], None, None, {}, 140, LAST),
     (BACKWARD, [TERM], False, in_best, {}, 143, BEST),
     (BACKWARD, [TERM], False, None, {}, 143, None),  # no checkpoint was wanted
-    (BACKWARD, [TERM], True, None, DRY, 143, None),
-    (BACKWARD, [TERM, TERM], True, None, {}, 143, LAST),  # a repeated one is one
-    (BACKWARD, [INT, INT], True, None, {}, 1, None),  # ends at once
-    (BACKWARD, [INT, INT], False, every_step, {}, 1, FIRST),  # the one before
-    ("on_sanity_check_end", [TERM], True, None, {}, 143, None),
-    ("on_train_start", [TERM], True, None, {}, 143, None),
-    ("on_train_start", [TERM], True, None, NO_SANITY, 143, None),  # before we listen
+    (BACKWARD, [TERM], None, None, DRY, 143, None),
+    (BACKWARD, [TERM, TERM], None, None, {}, 143, LAST),  # a repeated one is one
+    (BACKWARD, [INT, INT], None, None, {}, 1, None),  # ends at once
+    (BACKWARD, [INT, INT], 1, None, {}, 1, FIRST),  # the one before
+    ("on_sanity_check_end", [TERM], None, None, {}, 143, None),
+    ("on_train_start", [TERM], None, None, {}, 143, None),
+    ("on_train_start", [TERM], None, None, NO_SANITY, 143, None),  # before we listen
 ]
 
 
 @pytest.mark.parametrize(
-    ("hook", "numbers", "has_folder", "others", "how", "status", "saved"), STOPS
+    ("hook", "numbers", "every", "others", "how", "status", "saved"), STOPS
 )
 def test_where_a_stopped_run_is_saved_and_how_it_says_that_it_ended(
     tmp_path: Path,
     capfd: Any,
     hook: str,
     numbers: list[signal.Signals],
-    has_folder: bool,
+    every: int | None,
     others: Any,
     how: dict[str, Any],
     status: int,
     saved: tuple[str, int] | None,
 ) -> None:
-    stop = GracefulStop(tmp_path if has_folder else None)
+    stop = stopping() if every is False else stopping(tmp_path, every)
     more = others(tmp_path) if others else []
-    how = {"enable_checkpointing": bool(more), "default_root_dir": tmp_path, **how}
+    how = {"default_root_dir": tmp_path, **how}
     asks = ask(hook, 2, *numbers) if hook == BACKWARD else Always(hook)
     error, each = stopped(asks, *more, stop, val=loader(SEQUENCES, 8), **how)
     is_quick = numbers == [INT, INT]
@@ -186,7 +190,7 @@ def test_where_a_stopped_run_is_saved_and_how_it_says_that_it_ended(
 
 def test_runs_that_save_nothing(tmp_path: Path) -> None:
     """Nobody stops it, or it ends at once; another run's file is not this one's."""
-    stop = GracefulStop(tmp_path)
+    stop = stopping(tmp_path)
     trainer(callbacks=[stop]).fit(TokenModule(), loader(SEQUENCES, 4))
     assert stop.stopped_by is stop.checkpoint_path is None
     assert not list(tmp_path.iterdir())
@@ -202,22 +206,21 @@ def test_validation_is_finished_first(tmp_path: Path) -> None:
     count = Always("on_validation_batch_end", at=0)
     how: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
     val = loader(SEQUENCES, 8)
-    _, each = stopped(asks, count, GracefulStop(tmp_path), val=val, **how)
+    _, each = stopped(asks, count, stopping(tmp_path), val=val, **how)
     assert count.calls == each.global_step == 3
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
 def test_signal_after_the_last_batch_loses_nothing(tmp_path: Path, hook: str) -> None:
-    stop, saver = GracefulStop(), RunCheckpoint(tmp_path)
+    stop = ExactResume(dirpath=tmp_path)
     before = signal.signal(TERM, lambda *_: None)  # of a run that is over
     try:
-        callbacks = [Always(hook), stop, saver]
-        each = trainer(callbacks=callbacks, enable_checkpointing=True)
-        each.fit(TokenModule(), loader(SEQUENCES, 4))
+        each = trainer(callbacks=[Always(hook), stop])
+        each.fit(TokenModule(), ResumableLoader(SEQUENCES, 4, collate_fn=pad))
     finally:
         signal.signal(TERM, before)
     assert stop.stopped_by is None
-    assert steps_in(saver.path) == 12
+    assert steps_in(stop.path) == 12
 
 
 EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -225,7 +228,7 @@ EVALUATIONS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 @pytest.mark.parametrize("how", EVALUATIONS)
 def test_evaluation_ends_after_a_batch(how: str, tmp_path: Path) -> None:
-    stop, asks = GracefulStop(tmp_path), Always(f"on_{EVALUATIONS[how]}_batch_start")
+    stop, asks = stopping(tmp_path), Always(f"on_{EVALUATIONS[how]}_batch_start")
     with pytest.raises(Stopped):
         getattr(trainer(callbacks=[asks, stop]), how)(Validated(), loader(SEQUENCES, 4))
     assert asks.calls == 1
@@ -233,7 +236,7 @@ def test_evaluation_ends_after_a_batch(how: str, tmp_path: Path) -> None:
 
 
 def test_other_thread_is_left_as_it_is(tmp_path: Path) -> None:
-    stop, errors = GracefulStop(tmp_path), []
+    stop, errors = stopping(tmp_path), []
 
     def fit() -> None:
         try:
@@ -258,7 +261,7 @@ def test_workers_leave_the_signal_to_the_run(tmp_path: Path) -> None:
             os.kill(child.pid, INT)
         signal.raise_signal(INT)
 
-    stop = GracefulStop(tmp_path)
+    stop = stopping(tmp_path)
     each = trainer(callbacks=[KillAt("on_after_backward", 2, interrupt_all), stop])
     worked = ResumableLoader(SEQUENCES, 4, num_workers=2, collate_fn=pad)
     with pytest.raises(Stopped):
@@ -275,7 +278,7 @@ def on_ranks(world: int, *callbacks: Any) -> Any:
 
 
 def one_rank_is_asked(rank: int, world: int, folder: str, asked: int) -> Any:
-    stop = GracefulStop(folder)
+    stop = stopping(folder)
     each = on_ranks(world, stop, *[ask(BACKWARD, 1)] * (rank == asked))
     try:
         each.fit(TokenModule(), rank_loader(SEQUENCES, 2, rank, world))
@@ -289,7 +292,7 @@ def evaluate_unevenly(rank: int, world: int, how: str, asked: bool) -> Any:
     asks = Always(f"on_{EVALUATIONS[how]}_batch_start", at=2 if asked else 0)
     share = loader(SEQUENCES[:4] if rank == 0 else SEQUENCES[:12], 2)
     try:
-        getattr(on_ranks(world, asks, GracefulStop()), how)(Validated(), share)
+        getattr(on_ranks(world, asks, stopping()), how)(Validated(), share)
     except Stopped as ended:
         return asks.calls, ended.code
     return asks.calls, None
@@ -318,7 +321,7 @@ def test_ranks_stop_training_together_and_evaluations_alone(tmp_path: Path) -> N
 
 PROGRAM = """
 import os, signal, time
-from trainkit.lit.resume.graceful_stop import FirstSignal
+from trainkit.lit.resume.first_signal import FirstSignal
 signals = FirstSignal("the rest follows", on_ctrl_c="Ctrl+C again quits")
 signals.listen()
 ready, wrote = os.pipe()
@@ -348,7 +351,7 @@ except KeyboardInterrupt:
 SWALLOWED = """
 import signal
 from trainkit.cli.errors import remember_ctrl_c
-from trainkit.lit.resume.graceful_stop import FirstSignal
+from trainkit.lit.resume.first_signal import FirstSignal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 if {remembers}:
     remember_ctrl_c()
