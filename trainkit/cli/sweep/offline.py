@@ -199,9 +199,8 @@ class OfflineSweep:
         for key in ("project", "entity"):
             if value := getattr(self._sweep, key):
                 env.setdefault(f"WANDB_{key.upper()}", str(value))
-        env.setdefault(
-            _FLUSH, "1"
-        )  # 15 s, the default, is too late for stops and kills
+        # 15 s, the default, is too late for stops and kills.
+        env.setdefault(_FLUSH, "1")
         return env | {
             "WANDB_MODE": "offline",
             "WANDB_RUN_ID": trial.name,
