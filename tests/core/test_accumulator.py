@@ -18,6 +18,7 @@ from tests.core.common import (
     big_batch,
     cut,
     fresh_net,
+    read_nothing,
     relative,
     run_open,
     run_window,
@@ -229,6 +230,8 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """On a CPU, whose tensors are left alone as those on a GPU are."""
+    read_nothing(monkeypatch)
     waits = Waits()
     for name in READERS:
         original = getattr(Tensor, name)

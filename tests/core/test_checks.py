@@ -20,6 +20,7 @@ from tests.core.common import (
     cut,
     fresh_net,
     joined,
+    read_nothing,
     relative,
     run_window,
     token_losses,
@@ -107,6 +108,7 @@ IMPOSSIBLE = [-1, -0.5, NAN, INF]
 LOSS_MUST = "the loss must be finite .* {} step was taken with it"
 
 
+@pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("checks", ["late", "now"])
 @pytest.mark.parametrize(
     ("bad", "text"),
@@ -117,8 +119,11 @@ LOSS_MUST = "the loss must be finite .* {} step was taken with it"
     ids=str,
 )
 def test_what_must_stop_the_run_is_read_a_window_late_or_before_the_step(
-    bad: Any, text: str, checks: Any
+    bad: Any, text: str, checks: Any, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether or not tensors are in the host's memory."""
+    if not is_read:
+        read_nothing(monkeypatch)
     toy = Toy(checks=checks)
     toy.window((1, 1))
     if checks == "late":

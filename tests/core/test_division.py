@@ -17,14 +17,23 @@ from tests.core.common import (
     cut,
     fresh_net,
     joined,
+    read_nothing,
     relative,
 )
 from tests.helpers import deviation, gradients, ragged_sequences, token_loss
-from trainkit import Accumulator, PerSample, PerToken, TrainkitError
+from trainkit import Accumulator, PerToken, TrainkitError
 from trainkit.core.division import UNKNOWN, power_of_two, weights_by_term
 
 PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
 WHOLE, LOSS = big_batch(fresh_net(), joined(PARTS))
+
+
+@pytest.fixture(autouse=True, params=["in the host's memory", "on a device"])
+def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are, as trainkit sees it: it reads those in the host's memory."""
+    if request.param == "on a device":
+        read_nothing(monkeypatch)
+    return request.param
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -34,7 +43,7 @@ def test_gradients_are_exact_before_the_window_is_finished(scales: bool) -> None
     scaler = torch.amp.GradScaler("cpu", enabled=scales)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     accumulator = Accumulator(PerToken(), scaler=scaler)
-    accumulator.expect(weights=weights_by_term({"": PerToken()}, PARTS))
+    accumulator.tell(weights_by_term({"": PerToken()}, PARTS))
     for batch in PARTS:
         loss = token_loss(net, batch)
         accumulator.backward(loss, backward=lambda x: scaler.scale(x).backward())
@@ -145,13 +154,6 @@ def test_another_window_is_refused(announced: Any, num_run: int, text: str) -> N
     assert toy.gradient == 5  # which leaves no trace
 
 
-def test_terms_with_different_numbers_of_weights_are_refused() -> None:
-    accumulator = Accumulator({"a": PerSample(), "b": PerSample()})
-    with pytest.raises(TrainkitError, match=r"different numbers of them: {'a': 1, 'b'"):
-        accumulator.expect(weights={"a": [1], "b": [1, 2]})
-    accumulator.expect(weights={"a": [1, 0], "b": [1, 2]})
-
-
 @pytest.mark.parametrize(
     ("number", "before", "expected"),
     [
@@ -177,14 +179,16 @@ def test_unit_of_the_sums_follows_the_windows(
         assert power_of_two(*pair) == expected
 
 
-def test_one_process_divides_by_plain_numbers() -> None:
-    """Each small operation on a GPU costs a launch; ranks and tensors need them."""
+def test_one_process_divides_by_plain_numbers(place: str) -> None:
+    """Each small operation on a GPU costs a launch; ranks and tensors there need
+    them."""
     plain, tensors = Toy(), Toy()
     for loss, weight in ((5.0, 2), (7.0, 0), (1.0, 6)):
         plain.add(loss, weight)
         tensors.add(loss, torch.tensor(weight))
     assert type(plain.accumulator.division.reference) is float
-    assert isinstance(tensors.accumulator.division.reference, torch.Tensor)
+    is_tensor = isinstance(tensors.accumulator.division.reference, torch.Tensor)
+    assert is_tensor == (place == "on a device")
     plain.finish()
     tensors.finish()
     assert plain.gradient == tensors.gradient == 2.0

@@ -136,7 +136,7 @@ def test_a_term_that_weighs_nothing_gives_nothing(ignored: tuple[int, ...]) -> N
 def test_a_window_without_weight_in_the_first_term_is_said_with_its_name() -> None:
     parameter = nn.Parameter(torch.ones(()))
     accumulator = Accumulator(BOTH, checks="now")
-    accumulator.expect(weights={"ce": [0], "kl": [1]})
+    accumulator.tell({"ce": [0], "kl": [1]})
     accumulator.backward({"ce": parameter * torch.nan, "kl": parameter * 3})
     with pytest.warns(UserWarning, match="weighs anything in the term 'ce'"):
         accumulator.finish([parameter])

@@ -256,7 +256,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "outside": (lambda: step(outside=True), f"the first of shape [], {NOT_AVERAGED}"),
     "frozen when wrapped": (lambda: step(frozen=True), NOT_AVERAGED),
     "ignored": (lambda: step(ignored=True), NOT_AVERAGED),
-    "join": (lambda: step(inside="join"), "Parallel.join(): it answers for ranks"),
     "no_sync": (lambda: step(inside="no_sync"), "backward pass ran under no_sync()"),
     "static": (lambda: static_graph(""), "static_graph=True: DDP cannot"),
     "static, told": (lambda: static_graph("told"), "a window of several micro-batches"),

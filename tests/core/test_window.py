@@ -11,12 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core.common import Toy, cut, fresh_net, relative, run_window
+from tests.core.common import (
+    Toy,
+    cut,
+    fresh_net,
+    read_nothing,
+    relative,
+    run_window,
+)
 from tests.helpers import gradients, ragged_sequences, token_loss
 from tests.zoo.callbacks import SENT
 from trainkit import Accumulator, PerToken, WindowStats
 from trainkit.core.ledger import Ledger
 from trainkit.core.window import COLUMNS, Window
+
+
+@pytest.fixture(autouse=True, params=["in the host's memory", "on a device"])
+def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are, as trainkit sees it: it reads those in the host's memory."""
+    if request.param == "on a device":
+        read_nothing(monkeypatch)
+    return request.param
+
 
 # ---- windows whose law can be told by heart ------------------------------------------
 
@@ -140,7 +156,7 @@ def test_padding_equals_the_share_of_tokens_that_only_pad() -> None:
 def test_numbers_on_the_host_stay_there_whatever_device_is_the_default() -> None:
     """A model on the CPU, beside others that a default puts elsewhere."""
     window = Window("mean")
-    window.add(torch.tensor(2.0), 123457)
+    window.add(2.0, 123457, 123457)
     with torch.device("meta"):
         row = window.row(torch.device("cpu"))
     assert row.tolist() == window.row(torch.device("cpu")).tolist()

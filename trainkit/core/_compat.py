@@ -124,11 +124,6 @@ def ignored_names(module: DistributedDataParallel) -> set[str]:
     return set(module.parameters_to_ignore)
 
 
-def is_joining(module: DistributedDataParallel) -> bool:
-    """Whether DDP runs inside its `join()`, for ranks of unequal length."""
-    return module._join_config.enable
-
-
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """The user's own module, whose parameter names do not depend on the ranks."""
     while True:

@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Watch
-from trainkit.core.division import Division, Told, on_host, weights_by_term
-from trainkit.core.gradients import HALF, GradientSum
-from trainkit.core.ranks import Aggregation, Ranks, averaged_by_ddp, find_ranks
+from trainkit.core.division import Division, Told, weights_by_term
+from trainkit.core.gradients import GradientSum
+from trainkit.core.ranks import Aggregation, averaged_by_ddp, find_ranks
 from trainkit.core.state import load_state, save_state
 from trainkit.core.strategies import (
     AccumulationStrategy,
@@ -24,7 +24,8 @@ from trainkit.core.strategies import (
 )
 from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import Window, WindowStats, default_device
+from trainkit.core.window import Window, WindowStats, default_device, read
+from trainkit.errors import TrainkitError
 
 
 class Accumulator:
@@ -88,9 +89,7 @@ class Accumulator:
         self.ranks = find_ranks(module, aggregation, process_group)
         self.gradients = GradientSum(module, self.ranks)
         self.module, self._has_module = module, isinstance(module, nn.Module)
-        self.division = Division(
-            self.ranks, leaves_room=scaler is not None, scaler=scaler
-        )
+        self.division = Division(self.ranks, scaler)
         self.num_windows = 0
         self.strategies: Strategies = named_strategies(strategy)
         self.strategy = leading(self.strategies)
@@ -105,7 +104,12 @@ class Accumulator:
         self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module, aggregation)
         if wide_gradients:
-            refusals.refuse_wide_without_module(module)
+            if not self._has_module:
+                raise TrainkitError(
+                    f"wide_gradients=True: needs the module whose parameters get sums "
+                    f"in float32, received module={type(module).__name__}. Pass the "
+                    f"module that trains, wrapped as it will be."
+                )
             training = self.gradients.parameters
             self.gradients.wide = WideGradients(training, ranks=self.ranks)
 
@@ -136,14 +140,19 @@ class Accumulator:
                 (loss,) = terms_of(loss, self.strategies).values()
             if weight is None and self.told is None:
                 weight = self.strategy.weight(batch)
-        handle = self.weigh(loss, weight)
-        window.is_torn = True
-        try:
-            (backward or Tensor.backward)(loss)
-            window.is_torn = False
-            self.gradients.add()
-        finally:
-            handle.remove()
+        if backward is None:
+            seed: Any = self.seed(loss, weight)
+            window.is_torn = True
+            loss.backward(**seed)
+        else:
+            handle = self.weigh(loss, weight)
+            window.is_torn = True
+            try:
+                backward(loss)
+            finally:
+                handle.remove()
+        window.is_torn = False
+        self.gradients.add()
 
     def join(self, loss: Any) -> Tensor:
         """Return the terms of the next announced micro-batch as one loss, each divided
@@ -155,71 +164,87 @@ class Accumulator:
     def weigh(
         self, loss: Tensor, weight: Weight | None = None, **how: Any
     ) -> RemovableHandle:
-        """Weight the backward pass that is about to run on `loss`, and count it.
-
-        For a loop that runs backward passes by itself, and then `gradients.add()`;
-        `backward` does all of it.
-
-        Args:
-            loss: where the pass starts.
-            weight: what the micro-batch weighs; not needed after `expect`.
-            **how: `value`, the loss to report, if it is not `loss` (which a scaler may
-                have multiplied): it is divided alike, and must not be written over.
-                `divided_by`, what the loop has divided the loss by. `expected`, how
-                many micro-batches the window will have on this rank, which sets the
-                size of the sums while it is open.
-
-        Returns:
-            A handle whose `remove()` ends the weighting.
-        """
-        factor = self._enter(loss, weight, **how)
-        window = self.window
+        """Weight the backward pass that is about to run on a loss, with the arguments
+        of `enter`, for a loop that then calls `gradients.add()`; returns a handle whose
+        `remove()` ends the weighting."""
+        factor, window = self.enter(loss, weight, **how), self.window
 
         def weighted(gradient: Tensor) -> Tensor:
             window.num_passes += 1
-            return gradient if factor is None else factor * gradient
+            return gradient if factor is None else gradient * factor
 
         return loss.register_hook(weighted)
 
-    def _enter(
+    def seed(
+        self, loss: Tensor, weight: Weight | None = None, **how: Any
+    ) -> dict[str, Tensor]:
+        """As `weigh`, where `loss.backward` is sure to get what this returns: its
+        `gradient`, to start with. It costs a third of a hook."""
+        factor = self.enter(loss, weight, **how)
+        self.window.num_passes += 1
+        if factor is None:
+            return {}
+        if isinstance(factor, Tensor):
+            return {"gradient": factor.expand_as(loss)}
+        alike = {"dtype": loss.dtype, "device": loss.device}
+        return {"gradient": torch.full(loss.shape, factor, **alike)}
+
+    def enter(
         self,
         loss: Tensor,
-        weight: Weight | None,
+        weight: Weight | None = None,
         *,
         value: Tensor | None = None,
         divided_by: int = 1,
         expected: int = 1,
     ) -> Weight | None:
-        """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
-        window, division, told = self.window, self.division, self.told
+        """Count a micro-batch, and return what its gradient is to be multiplied by;
+        None is 1.
+
+        Args:
+            loss: where its backward pass starts.
+            weight: what it weighs; not needed after `expect`.
+            value: the loss to report, if it is not `loss` (which a scaler may have
+                multiplied): it is divided alike, and must not be written over.
+            divided_by: what the loop has divided the loss by.
+            expected: how many micro-batches the window will have on this rank, which
+                sets the size of the sums while it is open.
+        """
+        window, division, ranks = self.window, self.division, self.ranks
         is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        if window.is_torn or not is_loss or self.ranks.ddp is not None:
-            refusals.refuse_backward(window, self.ranks, loss)
+        if window.is_torn or not is_loss or ranks.ddp is not None:
+            refusals.refuse_backward(window, ranks, loss)
             # Lightning takes care of it itself, and passes no module.
-            window.is_apart = self._has_module and self.ranks.holds_back_gradients
+            window.is_apart = self._has_module and ranks.holds_back_gradients
         self.gradients.begin(window)
-        joined, self._joined = self._joined, None
-        is_whole = told is not None and told.is_whole and window.reduction != "sum"
-        if joined is None and loss.dtype in HALF and not is_whole:
-            told = None  # it would round w / W: divided when the window closes
+        division.device = loss.device
+        joined, told = self._joined, self.told
+        if told is not None and joined is None and not told.suits(loss, window):
+            told = None  # it is divided when it closes
         if not division.is_open:
             division.open(told, window.reduction, loss.device)
         if joined is not None:  # its terms have factors of their own
-            window.add(joined.value, joined.weight)
+            window.add(read(joined.value), joined.weight, joined.weight)
+            self._joined = None
             return None
-        if self.told is not None:
-            weight = self.told.next_weights()[self.told.leading]
-        else:
-            weight = checked_weight(weight)
+        weight = self._next_weight(weight)
         if told is None and division.reference is None:
             division.agree(weight, expected, loss.device)
         factor, applied = division.factor(loss, weight, window.reduction, divided_by)
-        # clone: the next step of a CUDA graph writes over this one's loss
-        value = loss.detach().clone() if value is None else value
-        window.add(value, weight, applied, divided_by)
-        if isinstance(factor, Tensor):
-            return factor.to(loss.device, loss.dtype)
+        reported = read(loss if value is None else value)
+        if isinstance(reported, Tensor):
+            # clone: the next step of a CUDA graph writes over this one's loss
+            reported = loss.detach().clone() if value is None else value
+            reported = reported.reshape(())
+        window.add(reported, weight, applied, divided_by)
         return factor
+
+    def _next_weight(self, weight: Weight | None) -> Weight:
+        """What the micro-batch that begins weighs."""
+        if self.told is not None:
+            return self.told.next_weights()[self.told.leading]
+        near = read(weight)  # checked when the window closes, as one on a device is
+        return checked_weight(weight) if near is weight else near
 
     @property
     def is_open(self) -> bool:
@@ -231,12 +256,7 @@ class Accumulator:
         """How many micro-batches the open window has, with those of a checkpoint."""
         return self.window.num_micro_batches
 
-    def expect(
-        self,
-        batches: Iterable[Any] = (),
-        *,
-        weights: Mapping[str, Sequence[Weight]] | None = None,
-    ) -> None:
+    def expect(self, batches: Iterable[Any]) -> None:
         """Announce all micro-batches that this rank will run in the next window.
 
         Their weights are summed before the first forward pass, and travel between the
@@ -244,22 +264,21 @@ class Accumulator:
 
         Args:
             batches: what the strategies weigh, one for each micro-batch.
-            weights: the weights themselves for each term, in place of `batches`.
         """
-        if weights is None:
-            self.tell(weights_by_term(self.strategies, batches))
-            return
-        refusals.refuse_unequal_terms(weights)
-        self.tell({term: list(map(on_host, row)) for term, row in weights.items()})
+        self.tell(weights_by_term(self.strategies, batches))
 
     def tell(self, weights: Mapping[str, Sequence[Weight]]) -> None:
         """Announce the next window, as `expect` does, by weights that were checked."""
         if self.window.is_open or self.told is not None:
-            raise refusals.announced_late(self.window)
+            raise TrainkitError(
+                f"expect(): must announce a window before it begins, and the open one "
+                f"has already been announced or has micro-batches "
+                f"({len(self.window.entries)}). Call it once, before the window's "
+                f"first backward(); drop() forgets a window."
+            )
         told = Told(weights, self.ranks, self.device)
         if self.ranks.ddp is not None:
             refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
-            refusals.refuse_join(self.ranks.ddp)
         self.told = told
 
     def drop(self) -> int:
@@ -311,16 +330,24 @@ class Accumulator:
 
     def _refuse_ranks(self, *, is_apart: bool) -> None:
         """Refuse ranks whose gradients would not be the window's."""
-        ranks = self.ranks
+        ranks, gradients = self.ranks, self.gradients
         if not self._had_started and dist.is_initialized():
-            refusals.refuse_late_start()
+            if (number := dist.get_world_size()) > 1:
+                raise TrainkitError(
+                    f"Accumulator: the number of running ranks was 1 when it was made, "
+                    f"and is {number} now. Make it after the ranks have started "
+                    f"(init_process_group, fabric.launch)."
+                )
         if not self.window.is_open and (ranks.size == 1 or ranks.backend_sums):
-            raise refusals.empty()
+            raise TrainkitError(
+                "finish(): the window is empty, so it has no gradient. Call backward() "
+                "at least once before it. If ranks communicate in their backward "
+                "passes, each of them needs a micro-batch, which may have weight 0."
+            )
         if self._averaged is not None and ranks.backend_sums:
             if ranks.ddp is not None and not is_apart:
                 refusals.refuse_unfinished_reduction(ranks.ddp)
-            parameters = self.gradients.parameters
-            refusals.refuse_unreduced(self._averaged, self.module, parameters)
+            refusals.refuse_unreduced(self._averaged, self.module, gradients.parameters)
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(ranks)
@@ -340,15 +367,11 @@ class Accumulator:
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        saved = save_state(self, self.ranks if over_ranks else Ranks())
-        return {**saved, "rank": None if over_ranks else self.ranks.index}
+        return save_state(self, over_ranks=over_ranks)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume inside the window that `state_dict` saved."""
-        refusals.refuse_other_state(state, self.ranks, self.strategy)
-        self.drop()
-        self.watch.forget()
-        load_state(self, state, self.ranks if state["rank"] is None else Ranks())
+        load_state(self, state)
 
     def _close(self) -> None:
         has_one = len(self.strategies) == 1
@@ -361,8 +384,8 @@ class Accumulator:
     @property
     def device(self) -> torch.device:
         """The device on which the ranks exchange their totals."""
-        if self.window.entries:
-            return self.window.entries[-1].loss.device
+        if self.window.entries and self.division.device is not None:
+            return self.division.device
         if isinstance(self.module, nn.Module):
             return next((p.device for p in self.module.parameters()), default_device())
         return self.division.device or default_device()

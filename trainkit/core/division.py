@@ -23,6 +23,7 @@ from trainkit.core.window import (
     WEIGHT,
     Window,
     default_device,
+    read,
     scalar,
     vector,
 )
@@ -59,8 +60,8 @@ class Division:
 
     Args:
         ranks: the ranks that must agree on r.
-        leaves_room: whether an overflow costs a step, so that r leaves headroom.
-        scaler: the loop's gradient scaler, or None.
+        scaler: the loop's gradient scaler, or None. With one an overflow costs a step,
+            so the first r leaves headroom.
 
     Attributes:
         has_scaler: whether there is a gradient scaler that scales.
@@ -70,30 +71,25 @@ class Division:
         device: where the newest losses were; None before the first.
     """
 
-    def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
-        self._ranks = ranks
-        self._headroom = HEADROOM if leaves_room else 1
+    def __init__(self, ranks: Ranks, scaler: Any) -> None:
         kinds = (torch.amp.GradScaler, type(None))
         check_kind("Accumulator scaler", scaler, kinds, "a torch.amp.GradScaler")
-        self._scaler = scaler
+        self._ranks, self._scaler = ranks, scaler
         self.has_scaler: bool = scaler is not None and scaler.is_enabled()
         self._may_be_plain = ranks.size == 1 and not self.has_scaler
+        self.reference: Weight | None = None
         self.opening: Tensor | None = None
         self.is_open = False
         self.device: torch.device | None = None
         self._told: Weight | None = None
-        self._refer_to(None)
+        self._factors: dict[Any, Weight] = {}
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
-        self._refer_to(reference)
-        if reference is not None and self._may_be_plain:
-            self._refer_to(reference.item())
-        self.opening = opening
-
-    def _refer_to(self, reference: Weight | None) -> None:
         self.reference = reference
-        self._units: dict[Any, Weight] = {}
+        if reference is not None and self._may_be_plain:
+            self.reference = reference.item()
+        self.opening = opening
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Choose r for the first window, from the ranks' first micro-batches, if that
@@ -109,17 +105,18 @@ class Division:
         """
         if self.reference is not None:
             return
-        first = weight * (expected * self._headroom)
+        headroom = 1 if self._scaler is None else HEADROOM
+        first = weight * (expected * headroom)
         if isinstance(first, Tensor) or not self._may_be_plain:
             first = scalar(first, device)
             if self._ranks.backend_sums:
                 first = self._ranks.sum_(first) / self._ranks.size
-        self._refer_to(power_of_two(first, None))
+        self.reference = power_of_two(first, None)
 
     def begin_apart(self) -> None:
         """Choose r of the first window now, so that no rank waits there for one that
         has no micro-batch yet."""
-        self._refer_to(scalar(UNKNOWN, default_device()))
+        self.reference = scalar(UNKNOWN, default_device())
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device
@@ -132,16 +129,18 @@ class Division:
             device: where they are.
         """
         self.opening = self._factor_now(device) if self.has_scaler else None
-        self.is_open, self.device, self._told = True, device, None
+        self.is_open = True
+        if isinstance(self.reference, Tensor):
+            self.reference = self.reference.to(device)
         if told is not None:
-            multiplier = self._ranks.multiplier
-            is_total = reduction == "total"
-            self._told = 1 / multiplier if is_total else _or_infinite(told, multiplier)
+            total = 1 if reduction == "total" else told.totals[told.leading]
+            self._told = _or_infinite(total) / self._ranks.multiplier
 
     def close(self) -> None:
         """Forget the open window."""
         self.opening = self._told = None
         self.is_open = False
+        self._factors = {}
 
     def factor(
         self, loss: Tensor, weight: Weight, reduction: LossReduction, divided_by: int
@@ -155,31 +154,37 @@ class Division:
             reduction: how the loss was reduced: mean, sum or total.
             divided_by: what the loop has divided the loss by.
         """
-        by_mean = reduction == "mean"
-        if self._told is not None:
-            part = weight * divided_by if by_mean else divided_by
-            return part / self._told, weight
-        assert self.reference is not None
-        key = divided_by, loss.device, loss.dtype
-        unit = self._units[key] if key in self._units else self._new_unit(*key)
-        factor, applied = weight * unit if by_mean else unit, weight
-        if by_mean and loss.dtype in HALF:
+        whole, by_mean = self._told, reduction == "mean"
+        if whole is None:
+            whole = self.reference
+        assert whole is not None
+        part = weight * divided_by if by_mean else divided_by
+        if not isinstance(part, Tensor) and not isinstance(whole, Tensor):
+            factor = part / whole
+        else:
+            factor = self._quotient(part, whole, loss)
+        applied = weight
+        if by_mean and self._told is None and loss.dtype in HALF:
             factor = _rounded(factor, loss.dtype)
-            applied = factor * self.reference / divided_by
-        if self.has_scaler or self.opening is not None:
+            applied = factor * whole / divided_by
+        if self.opening is not None or self.has_scaler:
             factor = factor * self._to_opening(loss.device)
+        if isinstance(factor, Tensor):
+            factor = factor.to(loss.device, loss.dtype)
         return factor, applied
 
-    def _new_unit(
-        self, divided_by: int, device: torch.device, dtype: torch.dtype
-    ) -> Weight:
-        """divided_by / r as a loss needs it; exact, since r is a power of two."""
-        assert self.reference is not None
-        unit = divided_by / self.reference
-        if isinstance(unit, Tensor):
-            unit = unit.to(device, torch.float32 if dtype in HALF else dtype)
-        self._units[divided_by, device, dtype] = unit
-        return unit
+    def _quotient(self, part: Weight, whole: Weight, loss: Tensor) -> Weight:
+        """part / whole as a tensor that can multiply a gradient; of equal plain parts
+        it is made once in a window."""
+        key = None if isinstance(part, Tensor) else (part, loss.device, loss.dtype)
+        found = self._factors.get(key)
+        if found is None:
+            dtype = torch.float32 if loss.dtype in HALF else loss.dtype
+            quotient: Any = part / whole
+            found = quotient.to(loss.device, dtype)
+            if key is not None:
+                self._factors[key] = found
+        return found
 
     def scale(self, window: Window, totals: Tensor, num_windows: int) -> Weight | None:
         """What multiplies the window's gradients, now that it closes; None is 1.
@@ -196,12 +201,16 @@ class Division:
         weight, divisor = known or (totals[WEIGHT], totals[DIVISOR])
         # r need not follow every window, but all ranks must change it together.
         if num_windows < 8 or num_windows % 16 == 0:
-            self._refer_to(power_of_two(weight / self._ranks.size, before))
+            self.reference = power_of_two(weight / self._ranks.size, before)
         if before is None:
             return None  # this rank has had no micro-batch yet
-        if isinstance(before, Tensor):
+        if isinstance(before, Tensor):  # losses may be on several devices
             before = before.to(totals.device)
-        scale = before if window.reduction == "total" else before / divisor
+        if window.reduction == "total":
+            divisor = 1
+        elif not isinstance(divisor, Tensor) and not 0 < divisor < math.inf:
+            divisor = math.inf  # 0 comes of it below, as of a tensor
+        scale = before / divisor
         if self._ranks.multiplier > 1:
             scale = scale * self._ranks.multiplier
         if self.has_scaler or self.opening is not None:
@@ -230,12 +239,11 @@ class Division:
         return self._scaler.scale(one) if self.has_scaler else one
 
 
-def _or_infinite(told: Told, multiplier: int) -> Weight:
-    """W / m; infinity in place of 0, so that nothing is divided by 0."""
-    total = told.totals[told.leading]
+def _or_infinite(total: Weight) -> Weight:
+    """Infinity in place of 0, so that nothing is divided by 0."""
     if isinstance(total, Tensor):
-        return torch.where(total == 0, math.inf, total / multiplier)
-    return total / multiplier if total else math.inf
+        return torch.where(total == 0, math.inf, total)
+    return total or math.inf
 
 
 def power_of_two(number: Weight, before: Weight | None) -> Weight:
@@ -246,8 +254,9 @@ def power_of_two(number: Weight, before: Weight | None) -> Weight:
     otherwise = UNKNOWN if before is None else before
     least = 0.0 if before is None else before / 2
     if not isinstance(number, Tensor) and not isinstance(least, Tensor):
-        is_positive = number > 0
-        return max(2.0 ** round(math.log2(number)), least) if is_positive else otherwise
+        if not 0 < number < math.inf:
+            return otherwise
+        return max(2.0 ** round(math.log2(number)), least)
     numbers = number, least, otherwise
     device = next(each.device for each in numbers if isinstance(each, Tensor))
     number, least, otherwise = (scalar(each, device) for each in numbers)
@@ -260,7 +269,8 @@ def _rounded(number: Weight, dtype: torch.dtype) -> Weight:
     another is not rounded too."""
     if isinstance(number, Tensor):
         return number.to(dtype).to(number.dtype)
-    return torch.tensor(number, dtype=dtype).item()
+    rounded: Any = torch.tensor(number, dtype=dtype).tolist()
+    return rounded
 
 
 # ---- windows whose total is known before their first forward pass --------------------
@@ -273,13 +283,12 @@ class Told:
 
     Args:
         weights: for each term, the weights of this rank's micro-batches, in order, as
-            `on_host` leaves them.
+            `weights_by_term` has them.
         ranks: the ranks that share the window.
         device: where the ranks exchange their totals.
 
     Attributes:
         leading: the name of the first term.
-        is_whole: whether the window is one micro-batch, so that w / W is 1.
     """
 
     def __init__(
@@ -288,22 +297,22 @@ class Told:
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._terms = list(weights)
-        self.leading = self._terms[0]
-        # For each micro-batch what it weighs in each term.
-        self._rows = [
-            dict(zip(weights, row, strict=True))
-            for row in zip(*weights.values(), strict=True)
-        ]
-        self.num_micro_batches = len(self._rows)
-        self.is_whole = ranks.size == 1 and self.num_micro_batches == 1
+        self._weights = weights
+        self.leading = next(iter(weights))
+        self.num_micro_batches = len(weights[self.leading])
+        self._is_whole = ranks.size == 1 and self.num_micro_batches == 1
         self.num_begun = 0
-        self._totals: dict[str, Weight] | None = None
         own = {term: _sum(column, device) for term, column in weights.items()}
-        if ranks.size == 1:
-            self._totals = own
-            return
-        self._table, self._work = ranks.send_row(vector([*own.values()], device))
+        self._totals: dict[str, Weight] | None = own
+        if ranks.size > 1:
+            self._totals = None
+            self._table, self._work = ranks.send_row(vector([*own.values()], device))
+
+    def suits(self, loss: Tensor, window: Window) -> bool:
+        """Whether the dtype of a loss has w / W: half precision would round it, unless
+        it is 1."""
+        is_one = self._is_whole and window.reduction != "sum"
+        return is_one or loss.dtype not in HALF
 
     def next_weights(self) -> dict[str, Weight]:
         """Return the weights of the next micro-batch, by term."""
@@ -314,15 +323,15 @@ class Told:
                 f"micro-batches on this rank, and another one came. Pass expect() all "
                 f"of the window's micro-batches, or call finish() before the next one."
             )
-        return self._rows[index]
+        return {term: column[index] for term, column in self._weights.items()}
 
     @property
-    def totals(self) -> dict[str, Weight]:
+    def totals(self) -> Mapping[str, Weight]:
         """The window's total weight in each term, over all ranks."""
         if self._totals is None:
             self._work.wait()
             totals = self._table.sum(0).unbind()
-            self._totals = dict(zip(self._terms, totals, strict=True))
+            self._totals = dict(zip(self._weights, totals, strict=True))
         return self._totals
 
     def refuse_unfinished(self) -> None:
@@ -338,7 +347,8 @@ class Told:
 def weights_by_term(
     strategies: Strategies, batches: Iterable[object]
 ) -> dict[str, list[Weight]]:
-    """The weights of micro-batches in each term."""
+    """The checked weights of micro-batches in each term; those that are in the host's
+    memory are plain numbers."""
     listed = list(batches)
     if not listed:
         raise TrainkitError(
@@ -346,16 +356,9 @@ def weights_by_term(
             "Pass all that this rank will run. A rank without any runs one of weight 0."
         )
     return {
-        term: [on_host(strategy.weight(batch)) for batch in listed]
+        term: [checked_weight(read(strategy.weight(batch))) for batch in listed]
         for term, strategy in strategies.items()
     }
-
-
-def on_host(weight: Weight) -> Weight:
-    """A checked weight, as a plain number if that needs no waiting for a GPU."""
-    if isinstance(weight, Tensor) and weight.is_cpu and weight.numel() == 1:
-        weight = weight.item()
-    return checked_weight(weight)
 
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,9 @@ def scale_(gradients: Iterable[Tensor], scale: Tensor | float) -> None:
                 gradient.copy_(gradient.float().mul_(factor))
         else:
             factor = _as(scale, device, dtype)
+            if device.type == "cpu" and not isinstance(factor, Tensor):
+                # Else every gradient would make a tensor of it.
+                factor = torch.full((), factor, dtype=dtype, device=device)
             # One kernel for all of them; torch.optim uses it too.
             torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -159,7 +162,7 @@ class GradientSum:
     def begin(self, window: Window) -> None:
         """A backward pass of the window begins."""
         if window.num_passes:
-            self.zeroed.check(window)
+            self.zeroed.check(window, self.parameters)
         else:
             self._trained_at_first = {id(p): p.requires_grad for p in self.parameters}
             if self.wide is not None:
@@ -186,9 +189,9 @@ class GradientSum:
             owners: an optimizer or parameters, whose gradients it has.
             may_be_written: whether something else does, as a scaler unscales them.
         """
-        self.parameters = parameters_of(owners)
         if not may_be_written:
-            self.zeroed.check(window)
+            self.zeroed.check(window, self.parameters)
+        self.parameters = parameters_of(owners)
         changed = []
         for parameter in self.parameters:
             trains = parameter.requires_grad
@@ -249,42 +252,42 @@ def trained(module: nn.Module) -> list[Tensor]:
 class ZeroedWatch:
     """Refuses a window whose gradients were zeroed between two of its passes.
 
-    Gradients that were removed are seen at once. Where all of them were written over,
-    as autograd's counters show, they are read, and nothing waits for the device.
+    The first and the last gradient are looked at. Where both were removed or written
+    over, as autograd's counters show, all are read, and nothing waits for the device.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[Tensor, Tensor, int]] = []
         self._late: deque[tuple[int, LateReading]] = deque()
 
-    def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Remember what a backward pass has left in these parameters."""
-        held = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                held.append((parameter, gradient, version_of(gradient)))
-        self._held = held
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """Remember what a backward pass has left in two of these parameters."""
+        self._held = []
+        for order in (parameters, reversed(parameters)):
+            for parameter in order:
+                if (gradient := parameter.grad) is not None:
+                    self._held.append((parameter, gradient, version_of(gradient)))
+                    break
 
     def forget(self) -> None:
         """Forget what was held: the window is gone, or other gradients are back."""
         self._held = []
 
-    def check(self, window: Window) -> None:
-        """Check whether the held gradients are still those that were held."""
+    def check(self, window: Window, parameters: Iterable[Tensor]) -> None:
+        """Check whether what was held is still there; if it is not, whether any of
+        these parameters has a gradient."""
         held, self._held = self._held, []
         for parameter, gradient, version in held:
             if parameter.grad is gradient and version_of(gradient) == version:
                 break  # nobody has zeroed all of them
         else:
             if held:
-                left = [p.grad for p, _, _ in held if p.grad is not None]
-                self._read_later(left, window)
+                self._read_later(gradients_of(parameters), window)
         if self._late:
             self.read()
 
     def _read_later(self, left: list[Tensor], window: Window) -> None:
-        """Have gradients read that were all written over; some may be removed."""
+        """Have gradients read that were written over; some may be removed."""
         number = len(window.entries)
         if not left:
             raise _gone(number)

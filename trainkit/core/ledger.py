@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,21 +37,34 @@ class Account:
     """The totals of the newest window."""
 
     @classmethod
-    def over(cls, stats: WindowStats, *, counts_samples: bool) -> Account:
-        """The account of a first window."""
-        totals, weight = stats.totals, stats.weight
-        which = totals, weight, weight, totals, totals
-        return cls(1, counts_samples, stats.reduction, *which)
+    def of(cls, windows: Sequence[WindowStats], *, counts_samples: bool) -> Account:
+        """The account of windows that follow one another, by a few operations."""
+        newest = windows[-1]
+        table = torch.stack([each.totals.to(newest.totals) for each in windows])
+        weights = table[:, WEIGHT]
+        return cls(
+            len(windows),
+            counts_samples,
+            newest.reduction,
+            sums=table.sum(0),
+            smallest=weights.amin(),
+            largest=weights.amax(),
+            first=table[0],
+            newest=table[-1],
+        )
 
-    def add(self, stats: WindowStats, *, counts_samples: bool) -> None:
-        """Add a later window."""
-        totals, weight = stats.totals, stats.weight
-        self.num_windows += 1
-        self.counts_samples = self.counts_samples and counts_samples
-        self.sums = self.sums.to(totals) + totals
-        self.smallest = torch.minimum(self.smallest.to(totals), weight)
-        self.largest = torch.maximum(self.largest.to(totals), weight)
-        self.newest = totals
+    def then(self, later: Account) -> Account:
+        """The account of these windows and of later ones."""
+        to = later.sums
+        return replace(
+            later,
+            num_windows=self.num_windows + later.num_windows,
+            counts_samples=self.counts_samples and later.counts_samples,
+            sums=self.sums.to(to) + later.sums,
+            smallest=torch.minimum(self.smallest.to(to), later.smallest),
+            largest=torch.maximum(self.largest.to(to), later.largest),
+            first=self.first,
+        )
 
     @property
     def extremes(self) -> Tensor:
@@ -107,13 +120,14 @@ class Ledger:
 
     def enter(self) -> None:
         """Enter the windows that wait."""
-        for index, stats, counts_samples in self.waiting:
-            account = self._accounts.get(index)
-            if account is None:
-                account = Account.over(stats, counts_samples=counts_samples)
-                self._accounts[index] = account
-            else:
-                account.add(stats, counts_samples=counts_samples)
+        by_index: dict[int, list[WindowStats]] = {}
+        for index, stats, _ in self.waiting:
+            by_index.setdefault(index, []).append(stats)
+        for index, windows in by_index.items():
+            are_counted = all(c for i, _, c in self.waiting if i == index)
+            later = Account.of(windows, counts_samples=are_counted)
+            before = self._accounts.get(index)
+            self._accounts[index] = later if before is None else before.then(later)
         self.waiting.clear()
 
     def of(self, index: int = 0) -> Account | None:

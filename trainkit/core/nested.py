@@ -25,11 +25,23 @@ Build = Callable[[Iterator[Any]], Any]
 IsWhole = Callable[[str, Any], bool]
 
 
-def lookup(batch: Any, path: Path) -> Any:
+def lookup(
+    batch: Any,
+    path: Path,
+    *,
+    role: str = "",
+    fits: Callable[[Tensor], bool] = lambda tensor: True,
+) -> Any:
     """Follow a dotted path (`"targets.labels"`, `"0.ids"`) or an index into a batch.
 
     >>> lookup({"targets": (10, 20)}, "targets.1")
     20
+
+    Args:
+        batch: any nesting.
+        path: a dotted path, or an index.
+        role: what an error calls it; it then names the tensors that would fit, too.
+        fits: whether a tensor could be meant.
 
     Raises:
         TrainkitError: the path leads nowhere; the text shows the batch's structure.
@@ -41,36 +53,16 @@ def lookup(batch: Any, path: Path) -> Any:
         try:
             found = _child(found, part)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            known = take_apart(batch)[0] if role else []
+            tensors_of = [f for f in known if isinstance(f.value, Tensor) and f.path]
+            names = [repr(p) for p, value in tensors_of if value.ndim and fits(value)]
             raise TrainkitError(
-                f"path {path!r}: the batch has nothing at {part!r}. The batch is "
-                f"{describe(batch)}. Give a dotted path of keys, indices or "
-                f"attributes that exists in it."
+                f"{role and f'{role}: '}path {path!r}: the batch has nothing at "
+                f"{part!r}. The batch is {describe(batch)}. Give a dotted path of "
+                f"keys, indices or attributes that exists in it."
+                + (f" What would fit: {', '.join(names)}." if names else "")
             ) from None
     return found
-
-
-def lookup_for(
-    batch: Any,
-    path: Path,
-    *,
-    role: str,
-    fits: Callable[[Tensor], bool] = lambda tensor: True,
-) -> Any:
-    """`lookup`, whose error names an option, and the tensors that would fit.
-
-    Args:
-        batch: any nesting.
-        path: a dotted path, or an index.
-        role: what an error calls it.
-        fits: whether a tensor could be meant, for the error.
-    """
-    try:
-        return lookup(batch, path)
-    except TrainkitError as error:
-        tensors_of = [f for f in take_apart(batch)[0] if isinstance(f.value, Tensor)]
-        names = [p for p, value in tensors_of if p and value.ndim and fits(value)]
-        also = f" What would fit: {', '.join(map(repr, names))}." if names else ""
-        raise TrainkitError(f"{role}: {error}{also}") from None
 
 
 def lookup_tensor(
@@ -80,8 +72,10 @@ def lookup_tensor(
     role: str,
     fits: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> Tensor:
-    """`lookup_for`, for a path that must lead to a tensor."""
-    found = lookup_for(batch, path, role=role, fits=fits)
+    """`lookup`, for a path that must lead to a tensor."""
+    if type(batch) is dict and isinstance(found := batch.get(path), Tensor):
+        return found  # nearly every batch
+    found = lookup(batch, path, role=role, fits=fits)
     if not isinstance(found, Tensor):
         raise TrainkitError(
             f"{role} {path!r}: must be the path of a tensor, but leads to "

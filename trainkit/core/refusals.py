@@ -2,105 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.core._compat import communication_hooks, has_reduced, is_joining
-from trainkit.core.nested import describe
+from trainkit.core._compat import communication_hooks, has_reduced
 from trainkit.core.ranks import Ranks, averaged_by_fsdp
-from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import refuse_shape
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
 
-def refuse_loss(loss: Any, reduction: str) -> None:
-    refuse_shape("loss", loss, reduction)
+def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
+    """Refuse a backward pass that would break the window."""
+    window.refuse_torn()
+    refuse_shape("loss", loss, window.reduction)
     if not loss.requires_grad:
         raise TrainkitError(
             "loss: must depend on parameters that require a gradient, and does not. "
             "Compute it outside torch.no_grad(), do not detach it, and leave at least "
             "one parameter unfrozen."
         )
-
-
-def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
-    """Refuse a backward pass that would break the window."""
-    window.refuse_torn()
-    refuse_loss(loss, window.reduction)
-    if ranks.ddp is not None:
-        held = len(window.entries) + (window.carried is not None)
-        refuse_static_graph(ranks.ddp, held + 1)
-        refuse_join(ranks.ddp)
-
-
-def empty() -> TrainkitError:
-    return TrainkitError(
-        "finish(): the window is empty, so it has no gradient. Call backward() at "
-        "least once before it. If ranks communicate in their backward passes, each "
-        "of them needs a micro-batch, which may have weight 0."
-    )
-
-
-def announced_late(window: Window) -> TrainkitError:
-    return TrainkitError(
-        f"expect(): must announce a window before it begins, and the open one has "
-        f"already been announced or has micro-batches ({len(window.entries)}). "
-        f"Call it once, before the window's first backward(); drop() forgets a "
-        f"window."
-    )
-
-
-def refuse_unequal_terms(weights: Mapping[str, Sequence[Weight]]) -> None:
-    numbers = {term: len(row) for term, row in weights.items()}
-    if len(set(numbers.values())) > 1:
-        raise TrainkitError(
-            f"expect(weights=...): each micro-batch needs a weight in each term, and "
-            f"the terms have different numbers of them: {numbers}. Give 0 where a "
-            f"micro-batch has nothing of a term."
-        )
-
-
-def refuse_other_state(
-    state: Mapping[str, Any], ranks: Ranks, strategy: AccumulationStrategy
-) -> None:
-    """Refuse a saved window of another rank, one weighed by another strategy, or what
-    no accumulator has saved."""
-    if not isinstance(state, Mapping) or "totals" not in state:
-        raise TrainkitError(
-            f"load_state_dict(): must be what Accumulator.state_dict() has returned, "
-            f"received {describe(state)}."
-        )
-    if state["totals"] is None:
-        return
-    if state["rank"] not in (None, ranks.index):
-        raise TrainkitError(
-            f"state_dict: it holds the open window of rank {state['rank']}, and "
-            f"this is rank {ranks.index}. Each rank must load its own part: save one "
-            f"state for each rank, or one with over_ranks=True for all."
-        )
-    if state["strategy"] != kind_of(strategy):
-        raise TrainkitError(
-            f"state_dict: its open window was weighed by {state['strategy']}, and "
-            f"this accumulator weighs by {kind_of(strategy)}; such weights cannot be "
-            f"added up. Resume with the strategy that was saved, or from a checkpoint "
-            f"between two windows."
-        )
-
-
-def refuse_late_start() -> None:
-    """Refuse ranks that have started after the accumulator was made."""
-    if (number := dist.get_world_size()) > 1:
-        raise TrainkitError(
-            f"Accumulator: the number of running ranks was 1 when it was made, and is "
-            f"{number} now. Make it after the ranks have started (init_process_group, "
-            f"fabric.launch)."
-        )
+    held = len(window.entries) + (window.carried is not None)
+    refuse_static_graph(ranks.ddp, held + 1)
 
 
 def refuse_static_graph(
@@ -113,16 +40,6 @@ def refuse_static_graph(
             f"it, received {num_micro_batches}. Make the DDP module, or Lightning's "
             f"DDPStrategy, with static_graph=False, or make each window one "
             f"micro-batch."
-        )
-
-
-def refuse_join(ddp: DistributedDataParallel | None) -> None:
-    if ddp is not None and is_joining(ddp):
-        raise TrainkitError(
-            "DistributedDataParallel.join(): it answers for ranks that have run out of "
-            "batches, but not for their windows, and torch leaves it on after the "
-            "block. Make a new wrapper, and give such ranks micro-batches of weight 0 "
-            "instead."
         )
 
 
@@ -191,13 +108,4 @@ def refuse_dividing_backward(backward: Any) -> None:
             f"backward=accelerator.backward: it divides the loss by its own "
             f"gradient_accumulation_steps={steps}, and trainkit divides the window "
             f"already. Pass the backward of Accelerator(gradient_accumulation_steps=1)."
-        )
-
-
-def refuse_wide_without_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TrainkitError(
-            f"wide_gradients=True: needs the module whose parameters get sums in "
-            f"float32, received module={type(module).__name__}. Pass the module that "
-            f"trains, wrapped as it will be."
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainkit.core._compat import inside_wrappers
+from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import kind_of
 from trainkit.core.wide_gradients import WideGradients
@@ -17,53 +18,31 @@ from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged, scalar
 from trainkit.errors import TrainkitError
 
 
-def save_state(accumulator: Any, ranks: Ranks) -> dict[str, Any]:
-    """The open window of an accumulator, its parts added up over ranks, each of which
-    must call this, even without a micro-batch; `Ranks()` is this rank alone."""
-    row = accumulator.window.row(accumulator.device)
-    return {
-        "num_windows": accumulator.num_windows,
-        "strategy": kind_of(accumulator.strategy),
-        **_save_sums(accumulator, row, ranks),
-    }
-
-
-def load_state(accumulator: Any, state: dict[str, Any], ranks: Ranks) -> None:
-    """Let an accumulator continue the window that `save_state` has saved.
-
-    Args:
-        accumulator: between two windows.
-        state: what was saved.
-        ranks: the ranks that share it; `Ranks()` if it is this rank's own part.
-    """
-    module, totals = accumulator.module, state["totals"]
-    accumulator.num_windows = state["num_windows"]
-    accumulator.division.restore(state["reference"], state["factor"])
-    if state["gradients"] and isinstance(module, nn.Module):
-        named = inside_wrappers(module).named_parameters()
-        wide = accumulator.gradients.wide
-        load_partial(holders(named, wide), state["gradients"], ranks)
-    if totals is not None:
-        # Open on every rank, since they must act alike; one has the totals.
-        totals = torch.stack([totals[name] for name in COLUMNS]) * (ranks.index == 0)
-    accumulator.window.carry(totals)
-    accumulator.division.is_open = accumulator.is_open
-
-
-def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
-    """The totals and gradients of the open window, and r."""
+def save_state(accumulator: Any, *, over_ranks: bool) -> dict[str, Any]:
+    """The open window of an accumulator: this rank's part, or all parts added up, which
+    every rank must call, even without a micro-batch."""
+    ranks = accumulator.ranks if over_ranks else Ranks()
     division, module = accumulator.division, accumulator.module
+    row = accumulator.window.row(accumulator.device)
     # A rank without a micro-batch has neither number, and sends zeros.
-    own, carried = (
+    own, opening = (
         scalar(0 if number is None else number, row.device)
         for number in (division.reference, division.opening)
     )
-    table = ranks.gather_rows(torch.cat([row, torch.stack([own, carried])]))
+    table = ranks.gather_rows(torch.cat([row, torch.stack([own, opening])]))
     totals = merged(table)
     common, shared_factor = table[:, -2:].amax(0)
+    state = {
+        "num_windows": accumulator.num_windows,
+        "strategy": kind_of(accumulator.strategy),
+        "rank": None if over_ranks else accumulator.ranks.index,
+        "totals": None,
+        "reference": None if division.reference is None else own.cpu(),
+        "factor": None,
+        "gradients": {},
+    }
     if not bool(totals[COUNT]):
-        shown = None if division.reference is None else own.cpu()
-        return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
+        return state
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
         # With aggregation="none", ranks have different r in their first window.
@@ -77,12 +56,57 @@ def _save_sums(accumulator: Any, row: Tensor, ranks: Ranks) -> dict[str, Any]:
                 "backward pass with set_requires_gradient_sync(True)."
             )
     return {
+        **state,
         # By name: a later version may order the columns differently.
         "totals": dict(zip(COLUMNS, totals.cpu().unbind(), strict=True)),
         "reference": common.cpu(),
         "factor": shared_factor.cpu() if bool(shared_factor) else None,
         "gradients": gradients,
     }
+
+
+def load_state(accumulator: Any, state: Any) -> None:
+    """Let an accumulator continue the window that `save_state` has saved."""
+    if not isinstance(state, Mapping) or "totals" not in state:
+        raise TrainkitError(
+            f"load_state_dict(): must be what Accumulator.state_dict() has returned, "
+            f"received {describe(state)}."
+        )
+    ranks, module, totals = accumulator.ranks, accumulator.module, state["totals"]
+    if totals is not None:
+        _refuse_other(state, ranks.index, kind_of(accumulator.strategy))
+    if state["rank"] is not None:
+        ranks = Ranks()  # it is this rank's own part
+    accumulator.drop()
+    accumulator.watch.forget()
+    accumulator.num_windows = state["num_windows"]
+    accumulator.division.restore(state["reference"], state["factor"])
+    if state["gradients"] and isinstance(module, nn.Module):
+        named = inside_wrappers(module).named_parameters()
+        wide = accumulator.gradients.wide
+        load_partial(holders(named, wide), state["gradients"], ranks)
+    if totals is not None:
+        # Open on every rank, since they must act alike; one has the totals.
+        totals = torch.stack([totals[name] for name in COLUMNS]) * (ranks.index == 0)
+        accumulator.window.carried = totals
+        accumulator.division.is_open = True
+
+
+def _refuse_other(state: Mapping[str, Any], rank: int, strategy: str) -> None:
+    """Refuse a window of another rank, or one that another strategy has weighed."""
+    if state["rank"] not in (None, rank):
+        raise TrainkitError(
+            f"state_dict: it holds the open window of rank {state['rank']}, and "
+            f"this is rank {rank}. Each rank must load its own part: save one "
+            f"state for each rank, or one with over_ranks=True for all."
+        )
+    if state["strategy"] != strategy:
+        raise TrainkitError(
+            f"state_dict: its open window was weighed by {state['strategy']}, and "
+            f"this accumulator weighs by {strategy}; such weights cannot be added up. "
+            f"Resume with the strategy that was saved, or from a checkpoint between "
+            f"two windows."
+        )
 
 
 def holders(
@@ -101,7 +125,7 @@ def holders(
 @torch.no_grad()
 def save_partial(
     named_parameters: Iterable[tuple[str, Tensor]],
-    ranks: Ranks | None,
+    ranks: Ranks,
     *,
     scale: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
@@ -109,10 +133,9 @@ def save_partial(
 
     Args:
         named_parameters: the parameters that train.
-        ranks: the ranks whose gradients to add up; None saves only this rank's.
+        ranks: the ranks whose gradients to add up; `Ranks()` saves only this rank's.
         scale: what to multiply this rank's gradients by before they are added up.
     """
-    ranks = ranks or Ranks()
     training = {name: p for name, p in named_parameters if p.requires_grad}
     saved = {}
     for name in _used_somewhere(training, ranks):
@@ -134,7 +157,7 @@ def save_partial(
 def load_partial(
     named_parameters: Iterable[tuple[str, Tensor]],
     saved: Mapping[str, Tensor],
-    ranks: Ranks | None,
+    ranks: Ranks,
 ) -> None:
     """Put the gradients of an open window back where `save_partial` found them.
 
@@ -144,7 +167,6 @@ def load_partial(
         ranks: the ranks to share the gradients out to, if they were added up over
             ranks: a sharded parameter gets its own part, any other an equal share.
     """
-    ranks = ranks or Ranks()
     own = dict(named_parameters)
     missing = sorted(saved.keys() - own.keys())
     if missing:

@@ -20,7 +20,7 @@ from trainkit.core.documents import count_documents
 from trainkit.core.nested import (
     Path,
     describe,
-    lookup_for,
+    lookup,
     lookup_tensor,
 )
 from trainkit.core.plan.options import check_choice, check_kind
@@ -88,11 +88,7 @@ class PerSample(AccumulationStrategy):
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
-        check_reduction(self)
-        _check_documents(self)
-        if self.size != "":
-            _check_paths(self, "size")
-        _check_paths(self, "mask")
+        _check_options(self, *(["mask"] if self.size == "" else ["size", "mask"]))
         if self.size is not None and self.mask is not None:
             raise TrainkitError(
                 f"PerSample: size and mask exclude each other, received size="
@@ -107,7 +103,7 @@ class PerSample(AccumulationStrategy):
             found = _counted(batch, self.documents)
             return leading_dimension(batch) if found is None else found
         role = "PerSample size"
-        found = batch if self.size == "" else lookup_for(batch, self.size, role=role)
+        found = batch if self.size == "" else lookup(batch, self.size, role=role)
         has_rows = isinstance(found, Tensor) and found.ndim > 0
         if not has_rows and not isinstance(found, list | tuple):
             raise TrainkitError(
@@ -147,9 +143,7 @@ class PerToken(AccumulationStrategy):
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
-        check_reduction(self)
-        _check_documents(self)
-        _check_paths(self, "labels", "mask")
+        _check_options(self, "labels", "mask")
         check_kind("PerToken shift", self.shift, bool, "True or False")
         if isinstance(self.ignore_index, bool) or not isinstance(
             self.ignore_index, int
@@ -175,8 +169,9 @@ class PerToken(AccumulationStrategy):
                 f"with ignore_index, received {labels.dtype}. Name the label tensor, "
                 f"or a mask: PerToken(mask='path.to.mask')."
             )
+        targets = self._targets(labels, "labels")
         # In int64: in a narrower type, ignore_index could wrap around.
-        return self._targets(labels, "labels").long()
+        return targets if targets.dtype is torch.int64 else targets.long()
 
     def _targets(self, tensor: Tensor, role: str) -> Tensor:
         """The positions that are targets of the loss."""
@@ -276,6 +271,8 @@ def checked_weight(
         name: what an error calls it.
         hint: what an error says to do.
     """
+    if weight.__class__ is int and weight >= 0:
+        return weight  # nearly every weight
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise TrainkitError(
@@ -301,25 +298,25 @@ def checked_weight(
     return weight
 
 
-def _check_documents(strategy: PerSample | PerToken) -> None:
-    if not isinstance(strategy.documents, str) or not strategy.documents:
+def _check_options(strategy: PerSample | PerToken, *paths: str) -> None:
+    """Refuse an unknown `loss_reduction`, and what is no path; all but `labels` may be
+    left out."""
+    check_reduction(strategy)
+    kind, documents = type(strategy).__name__, strategy.documents
+    if not isinstance(documents, str) or not documents:
         raise TrainkitError(
-            f"{type(strategy).__name__} documents: must be 'auto', 'off' or the path "
-            f"of the field that tells them apart, received {strategy.documents!r}. For "
-            f"example documents='position_ids'."
+            f"{kind} documents: must be 'auto', 'off' or the path of the field that "
+            f"tells them apart, received {documents!r}. For example "
+            f"documents='position_ids'."
         )
-
-
-def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
-    for name in names:
+    for name in paths:
         path = getattr(strategy, name)
-        optional = name != "labels"
-        if path is None and optional:
-            continue
-        if isinstance(path, bool) or not isinstance(path, str | int) or path == "":
+        is_path = isinstance(path, str | int) and path != ""
+        is_path = is_path and not isinstance(path, bool)
+        if not is_path and (path is not None or name == "labels"):
             raise TrainkitError(
-                f"{type(strategy).__name__} {name}: must be a dotted path or an index "
-                f"into the batch, received {path!r}. For example {name}='targets.ids'."
+                f"{kind} {name}: must be a dotted path or an index into the batch, "
+                f"received {path!r}. For example {name}='targets.ids'."
             )
 
 

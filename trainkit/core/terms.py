@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,21 +64,15 @@ def telling_lengths(strategies: Strategies) -> AccumulationStrategy:
     return next(tokens, leading(strategies))
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The terms of a micro-batch, joined into one loss.
-
-    Attributes:
-        loss: their sum; its backward pass multiplies the gradient of each term by that
-            term's factor.
-        weight: what the micro-batch weighs in the first term.
-        value: the micro-batch's share of the window's loss, times the window's total
-            in the first term.
-    """
+class Joined(NamedTuple):
+    """The terms of a micro-batch, joined into one loss."""
 
     loss: Tensor
+    """Their sum; its backward pass multiplies each term's gradient by its factor."""
     weight: Weight
+    """What the micro-batch weighs in the first term."""
     value: Tensor
+    """Its share of the window's loss, times the window's total in the first term."""
 
 
 def join(

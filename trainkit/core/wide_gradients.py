@@ -124,7 +124,7 @@ class WideGradients:
                 does nothing to gradients (`aggregation="none"`).
         """
         if not self._leaves_zeros:
-            self._refuse_not_taken()
+            self.take()  # what no pass of the accumulator has left there
         if scale is not None:
             scale_(gradients_of(self.stand_ins), scale)
         if self._ranks.size > 1:
@@ -150,15 +150,6 @@ class WideGradients:
         used."""
         ddp = self._ranks.ddp
         return ddp is not None and ddp.find_unused_parameters
-
-    def _refuse_not_taken(self) -> None:
-        left = [p for p in self.parameters if p.grad is not None]
-        if left:
-            raise TrainkitError(
-                f"hand_over(): {len(left)} parameters, the first of shape "
-                f"{list(left[0].shape)}, have a gradient that was not added to the sum "
-                f"and would be lost. Call take() after each backward pass."
-            )
 
 
 def _not_kept(received: str) -> TrainkitError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,17 @@ PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 
 class Entry(NamedTuple):
-    """A micro-batch of an open window.
+    """A micro-batch of an open window; what is in the host's memory is plain numbers.
 
     Attributes:
-        loss: its loss as the loop reports it, detached.
+        loss: its loss as the loop reports it.
         divided_by: what the loop had divided the loss by.
         weight: what it weighs.
         applied: by what weight its gradient was really multiplied: a loss of half
             precision rounds it (in bfloat16, 1001 becomes 1000).
     """
 
-    loss: Tensor
+    loss: Weight
     divided_by: int
     weight: Weight
     applied: Weight
@@ -65,8 +65,6 @@ class Window:
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
-        is_open: whether it has a micro-batch, its own or a checkpoint's.
-        is_rounded: whether a loss of half precision has rounded a weight.
     """
 
     reduction: LossReduction
@@ -78,8 +76,11 @@ class Window:
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
-    is_open: bool = False
-    is_rounded: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a micro-batch, its own or a checkpoint's."""
+        return self.carried is not None or bool(self.entries)
 
     @property
     def num_micro_batches(self) -> int:
@@ -94,8 +95,7 @@ class Window:
 
     @property
     def known_sums(self) -> tuple[float, float] | None:
-        """The sums of `weight` and of `applied`; None if a tensor has a part of them,
-        or if they cannot divide anything."""
+        """The sums of `weight` and of `applied`; None if a tensor is among them."""
         if self.carried is not None:
             return None
         weight = applied = 0.0
@@ -104,29 +104,13 @@ class Window:
                 return None
             weight += entry.weight
             applied += entry.applied
-        return (weight, applied) if 0 < applied < math.inf else None
+        return weight, applied
 
     def add(
-        self,
-        loss: Tensor,
-        weight: Weight,
-        applied: Weight | None = None,
-        divided_by: int = 1,
+        self, loss: Weight, weight: Weight, applied: Weight, divided_by: int = 1
     ) -> None:
         """Add a micro-batch, as an `Entry` has it."""
-        value = loss.reshape(()) if loss.ndim else loss
-        if applied is None or applied is weight:
-            applied = weight
-        else:
-            self.is_rounded = True
-        self.entries.append(Entry(value, divided_by, weight, applied))
-        self.is_open = True
-
-    def carry(self, row: Tensor | None) -> None:
-        """Continue the window of a checkpoint by the numbers of its micro-batches; None
-        if no window was open."""
-        self.carried = row
-        self.is_open = row is not None
+        self.entries.append(Entry(loss, divided_by, weight, applied))
 
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
@@ -165,15 +149,18 @@ class Window:
     def row(self, device: torch.device) -> Tensor:
         """This rank's columns of `WindowStats`, in float64, where ranks exchange
         them."""
-        if self.entries:
-            own = self._own_columns(device)
-        else:
-            own = torch.zeros(NUM_COLUMNS, dtype=totals_dtype(device), device=device)
+        own = self._columns(device)
         if self.carried is not None:
             own = merged(torch.stack([own, self.carried.to(own)]))
         return own
 
-    def _own_columns(self, device: torch.device) -> Tensor:
+    def _columns(self, device: torch.device) -> Tensor:
+        """The row of its own micro-batches. A loss of weight 0 is left out of a mean: a
+        mean over nothing is NaN, and NaN * 0 is NaN."""
+        counts = len(self.entries), self.padding, self.tokens, self.samples
+        if (plain := self._plain_columns()) is not None:
+            return vector((*plain, *counts), device)
+        by_mean = self.reduction == "mean"
         losses, divided_by, weights, applied = zip(*self.entries, strict=True)
         values, by = vector(losses, device), vector(weights, device)
         if len(set(divided_by)) > 1:
@@ -181,20 +168,38 @@ class Window:
         elif divided_by[0] != 1:
             values = values * divided_by[0]
         bare = loss = values.sum()
-        if self.reduction == "mean":
-            # Without the values of weight 0: a mean over nothing is NaN, and NaN * 0
-            # is NaN.
+        if by_mean:
             loss = values.where(by != 0, by).dot(by)
-        sums, counts = [loss, bare], (self.padding, self.tokens, self.samples)
+        sums = [loss, bare]
         if (known := self.known_sums) is not None:
-            rest = (*known, min(weights), max(weights), len(weights), *counts)
+            rest = (*known, min(weights), max(weights), *counts)
         else:
-            weight = divisor = by.sum()
-            if self.is_rounded:
-                divisor = vector(applied, device).sum()
-            sums += [weight, divisor, *by.aminmax()]
-            rest = (len(weights), *counts)
+            sums += [by.sum(), vector(applied, device).sum(), *by.aminmax()]
+            rest = counts
         return torch.cat([torch.stack(sums), vector(rest, device)])
+
+    def _plain_columns(self) -> tuple[float, ...] | None:
+        """The columns before the counts; None where a tensor has a part of them."""
+        by_mean = self.reduction == "mean"
+        loss = bare = weight = divisor = largest = 0.0
+        smallest: Any = math.inf
+        value: Any
+        by: Any
+        applied: Any
+        for value, divided_by, by, applied in self.entries:
+            if any([isinstance(each, Tensor) for each in (value, by, applied)]):
+                return None
+            value *= divided_by
+            bare += value
+            if not by_mean or by:
+                loss += value * by if by_mean else value
+            weight += by
+            divisor += applied
+            smallest, largest = min(smallest, by), max(largest, by)
+        # Of NaN no order is sure; an empty window has no smallest.
+        if weight != weight or not self.entries:
+            smallest = weight
+        return loss, bare, weight, divisor, smallest, largest
 
 
 def merged(rows: Tensor) -> Tensor:
@@ -216,17 +221,26 @@ def quotient(part: Weight, total: Weight) -> Weight:
 
 def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
     """Numbers and 0-d tensors as one float64 vector; does not wait for any of them."""
-    dtype, devices = totals_dtype(device), set[Any]()
-    for number in numbers:
-        devices.add(number.device if isinstance(number, Tensor) else None)
-    if len(devices) > 1:
-        return torch.stack([scalar(number, device) for number in numbers])
-    if numbers and None not in devices:
-        return torch.stack(cast(list[Tensor], numbers)).to(device, dtype)
-    if device.type != "cuda":
+    dtype = totals_dtype(device)
+    tensors = [each for each in numbers if isinstance(each, Tensor)]
+    if not tensors and device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
-    return host.to(device, non_blocking=True)
+    if not tensors:
+        host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+        return host.to(device, non_blocking=True)
+    if len(tensors) == len(numbers) and len({each.device for each in tensors}) == 1:
+        return torch.stack(tensors).to(device, dtype)
+    return torch.stack([scalar(number, device) for number in numbers])
+
+
+def read(value: Any) -> Any:
+    """The number of a tensor that is in the host's memory, where nothing waits for it;
+    any other value as it is."""
+    if not isinstance(value, Tensor) or not value.is_cpu or value.numel() != 1:
+        return value
+    if value.is_complex():
+        return value
+    return (value.reshape(()) if value.ndim else value).tolist()
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:

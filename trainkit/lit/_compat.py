@@ -311,6 +311,14 @@ def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
     return is_own and not any(has_own(o, hook) for o in owners for hook in hooks)
 
 
+def hands_on_arguments(trainer: Any, pl_module: Any) -> bool:
+    """Whether `strategy.backward` hands its arguments on to `loss.backward`: the user
+    has overridden no `backward` on the way."""
+    plugin = trainer.strategy.precision_plugin
+    owners = pl_module, trainer.strategy, plugin
+    return not any(has_own(owner, "backward") for owner in owners)
+
+
 def has_own(owner: Any, hook: str) -> bool:
     """Whether a module, data module or callback overrides a hook of Lightning."""
     return hook in vars(owner) or _overrides(type(owner), (hook,))

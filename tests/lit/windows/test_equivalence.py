@@ -137,6 +137,16 @@ def test_steps_counted_equals_number_of_windows() -> None:
     assert set(counters) == {6.0}
 
 
+def test_a_backward_of_ones_own_equals_the_big_batch() -> None:
+    """It starts from the loss alone, and drops the gradient that a pass begins with
+    elsewhere."""
+    assert_big_batch(hooked(Plain, backward=lambda _, loss, *args, **how: go(loss)))
+
+
+def go(loss: Tensor) -> None:
+    loss.backward()
+
+
 @pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
 def test_pytorch_lightning_equals_big_batch(front: str) -> None:
     """The other namespace, whose classes are not the same; without trainkit it is off,
@@ -318,7 +328,7 @@ def test_a_pass_begins_with_the_gradient_that_a_hook_would_make(
         parameter = torch.ones(2, dtype=torch.float64, requires_grad=True)
         accumulator = Accumulator(PerSample())
         if told:
-            accumulator.expect(weights={"": of})
+            accumulator.tell({"": of})
         for factor, weight in zip((2.0, 7.0), of, strict=True):
             loss = (factor * parameter).mean().reshape(shape)
             accumulator.backward(loss, weight=weight, backward=own)

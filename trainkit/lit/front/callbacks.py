@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 from trainkit.core.checks import Checks
@@ -13,6 +14,7 @@ from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.core.window import WindowStats
+from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.proof.report import Proof
 from trainkit.lit.windows import refusals
@@ -21,18 +23,36 @@ from trainkit.lit.windows.callback import WindowCallback
 CALLBACKS = "configure_callbacks"
 
 
-def with_mixin_callback(hook: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    """A `configure_callbacks` that adds the mixin's callback to what a hook returns."""
+class MixinCallbacks:
+    """A `configure_callbacks` that adds the mixin's callback to what a hook returns.
 
-    @functools.wraps(hook)
-    def configure_callbacks(module: Any) -> list[Any]:
-        found: Any = hook(module)
-        if not isinstance(found, Sequence):
-            found = [found] if found else []
-        has_ours = any(isinstance(each, MixinCallback) for each in found)
-        return [*found] if has_ours else [*found, MixinCallback(module)]
+    None can be set on an instance, where it would hide it: as a descriptor this costs
+    nothing, and a `__setattr__` would at each of Lightning's hooks.
+    """
 
-    return configure_callbacks
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        @functools.wraps(hook)
+        def configure_callbacks(module: Any) -> list[Any]:
+            found: Any = hook(module)
+            if not isinstance(found, Sequence):
+                found = [found] if found else []
+            has_ours = any(isinstance(each, MixinCallback) for each in found)
+            return [*found] if has_ours else [*found, MixinCallback(module)]
+
+        self._hook = configure_callbacks
+
+    def __get__(self, module: Any, owner: Any = None) -> Callable[..., Any]:
+        if module is None:
+            return self._hook
+        # A copy that the proof trains has one of its own.
+        return vars(module).get(CALLBACKS) or MethodType(self._hook, module)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        raise TrainkitError(
+            f"{type(module).__name__}.{CALLBACKS}: it was set on the instance, where "
+            f"it would hide the callback that AccumulationMixin brings, received "
+            f"{value!r}. Define it in the class, or give the Trainer its callbacks."
+        )
 
 
 class MixinCallback(WindowCallback):

@@ -29,8 +29,8 @@ from trainkit.lit.callback.base import find_callback, window_ends
 from trainkit.lit.front.callbacks import (
     CALLBACKS,
     MixinCallback,
+    MixinCallbacks,
     strategies_of,
-    with_mixin_callback,
 )
 from trainkit.lit.proof.report import Proof
 from trainkit.lit.windows.callback import WindowCallback
@@ -85,16 +85,7 @@ class AccumulationMixin(_Base):
         _refuse_wrong_order(cls)
         hook = getattr_static(cls, CALLBACKS, None)  # none without a LightningModule
         if callable(hook):
-            setattr(cls, CALLBACKS, with_mixin_callback(hook))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == CALLBACKS:
-            raise TrainkitError(
-                f"{type(self).__name__}.{CALLBACKS}: it was set on the instance, where "
-                f"it would hide the callback that AccumulationMixin brings, received "
-                f"{value!r}. Define it in the class, or give the Trainer its callbacks."
-            )
-        super().__setattr__(name, value)
+            setattr(cls, CALLBACKS, MixinCallbacks(hook))
 
     @property
     @torch.jit.unused

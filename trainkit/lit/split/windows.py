@@ -17,7 +17,7 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window import WindowStats
-from trainkit.lit._compat import skips_backward
+from trainkit.lit._compat import hands_on_arguments, skips_backward
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import (
     OrderedCallback,
@@ -109,6 +109,8 @@ class Split:
         self._micro_batches = MicroBatches(*of, weighs=self._transfer.is_plain)
         self.cutter = self._micro_batches.cutter
         self._plain: Any = trainer.strategy.training_step, trainer.strategy.backward
+        self._hands_on = hands_on_arguments(trainer, pl_module)
+        self._seed: dict[str, Tensor] = {}
         self._batch_to_device = trainer.strategy.batch_to_device
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         self._meets = self._ranks.backend_sums and not self._is_apart
@@ -324,7 +326,7 @@ class Split:
             loss = self._taken(current, output)
             if loss is not None and not self._is_forward_only:
                 self._windows.batch_is_unfinished = True
-                backward(loss, self._trainer.optimizers[0])
+                backward(loss, self._trainer.optimizers[0], **self._seed)
 
     def _taken(self, current: CutWindow, output: Any) -> Tensor | None:
         """Take what `training_step` has returned for a micro-batch; returns its loss,
@@ -354,9 +356,16 @@ class Split:
             loss, value = accumulator.join(terms), None
         if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        if current.are_said:
-            of = {"value": value, "expected": len(current.parts)}
-            accumulator.weigh(loss, current.leading[index], **of)
-        else:
-            accumulator.weigh(loss, value=value)
+        self._weigh(current, loss, value)
         return loss
+
+    def _weigh(self, current: CutWindow, loss: Tensor, value: Tensor | None) -> None:
+        """Weigh the backward pass of a loss, which reports another value."""
+        how: Any = {"value": value}
+        if current.are_said:
+            weight = current.leading[current.index]
+            how |= {"weight": weight, "expected": len(current.parts)}
+        if self._hands_on:
+            self._seed = self._accumulator.seed(loss, **how)
+        else:
+            self._accumulator.weigh(loss, **how)

@@ -14,6 +14,7 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import checked_weight, num_samples
 from trainkit.core.terms import ONE
 from trainkit.core.window import WindowStats
+from trainkit.lit._compat import hands_on_arguments
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import counts_rows
 
@@ -36,6 +37,7 @@ class Streamed:
         self._is_automatic: bool = module.automatic_optimization
         self._training_step: Any = trainer.strategy.training_step
         self._plain_backward: Any = trainer.strategy.backward
+        self._hands_on = hands_on_arguments(trainer, module)
         self._strategy = strategy = windows.strategy
         self._weighs_samples = counts_rows(strategy)
         self._documents = documents_option(windows.cut, *windows.strategies.values())
@@ -96,7 +98,10 @@ class Streamed:
             # Its total is known: the step is plain Lightning's, whatever hooks see.
             accumulator.tell({ONE: [checked_weight(windows.weight)]})
         how = {"divided_by": number, "expected": number, "value": loss.detach()}
-        accumulator.weigh(loss, windows.weight, **how)
+        if self._hands_on:
+            kwargs |= accumulator.seed(loss, windows.weight, **how)
+        else:
+            accumulator.weigh(loss, windows.weight, **how)
         return self._plain_backward(loss, *args, **kwargs)
 
     def keeps_gradients(self) -> bool:
