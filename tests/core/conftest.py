@@ -50,7 +50,8 @@ class LastingRanks:
 
 def _serve(rank: int, world_size: int, pipes: Sequence[Connection]) -> None:
     start_gloo()
-    while (call := _receive(pipes[rank])) is not None:
+    # Who is asked nothing any more leaves before `run_ranks` finds that it hangs.
+    while pipes[rank].poll(PATIENCE / 2) and (call := _receive(pipes[rank])):
         function, args = call
         try:
             result = function(rank, world_size, *args)

@@ -46,7 +46,7 @@ from trainkit import (
     Uniform,
     WindowMonitor,
 )
-from trainkit.cli.fit.cli import TrainkitCLI, TrainkitParser
+from trainkit.cli.fit.cli import TrainkitCLI, TrainkitParser, _refusal_in
 from trainkit.core.noise.estimate import NoiseEstimate
 
 pytestmark = pytest.mark.usefixtures("for_lightnings_cli")
@@ -206,19 +206,47 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
     assert strategy_of(cli) == PerToken()
 
 
+# ---- older versions of jsonargparse --------------------------------------------------
+
+
 @dataclass(frozen=True)
 class NoOtherBase:
     size: int = 1
 
 
 def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
-    """What jsonargparse asks of a class that a `class_path` may name. The control is a
-    class without one."""
+    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
+    option that names others came later. The control is a class without one."""
     bases = [base for base in MicroBatching.__mro__ if base is not object]
     assert not all(map(is_dataclass, bases))
     assert is_dataclass(MicroBatching)
     with pytest.raises(ValueError, match="Not allowed for|to be a subclass type"):
         ArgumentParser().add_subclass_arguments(NoOtherBase, "of")
+
+
+def older_union(*tried: str, kind: str) -> ValueError:
+    """As versions before 4.53 raise it: the first that failed is the cause."""
+    errors = "\n".join(f"  - {each}" for each in tried)
+    error = ValueError(
+        f"Does not validate against any of the Union subtypes\n"
+        f"Subtypes: [<class 'NoneType'>, <class '{kind}'>]\nErrors:\n{errors}\n"
+        f"Given value type: <class 'jsonargparse._namespace.Namespace'>\n"
+        f"Given value: Namespace(class_path='{kind}')"
+    )
+    error.__cause__ = ValueError(tried[0])
+    return error
+
+
+OURS = "trainkit.lit.rates.lr_scaling.LRScaling"
+REFUSED = "LRScaling reference_batch: must be a positive number, received -1.0."
+
+
+def test_what_a_constructor_refuses_is_read_from_an_older_text() -> None:
+    """An error of somebody else's class stays what it is."""
+    error = older_union("Expected a <class 'NoneType'>", REFUSED, kind=OURS)
+    assert str(_refusal_in(error)) == REFUSED
+    error = older_union("Expected a <class 'NoneType'>", "no", kind="theirs.Net")
+    assert _refusal_in(error) is None
 
 
 @pytest.mark.parametrize("first", ["U", "u"])

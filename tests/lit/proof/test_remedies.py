@@ -209,5 +209,5 @@ def test_another_count_is_not_and_the_remedy_named(module: Any, strategy: Any) -
 
 
 def test_a_plain_module_needs_a_function() -> None:
-    with pytest.raises(TrainkitError, match="Foreign has no Accum"):
+    with pytest.raises(TrainkitError, match="name a function that counts"):
         check(Foreign(), token_loader(), strategy=Weighed())

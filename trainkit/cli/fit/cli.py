@@ -168,11 +168,19 @@ def _say_if_plain(module: Any, trainer: Any) -> None:
         say(trainer, (ACCUMULATION, said))
 
 
-def _refusal_in(error: BaseException | None) -> TrainkitError | None:
-    """The TrainkitError that jsonargparse has wrapped, or None."""
-    while error is not None and not isinstance(error, TrainkitError):
-        error = error.__cause__
-    return error
+def _refusal_in(error: BaseException) -> TrainkitError | None:
+    """The TrainkitError inside an error of jsonargparse, or None.
+
+    jsonargparse wraps the errors of constructors. Before version 4.53 only its text
+    shows them, for arguments that may be `None`.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TrainkitError):
+            return cause
+        cause = cause.__cause__
+    tried = re.search(r"^Subtypes: .*\btrainkit\.", str(error), re.MULTILINE)
+    return TrainkitError(readable(str(error)).lstrip(" -")) if tried else None
 
 
 # Lines of jsonargparse's messages about its own internals: an optional value is a

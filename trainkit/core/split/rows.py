@@ -169,6 +169,7 @@ def spans_of(counts: Tensor, *, are_labels: bool = False) -> list[Span]:
     """The columns of each row, from the first that counts to the last; one column where
     none does.
 
+    >>> import torch
     >>> spans_of(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]))
     [(1, 4), (0, 1)]
 

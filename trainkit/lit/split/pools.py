@@ -84,7 +84,7 @@ class Pools:
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Save the batches that wait, of each rank; every rank must call this."""
-        if trainer.accumulate_grad_batches == 1:
+        if trainer.accumulate_grad_batches == 1 and not self.waiting:
             return
         # A run that is resumed on more ranks may have some on which nothing waits.
         held = gather(trainer, self.waiting)
