@@ -88,7 +88,7 @@ def load_state(accumulator: Any, state: Any) -> None:
     if totals is not None:
         # Open on every rank, since they must act alike; one has the totals.
         totals = torch.stack([totals[name] for name in COLUMNS]) * (ranks.index == 0)
-        accumulator.window.carried = totals
+        accumulator.window.carry(totals)
         accumulator.division.is_open = True
 
 

@@ -62,6 +62,7 @@ class Window:
         tokens: how many tokens were counted.
         samples: how many samples were counted.
         carried: the row of the micro-batches that a checkpoint has brought back.
+        is_open: whether it has a micro-batch, its own or a checkpoint's.
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
@@ -73,14 +74,10 @@ class Window:
     tokens: Weight = 0
     samples: Weight = 0
     carried: Tensor | None = None
+    is_open: bool = False
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has a micro-batch, its own or a checkpoint's."""
-        return self.carried is not None or bool(self.entries)
 
     @property
     def num_micro_batches(self) -> int:
@@ -110,7 +107,12 @@ class Window:
         self, loss: Weight, weight: Weight, applied: Weight, divided_by: int = 1
     ) -> None:
         """Add a micro-batch, as an `Entry` has it."""
+        self.is_open = True
         self.entries.append(Entry(loss, divided_by, weight, applied))
+
+    def carry(self, row: Tensor) -> None:
+        """Add the micro-batches that a checkpoint has brought back."""
+        self.carried, self.is_open = row, True
 
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
@@ -187,7 +189,8 @@ class Window:
         by: Any
         applied: Any
         for value, divided_by, by, applied in self.entries:
-            if any([isinstance(each, Tensor) for each in (value, by, applied)]):
+            is_known = not isinstance(by, Tensor) and not isinstance(applied, Tensor)
+            if isinstance(value, Tensor) or not is_known:
                 return None
             value *= divided_by
             bare += value
