@@ -180,7 +180,7 @@ class Window:
             rest = counts
         return torch.cat([torch.stack(sums), vector(rest, device)])
 
-    def _plain_columns(self) -> tuple[float, ...] | None:
+    def _plain_columns(self) -> tuple[Any, ...] | None:
         """The columns before the counts; None where a tensor has a part of them."""
         by_mean = self.reduction == "mean"
         loss = bare = weight = divisor = largest = 0.0
@@ -189,8 +189,8 @@ class Window:
         by: Any
         applied: Any
         for value, divided_by, by, applied in self.entries:
-            is_known = not isinstance(by, Tensor) and not isinstance(applied, Tensor)
-            if isinstance(value, Tensor) or not is_known:
+            is_late = isinstance(by, Tensor) or isinstance(applied, Tensor)
+            if is_late or isinstance(value, Tensor):
                 return None
             value *= divided_by
             bare += value
