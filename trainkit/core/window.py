@@ -189,8 +189,8 @@ class Window:
         by: Any
         applied: Any
         for value, divided_by, by, applied in self.entries:
-            is_late = isinstance(by, Tensor) or isinstance(applied, Tensor)
-            if is_late or isinstance(value, Tensor):
+            on_device = isinstance(by, Tensor) or isinstance(applied, Tensor)
+            if on_device or isinstance(value, Tensor):
                 return None
             value *= divided_by
             bare += value
