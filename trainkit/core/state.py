@@ -21,6 +21,12 @@ from trainkit.errors import TrainkitError
 def save_state(accumulator: Any, *, over_ranks: bool) -> dict[str, Any]:
     """The open window of an accumulator: this rank's part, or all parts added up, which
     every rank must call, even without a micro-batch."""
+    if accumulator.told is not None and accumulator.is_open:
+        raise TrainkitError(
+            "state_dict(): a window that expect() has announced is open, and what it "
+            "still expects cannot be saved. Save before its first micro-batch, or "
+            "after finish()."
+        )
     ranks = accumulator.ranks if over_ranks else Ranks()
     division, module = accumulator.division, accumulator.module
     row = accumulator.window.row(accumulator.device)

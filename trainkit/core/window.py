@@ -239,8 +239,8 @@ def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
 def read(value: Any) -> Any:
     """The number of a tensor that is in the host's memory, where nothing waits for it;
     any other value as it is."""
-    if not isinstance(value, Tensor) or not value.is_cpu or value.numel() != 1:
-        return value
+    if type(value) is not Tensor or not value.is_cpu or value.numel() != 1:
+        return value  # what a subclass does, its class knows
     if value.is_complex():
         return value
     return (value.reshape(()) if value.ndim else value).tolist()

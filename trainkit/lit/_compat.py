@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+_OURS = "trainkit."
 _OF_TRAINER = tuple(p + part for p in _LIGHTNING for part in ("loops.", "trainer."))
 
 
@@ -312,11 +313,20 @@ def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
 
 
 def hands_on_arguments(trainer: Any, pl_module: Any) -> bool:
-    """Whether `strategy.backward` hands its arguments on to `loss.backward`: the user
-    has overridden no `backward` on the way."""
-    plugin = trainer.strategy.precision_plugin
-    owners = pl_module, trainer.strategy, plugin
-    return not any(has_own(owner, "backward") for owner in owners)
+    """Whether `strategy.backward` hands its arguments on to `loss.backward`, and
+    nothing of the user's sees the loss before: no `backward` on the way, and no hook.
+    """
+    strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
+    theirs = [c for c in trainer.callbacks if not type(c).__module__.startswith(_OURS)]
+    for owner, hook in (
+        *((owner, "backward") for owner in (pl_module, strategy, plugin)),
+        *((owner, "on_before_backward") for owner in (pl_module, *theirs)),
+        (plugin, "pre_backward"),
+    ):
+        # `functools.wraps` gives an override the name of Lightning's module.
+        if has_own(owner, hook) or hasattr(getattr(owner, hook), "__wrapped__"):
+            return False
+    return True
 
 
 def has_own(owner: Any, hook: str) -> bool:

@@ -192,7 +192,9 @@ def test_auto_leaves_the_newest_trial_to_its_own_sweep(
     assert as_trial(["seed=2", AUTO]) == ["seed=2", AUTO]
     assert expand(["seed=2", AUTO]) == ["seed=2"]
     own = made("own_trial", ["seed=2"], at=2)
-    (own.path / "wandb/offline-run-20260131_120000-mine").mkdir(parents=True)
+    files = own.path / "wandb/offline-run-20260131_120000-mine"
+    files.mkdir(parents=True)
+    (files / "run-mine.wandb").touch()
     assert as_trial(["seed=2", AUTO])[-1] == (
         f"ckpt_path='{own.path}/checkpoints/last.ckpt'"
     )

@@ -205,7 +205,7 @@ def test_it_is_in_the_one_run_of_wandb(private_wandb: Path) -> None:
     """Which is opened again, in a second file."""
     run = trained(private_wandb, "test=true", "logger=wandb")
     found = folders(run)
-    assert len({folder.name.rpartition("-")[2] for folder in found}) == 1
+    assert len({f.name for folder in found for f in folder.glob("run-*.wandb")}) == 1
     shown = str([records(folder) for folder in found])
     assert "val/loss" in shown
     assert "test/loss" in shown

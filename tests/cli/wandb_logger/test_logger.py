@@ -74,19 +74,22 @@ def test_without_a_folder_each_run_is_its_own(private_wandb: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "run"),
+    ("files", "run"),
     [
         ([], None),
-        (["latest-run", "debug.log"], None),
-        (["run-20260131_120000-a", "offline-run-20260131_120001-my-run"], "my-run"),
-        (["offline-run-20260131_120000-a", "run-20260131_120001-b"], "b"),
+        (["latest-run/a", "debug.log"], None),
+        (["run-20_12-a/run-a.wandb", "offline-run-20_13-b-c/run-b-c.wandb"], "b-c"),
+        (["offline-run-20_12-a/run-a.wandb", "run-20_13-b/run-b.wandb"], "b"),
+        (["offline-run-20_12-a-1/run-a.wandb"], "a"),  # two began in one second
     ],
 )
 def test_the_run_of_a_folder_is_the_newest_that_has_files_there(
-    names: list[str], run: str | None, tmp_path: Path
+    files: list[str], run: str | None, tmp_path: Path
 ) -> None:
-    for name in names:
-        (tmp_path / "wandb" / name).mkdir(parents=True)
+    for file in files:
+        path = tmp_path / "wandb" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     assert wandb_run_of(tmp_path) == run
     assert wandb_run_of(None) is None
 

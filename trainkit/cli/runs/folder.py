@@ -157,6 +157,10 @@ def wandb_run_of(save_dir: str | Path | None) -> str | None:
     """The id of the newest W&B run that has left its files in a folder, or None."""
     if save_dir is None:
         return None
-    names = (each.name for each in Path(save_dir, "wandb").glob("*run-*-*"))
-    started = [name.removeprefix("offline-run-").removeprefix("run-") for name in names]
-    return max(started).partition("-")[2] if started else None
+    files = Path(save_dir, "wandb").glob("*run-*/run-*.wandb")
+
+    def started(file: Path) -> str:
+        return file.parent.name.removeprefix("offline-")
+
+    newest = max(files, key=started, default=None)
+    return None if newest is None else newest.stem.removeprefix("run-")

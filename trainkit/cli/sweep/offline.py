@@ -250,7 +250,7 @@ def read_rows(trial: Trial) -> list[dict[str, Any]]:
     several rows with one `_step` the last counts, as on the server.
     """
     rows: dict[Any, dict[str, Any]] = {}
-    files = f"wandb/*run-*-{trial.name}/run-{trial.name}.wandb"
+    files = f"wandb/*run-*/run-{trial.name}.wandb"
     for file in sorted(Path(trial.folder).glob(files)):
         words = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
         # A file that is being written may end inside a record: no check.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from typing import Any
+
+import torch
 
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
@@ -91,6 +95,14 @@ class Pools:
         if not any(held):
             return
         checkpoint[KEY] = held
+        if not _loads(self.waiting):
+            warnings.warn(
+                f"micro_batching: the checkpoint holds {len(self.waiting)} loader "
+                f"batches that wait, of types that torch.load(weights_only=True) does "
+                f"not read. Resume with fit(..., weights_only=False), or let batches "
+                f"be dicts, lists and tensors.",
+                stacklevel=3,
+            )
         if None in held:
             warnings.warn(
                 f"micro_batching: a checkpoint after an error holds only the "
@@ -122,3 +134,15 @@ class Pools:
 
 def _size_of(options: Any) -> int | None:
     return options.pool if isinstance(options, MicroBatching) else None
+
+
+def _loads(values: Any) -> bool:
+    """Whether values can be read back as Lightning reads checkpoints."""
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True

@@ -3,6 +3,7 @@ window."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -45,6 +46,11 @@ KEY = "trainkit_micro_batching"
 """The size that was found, in a checkpoint."""
 
 NOTHING = nullcontext()
+
+CARRIED = (
+    "the checkpoint has its gradients and not its loader batches, and this run cuts "
+    "loader batches. Resume without micro_batching, or from a checkpoint behind a step"
+)
 
 
 class Split:
@@ -187,12 +193,17 @@ class Split:
         is_last = size == 1 or window_ends(trainer, trainer.fit_loop.batch_idx, size)
         if accumulator.window.is_open:
             # The module's `optimizer_step` has left the step of a window out, and
-            # Lightning zeroes its gradients now.
+            # Lightning zeroes its gradients now. Or a checkpoint has brought it.
+            is_carried = accumulator.window.carried is not None
+            why = (CARRIED,) if is_carried else ()
             held = accumulator.drop()
             if self._ranks.index == 0:
-                say_dropped(held)
+                say_dropped(held, *why)
         if not (is_last or self._is_forward_only):
             waiting.append((batch, args, kwargs))
+            if math.isinf(trainer.num_training_batches):
+                # So a rank whose batches have ended waits alone, and says so.
+                self._ranks.sum_(torch.zeros((), device=trainer.strategy.root_device))
             # Lightning takes None for a mistake on several ranks.
             return torch.zeros((), device=trainer.strategy.root_device)
         self._own = parameters_of(trainer.optimizers[0])
@@ -365,7 +376,8 @@ class Split:
         if current.are_said:
             weight = current.leading[current.index]
             how |= {"weight": weight, "expected": len(current.parts)}
-        if self._hands_on:
+        self._seed = {}
+        if self._hands_on and "backward" not in vars(self._module):
             self._seed = self._accumulator.seed(loss, **how)
         else:
             self._accumulator.weigh(loss, **how)

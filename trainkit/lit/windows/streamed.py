@@ -98,7 +98,7 @@ class Streamed:
             # Its total is known: the step is plain Lightning's, whatever hooks see.
             accumulator.tell({ONE: [checked_weight(windows.weight)]})
         how = {"divided_by": number, "expected": number, "value": loss.detach()}
-        if self._hands_on:
+        if self._hands_on and "backward" not in vars(self._module):
             kwargs |= accumulator.seed(loss, windows.weight, **how)
         else:
             accumulator.weigh(loss, windows.weight, **how)
