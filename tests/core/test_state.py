@@ -151,6 +151,17 @@ def test_module_that_has_no_gradient_in_the_window_is_refused() -> None:
         accumulator.state_dict()
 
 
+def test_a_window_that_was_announced_is_refused() -> None:
+    """What it still expects cannot be saved. The control: it can between windows."""
+    net = fresh_net()
+    accumulator = Accumulator(PerToken(), module=net)
+    accumulator.expect(FIRST)
+    assert accumulator.state_dict()
+    run_open(accumulator, net, FIRST[:1])
+    with pytest.raises(TrainkitError, match=r"a window that expect\(\) has announced"):
+        accumulator.state_dict()
+
+
 @pytest.mark.parametrize("wrong", [{"gradients": {}}, 3, None])
 def test_what_no_accumulator_has_saved_is_refused(wrong: Any) -> None:
     with pytest.raises(TrainkitError, match=r"load_state_dict\(\): must be what Accum"):

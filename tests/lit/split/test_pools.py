@@ -213,6 +213,25 @@ def test_a_checkpoint_of_one_rank_says_what_it_lacks() -> None:
     assert checkpoint[pools.KEY] == [None, found.waiting]
 
 
+@pytest.mark.parametrize(("batch", "is_said"), [(Path(), True), ([1, "a"], False)])
+def test_a_checkpoint_says_that_its_batches_cannot_be_loaded(
+    batch: Any, is_said: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = pools.Pools()
+    alone: Any = {"world_size": 1, "global_rank": 0, "interrupted": False}
+    found.waiting = [(batch, (), {})]
+    found.save(SimpleNamespace(accumulate_grad_batches=4, **alone), {})
+    assert ["weights_only=False" in str(w.message) for w in recwarn] == [True] * is_said
+
+
+def test_a_window_that_was_not_cut_is_dropped_where_batches_are(tmp_path: Path) -> None:
+    path = tmp_path / "inside.ckpt"
+    run(tmp_path, Saving(path, 5), cut=None, window=4)
+    text = "an open window of 2 .* the checkpoint has its gradients and not its loader"
+    with pytest.warns(UserWarning, match=text):
+        run(tmp_path, cut=FIXED, window=4, start=path)
+
+
 def test_another_size_of_windows_is_refused() -> None:
     with pytest.raises(TrainkitError, match="must be 1 or 8, received 4. Leave it out"):
         fit(Split(cut=POOL), data=stream(3), window=4)

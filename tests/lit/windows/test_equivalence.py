@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from itertools import cycle
 from typing import Any
 
@@ -50,6 +50,7 @@ from trainkit import (
     PerSample,
     PerToken,
     PlainComparison,
+    TrainkitError,
     WindowMonitor,
 )
 
@@ -274,6 +275,25 @@ def own_backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
     loss.backward(*args, **kwargs)
 
 
+@wraps(pl.LightningModule.backward)
+def wrapped_backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+    loss.backward()
+
+
+class Patching(pl.Callback):
+    """Gives the module another `backward`, once training has begun."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.backward = lambda loss, *args, **kwargs: loss.backward()
+
+
+class Again(pl.Callback):
+    """Runs a pass of its own before that of each micro-batch."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        loss.backward(retain_graph=True)
+
+
 def listening() -> list[Any]:
     names = "on_before_backward", "on_after_backward"
     return [LambdaCallback(**{name: noted(name) for name in names})]
@@ -286,6 +306,8 @@ WAYS: dict[str, tuple[Any, Callable[[], list[Any]], set[str]]] = {
         hooked(Plain, on_after_backward=noted("module")), list, {"module"},
     ),
     "its own backward": (hooked(Plain, backward=own_backward), list, {"backward"}),
+    "a wrapped one": (hooked(Plain, backward=wrapped_backward), list, set()),
+    "a late one": (Plain, lambda: [Patching()], set()),
 }  # fmt: skip
 
 
@@ -305,6 +327,12 @@ class Late(pl.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.on_after_backward = noted("module")
+
+
+@pytest.mark.parametrize(("cut", "window"), [(None, 4), (MicroBatching(size=3), 1)])
+def test_a_second_pass_of_a_loss_is_refused(cut: Any, window: int) -> None:
+    with pytest.raises(TrainkitError, match="was weighted twice or not at all"):
+        fit("callback", Plain, Again(), made={"cut": cut}, window=window, max_epochs=1)
 
 
 @pytest.mark.parametrize(("cut", "window"), [(None, 4), (MicroBatching(size=3), 1)])
