@@ -329,6 +329,7 @@ class Late(pl.Callback):
         pl_module.on_after_backward = noted("module")
 
 
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
 @pytest.mark.parametrize(("cut", "window"), [(None, 4), (MicroBatching(size=3), 1)])
 def test_a_second_pass_of_a_loss_is_refused(cut: Any, window: int) -> None:
     with pytest.raises(TrainkitError, match="was weighted twice or not at all"):
