@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trainkit import ResumableLoader
 
@@ -91,8 +93,10 @@ class Lines(LightningDataModule):
     def test_dataloader(self) -> ResumableLoader:
         return self.loader(self.test_rows)
 
-    def predict_dataloader(self) -> ResumableLoader:
-        return self.loader(self.test_rows)
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        # Lightning makes a loader of its own of this one, so it is a plain one.
+        rows: Any = self.test_rows
+        return DataLoader(rows, batch_size=self.batch_size)
 
 
 # ---- model ---------------------------------------------------------------------------

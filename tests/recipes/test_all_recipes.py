@@ -11,9 +11,18 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from recipes import code_lm, contrastive, digits_bn, gan, moe, multi_term, segmentation
+from recipes import (
+    code_lm,
+    contrastive,
+    digits_bn,
+    gan,
+    lines,
+    moe,
+    multi_term,
+    segmentation,
+)
 from tests.cli.training import summary_of
-from tests.helpers import NAIVE
+from tests.helpers import NAIVE, trainer
 from tests.recipes.small import metrics_of, small
 from trainkit.cli.composition import Composition
 from trainkit.config.check import check_all
@@ -127,3 +136,10 @@ def test_noise_is_that_of_the_row_wherever_it_is_read(data: Any, collate: Any) -
     assert torch.equal(drawn[4:], made.with_noise(rest, epoch=1)["noise"])
     assert not torch.equal(drawn, made.with_noise(whole, epoch=2)["noise"])
     assert len(drawn.unique()) == drawn.numel()
+
+
+def test_what_a_new_project_begins_with_predicts() -> None:
+    """Lightning makes another loader of one for predictions."""
+    data = lines.Lines(batch_size=4, num_train=8, num_val=6)
+    found: Any = trainer().predict(lines.Classifier(width=4), data)
+    assert [len(each["package"]) for each in found] == [4, 2]

@@ -86,8 +86,8 @@ def check(
             raise TrainkitError(f"check: not measured: {error}.") from error
     if measure.report is None:
         raise TrainkitError(
-            "check: the Trainer ran no batch. Look for limit_train_batches=0 or an "
-            "empty loader."
+            "check: the Trainer ran no batch. Look for limit_train_batches=0, an empty "
+            "loader, or max_epochs and max_steps that are reached already."
         )
     return measure.report
 
