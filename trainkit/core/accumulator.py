@@ -179,7 +179,11 @@ class Accumulator:
         self, loss: Tensor, weight: Weight | None = None, **how: Any
     ) -> dict[str, Tensor]:
         """As `weigh`, where `loss.backward` is sure to get what this returns: its
-        `gradient`, to start with. It costs a third of a hook."""
+        `gradient`, to start with. It costs a third of a hook.
+
+        The pass counts as run. So the caller must run it once, with this gradient, and
+        nobody else may run one from this loss: it would not be noticed.
+        """
         factor = self.enter(loss, weight, **how)
         self.window.num_passes += 1
         if factor is None:

@@ -175,7 +175,7 @@ class Division:
 
     def _quotient(self, part: Weight, whole: Weight, loss: Tensor) -> Weight:
         """part / whole as a tensor that can multiply a gradient; of equal plain parts
-        it is made once in a window."""
+        it is made once in a window, in which the whole stays what it is."""
         key = None if isinstance(part, Tensor) else (part, loss.device, loss.dtype)
         found = self._factors.get(key)
         if found is None:

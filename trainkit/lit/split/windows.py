@@ -261,7 +261,8 @@ class Split:
             with seeing:
                 for current.index, current.batch in enumerate(coming):
                     part = current.parts[current.index]
-                    # A pool is cut as one, and gets what the last batch came with.
+                    # Counted from the last: a pool is one whole, which gets what its
+                    # last loader batch came with, and others are as many as were given.
                     _, args, kwargs = given[part.source - len(current.wholes)]
                     self._pass(current, args, kwargs)
                     current.batch = None
